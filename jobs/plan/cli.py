@@ -1,4 +1,4 @@
-"""`manta plan` as a command; `jobs/cli.py` has the others."""
+"""The command `manta plan`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from .options import PlanOptions
 
 @with_flags
 def plan(options: PlanOptions) -> None:
-    """Lay out a model over a node's GPUs: what fits, how fast it would be, the ray_config.yaml of the best.
+    """Plan a model's layout over a node's GPUs: what fits, estimated speed, and the best one's
+    ray_config.yaml.
 
-    From shapes and rates alone: needs no GPU, no weights and no Ray.
+    Uses shapes and rates only: needs no GPU, no weights and no Ray.
     """
     from .run import make_plan
 

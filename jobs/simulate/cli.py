@@ -1,4 +1,4 @@
-"""`manta simulate node` as a command: it needs neither Ray nor a GPU."""
+"""The command `manta simulate node`; needs neither Ray nor a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _simulate() -> None:
 @simulate.command()
 @with_flags
 def node(options: NodeOptions) -> None:
-    """Play load over one node, method beside method: throughput of a GPU against the speed of a user.
+    """Simulate load on one node for each method: throughput per GPU against speed per user.
 
-    The real scheduler and its policies over step times of the roofline; see docs/simulation.md.
+    Runs the real scheduler and policies with the roofline's step times; see docs/simulation.md.
     """
     from .node import run_node
 

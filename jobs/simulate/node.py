@@ -1,8 +1,8 @@
-"""One node under load, simulated: the real scheduler and policies over the roofline's step times.
+"""Simulates one node under load: the real scheduler and policies with the roofline's step times.
 
-Every method in every layout at every load: throughput of a GPU against the speed of a user, the frontier of
-each method, and what it brings over plain decoding at the same speed of a user and at the same load. The
-assumptions stand in the file beside the figures. Called by `cli.py`; `picture.py` draws it.
+Runs every method in every layout at every load. Reports throughput per GPU against speed per user, the
+frontier of each method, and its gain over plain decoding at equal speed per user and at equal load. The
+assumptions are written with the figures. Called by `cli.py`; `picture.py` draws the chart.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .options import NodeOptions
 from .subjects import Drafting, Subject, read_shapes, subjects
 from .workload import Workload
 
-LEAST_REQUESTS = 16  # that are counted at a load
-ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
+LEAST_REQUESTS = 16  # minimum number of measured requests at a load
+ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step's own; for progress
 
 
 def run_node(options: NodeOptions) -> Figures:
-    """Play, print tables, write files where asked. Returns the figures."""
+    """Simulate, print tables, write the requested files, and return the figures."""
     methods = [Method.parse(name) for name in options.methods]
     if options.drafter is None and any(method.kind == "dflash" for method in methods):
         raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
@@ -92,13 +92,13 @@ def run_node(options: NodeOptions) -> Figures:
 
 
 def _name(model: str) -> str:
-    """A hub id's last part, or what a folder is called; "gpt-oss-120b" of ".../gpt-oss-120b/target"."""
+    """Return the last part of a hub id or path; "gpt-oss-120b" for ".../gpt-oss-120b/target"."""
     path = Path(model)
     return path.parent.name if path.name == "target" else path.name
 
 
 def _loads(subject: Subject, options: NodeOptions) -> list[int]:
-    """Closed loops whose requests all fit an engine."""
+    """Return the concurrencies whose requests fit into an engine."""
     return [clients for clients in options.concurrency if clients <= subject.room.max_num_seqs]
 
 
@@ -107,12 +107,12 @@ def _num_measured(clients: int) -> int:
 
 
 def _request_work(clients: int) -> float:
-    """Work of simulating a request beside others, in steps of one request: a step has work of its own."""
+    """Return the relative work of simulating a request among `clients`: they share the work of steps."""
     return 1.0 / clients + ROW_WORK
 
 
 def _work(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> float:
-    """Work of all that is played for a subject; in a closed loop that of requests behind a client's first."""
+    """Return the relative work of simulating a subject at all loads."""
     if trace:
         return len(trace)
     if options.rate_per_s:
@@ -127,7 +127,7 @@ def _observe(
     trace_s: Sequence[float],
     progress: TimeLeft,
 ) -> Iterator[tuple[float, Observed]]:
-    """Loads and what came of them: of one engine (closed loop), or of all of the node (open loop)."""
+    """Yield (load, result) for one engine (closed loop) or all engines of the node (open loop)."""
 
     def make(number: int, share: float, clients: int = 0) -> Request:
         work = _request_work(clients) if clients else 1.0
@@ -149,7 +149,7 @@ def _observe(
 
 
 def _figures(subject: Subject, load: float, seen: Observed, num_gpus: int) -> Figures:
-    """Of a point. A closed loop's engine stands for all of its node."""
+    """Return the figures of a point. In a closed loop, one engine represents all engines of the node."""
     layout = subject.layout
     engines = layout.replicas // seen.num_engines
     return {
@@ -178,7 +178,7 @@ def _show(figures: Figures) -> None:
         [f"{row['user_tokens_per_s']:,.0f}", *(_rate(row["tokens_per_s_per_gpu"][name]) for name in names)]
         for row in figures["matched_speed"]
     ]
-    print_table("tok/s a GPU, where every user gets so many tok/s", ["user", *names], rows)
+    print_table("tok/s per GPU at equal tok/s per user", ["user", *names], rows)
 
 
 def _rate(value: float | None) -> str:
