@@ -1,4 +1,4 @@
-"""`manta audit` as a command; `jobs/cli.py` has the others."""
+"""The command `manta audit`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .options import AuditOptions
 
 @with_flags
 def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Decode a dataset with speculation and without, compare token by token, write a certificate.
+    """Decode a dataset with and without speculation, compare token by token, and write a certificate.
 
-    Both in one engine, in other company: what runs beside an answer must not matter either. Exit code 1 if
-    any token differs.
+    Both passes use one engine with different batches, which must not matter either. Exit code 1 if any token
+    differs.
     """
     from .run import print_certificate, run_audit
 
