@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,22 +24,22 @@ from rich.markup import escape
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import MantaError, RequestError
-from .audit.cli import audit
+from .audit.options import AuditOptions
 from .batch.cli import batch
 from .bench.cli import bench
 from .config_file import read_config_file
 from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
-from .doctor.cli import doctor
+from .doctor.options import DoctorOptions
 from .drafters.cli import drafter
 from .flags import EngineFlags, Model, SamplingFlags, ServerFlags, given_flags, options_of, with_flags
 from .logs.cli import logs
-from .plan.cli import plan
+from .plan.options import PlanOptions
 from .receipts import receipts
 from .render.cli import render
 from .serve_options import ServeOptions
 from .settings import merge_settings, sampling_params, used_config
-from .simulate.cli import simulate
+from .simulate.options import NodeOptions
 from .stop import Stopped, StopSignals
 from .vllm_flags import without_vllm_flags
 
@@ -54,15 +55,15 @@ app = typer.Typer(
         "token_normalize_func": lambda name: name.replace("_", "-"),  # accept --max_num_seqs, like vLLM
     },
 )
+simulate = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Simulate a node of GPUs that serves a model."
+)
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
 app.add_typer(logs, name="logs")
 app.add_typer(simulate, name="simulate")
-app.command()(doctor)
-app.command()(audit)
 app.command()(batch)
-app.command()(plan)
 app.command()(receipts)
 app.command()(render)
 app.command("run-batch", help="Alias of batch.", hidden=True)(batch)
@@ -201,6 +202,74 @@ def demo(options: DemoOptions) -> None:
 
     paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
     run_demo(replace(options, **paths))
+
+
+@app.command()
+@with_flags
+def doctor(
+    options: DoctorOptions,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, not as a table.")
+    ] = False,
+) -> None:
+    """Report what this machine has and what Manta uses of it, and check that it computes correctly.
+
+    Compares kernels with fp64 and speculation with plain decoding token by token, and measures bandwidth.
+    Needs neither Ray nor HTTP. Exit code 1 if a check failed; the table says what to do.
+    """
+    from .doctor.run import print_report, run_doctor
+
+    report = run_doctor(options)
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_report(report)
+    if report["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_flags
+def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> None:
+    """Decode a dataset with and without speculation, compare token by token, and write a certificate.
+
+    Both passes use one engine with different batches, which must not matter either. Exit code 1 if any token
+    differs.
+    """
+    from .audit.run import print_certificate, run_audit
+
+    certificate = run_audit(config, options)
+    print_certificate(certificate)
+    if certificate["mismatches"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_flags
+def plan(options: PlanOptions) -> None:
+    """Plan a model's layout over a node's GPUs, with estimated speeds and the best one's ray_config.yaml.
+
+    Uses shapes and rates only: needs no GPU, no weights and no Ray.
+    """
+    from .plan.run import make_plan
+
+    make_plan(options)
+
+
+@simulate.callback()
+def _simulate() -> None: ...
+
+
+@simulate.command()
+@with_flags
+def node(options: NodeOptions) -> None:
+    """Simulate load on one node for each method: throughput per GPU against speed per user.
+
+    Runs the real scheduler and policies with the roofline's step times; see docs/simulation.md.
+    """
+    from .simulate.node import run_node
+
+    run_node(options)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from manta.jobs.bench.passes import PromptRow
 from manta.jobs.bench.sweep import run
 from manta.jobs.bench.sweep.answers import Sums
 from manta.jobs.bench.sweep.driver import Driver
-from manta.jobs.bench.sweep.kept import read_kept
 from manta.jobs.bench.sweep.point import Measured, Point, measure
+from manta.jobs.bench.sweep.resume import read_cells
 from manta.jobs.bench.sweep.run import SweepOptions, run_sweep
 from manta.jobs.bench.sweep.sides import parse_methods, shuffled
 from manta.jobs.cli import main
@@ -240,10 +240,10 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
     assert figures["starts"] == kept["starts"] and figures["points"][:2] == kept["points"], (
         "not measured again"
     )
-    assert not read_kept(output, figures).points, "what is complete is measured anew"
+    assert not read_cells(output, figures).points, "what is complete is measured anew"
     output.write_text(json.dumps(figures | {"complete": False}))
-    assert len(read_kept(output, figures).points) == 4
-    assert not read_kept(output, figures | {"engine": None}).points, "of another engine"
+    assert len(read_cells(output, figures).points) == 4
+    assert not read_cells(output, figures | {"engine": None}).points, "of another engine"
     assert set(figures["refused"]) == {"no-such-method"}
     names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
     closed = [point for point in figures["points"] if point["requests"] is not None]

@@ -262,4 +262,4 @@ def test_too_few_files_are_said_before_ray_starts() -> None:
         ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr
-    assert "open files: a process may open 64 here" in found.stderr
+    assert "open files: the limit is 64" in found.stderr

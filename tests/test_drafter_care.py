@@ -81,7 +81,7 @@ def test_a_trial_finds_a_drafter_that_fits_and_knows_nothing(tmp_path: Path):
     tensors(forget)(pair)
     (misfit,) = validate_pair(str(pair / "drafter"), str(pair / "target"), level="cpu")
     assert (misfit.what, misfit.fatal) == ("acceptance", False)
-    assert 1.0 <= float(re.findall(r"brings ([\d.]+) tokens", misfit.message)[0]) < 1.1
+    assert 1.0 <= float(re.findall(r"length is ([\d.]+)", misfit.message)[0]) < 1.1
 
 
 def test_a_trial_is_content_with_equal_tokens_and_steps_that_bring_more_than_one():

@@ -25,9 +25,9 @@ from manta.jobs.bench.sweep import sides
 from manta.jobs.cli import app
 from manta.jobs.drafters import evaluate
 from manta.jobs.drafters.against_card import card_misfits, compare_acceptance
-from manta.jobs.drafters.evaluate import EvalOptions
 from manta.jobs.drafters.evaluation_card import read_card, write_card
 from manta.jobs.drafters.intervals import ratio_of_sums, student_t
+from manta.jobs.drafters.options import EvalOptions
 from manta.jobs.drafters.suites import open_suite
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner
@@ -238,7 +238,7 @@ def test_what_is_wrong_is_named(
         with pytest.raises(ConfigError, match="card"):
             read_card(wrong)
     with pytest.raises(ConfigError, match="rounds"):
-        EvalOptions(suite="x", rounds=0)
+        EvalOptions(drafter="d", target="t", rounds=0)
 
 
 def test_the_shipped_prompts_are_a_suite_of_eight_of_each_category(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: P
     [
         ({"hours": 1.0}, "steps or as time"),
         ({"steps": 0}, "longer than 0"),
-        ({"head": "eagle3", "layers": 2}, "not for --head eagle3"),
+        ({"head": "eagle3", "layers": 2}, "does not apply to --head eagle3"),
         ({"initial": str(SHIPPED / "drafter"), "block_size": 8}, "has its own"),
     ],
 )

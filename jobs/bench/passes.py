@@ -30,7 +30,7 @@ from ...cluster.request import SamplingParams
 from ..generate import open_llm
 from ..progress import say as say
 from .options import RunOptions
-from .provenance import provenance
+from .provenance import options_json, provenance
 
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
@@ -231,7 +231,7 @@ def subject(config: EngineConfig, options: RunOptions) -> Figures:
     return {
         "provenance": provenance(),
         "engine": asdict(config),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
     }
 
 

@@ -7,9 +7,14 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LIBRARIES = ("torch", "triton", "ray", "transformers", "numpy")
 
@@ -28,6 +33,11 @@ def provenance() -> dict[str, object]:
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
+
+
+def options_json(options: DataclassInstance) -> dict[str, Any]:  # Any: JSON
+    """Return the options of a command for its file of figures."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
 
 
 def cpu_model() -> str:

@@ -24,7 +24,7 @@ from ..tables import print_table
 from .device_rates import find_device
 from .idleness import print_warning
 from .options import StepOptions
-from .provenance import provenance
+from .provenance import options_json, provenance
 from .random_pair import PairShape
 from .step_times import Measured, Memory, Point, Seen, measure_points
 
@@ -55,7 +55,7 @@ def bench_step(options: StepOptions) -> Figures:
     measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
     figures: Figures = {
         "provenance": provenance(),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
         "model": shape.name,
         "target": shape.target_json,
         "drafter": shape.drafter_json,

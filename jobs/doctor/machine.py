@@ -1,7 +1,7 @@
-"""Reports hardware and software that matter to Manta; what prevents it from running is a failure.
+"""Reports hardware and software that matter to Manta, and what it uses of them for a pair.
 
-Runs no kernel and imports no package but PyTorch; versions are read from package metadata. Called by
-`run.py`.
+What prevents Manta from running is a failure. Runs no kernel, loads no model, and imports no package but
+PyTorch; versions are read from package metadata. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch.cuda import nccl
 
 from ...actors.machine import free_ram_bytes, owned_cores
-from ...actors.targets.loading.backends import instructions_of_passes
+from ...actors.targets.loading.backends import BackendName, instructions_of_passes, why_not
+from ...actors.targets.loading.plan import LoadPlan
 from ..bench.provenance import cpu_model
 from .findings import Check, NotHereError, Outcome
 
-GROUP = "machine"
+_MACHINE, _USED = "machine", "Manta uses"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NO_GPU = "no GPU"
 
@@ -46,7 +49,26 @@ def machine_checks() -> Iterator[Check]:
         ("free RAM", lambda: Outcome(f"{free_ram_bytes() / 2**30:.1f} GiB"), ""),
     ]
     for name, look, remedy in looks:
-        yield Check(GROUP, name, look, remedy)
+        yield Check(_MACHINE, name, look, remedy)
+
+
+def choice_checks(plan: LoadPlan) -> Iterator[Check]:
+    """Yield device, dtype and backend of a pair, and why each other backend is not chosen."""
+    chosen = {
+        "device": str(plan.device),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "attention backend": plan.attention_backend,
+    }
+    for name, value in chosen.items():
+        yield Check(_USED, name, partial(Outcome, value), "")
+    for backend in get_args(BackendName):
+        if backend != plan.attention_backend:
+            yield Check(_USED, f"not {backend}", partial(_refusal, plan, backend), "")
+
+
+def _refusal(plan: LoadPlan, backend: str) -> Outcome:
+    reason = why_not(backend, plan.models, plan.machine)
+    return Outcome(reason or f"runs here; --attention-backend {backend} selects it")
 
 
 def _gpus() -> Outcome:

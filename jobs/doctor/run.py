@@ -1,7 +1,7 @@
 """`manta doctor`: runs all checks and prints one table.
 
     machine       hardware and software                                  machine.py
-    Manta uses    backend for the pair, and why not the others           choice.py
+    Manta uses    backend for the pair, and why not the others           machine.py
     a backend     its operators and passes against fp64                  cases/operators.py, passes.py
     own products  our kernels alone, with fused operations               cases/products.py
     own experts   our kernels for routed experts, plain and packed       cases/experts.py
@@ -12,14 +12,14 @@
     pair          answers, token by token                                pair.py
     rates         bandwidth and FLOP rate                                rates.py
 
-Runs in this process, without Ray or HTTP. Called by `cli.py`.
+Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,35 +32,18 @@ from ...actors.targets.loading.backends import why_not
 from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
-from ..bench.provenance import provenance
+from ..bench.provenance import options_json, provenance
 from ..tables import print_table
 from .cases.operators import operator_checks
 from .cases.subject import Place
-from .choice import choice_checks
 from .findings import Check, Finding, NotHereError, Outcome, examine, raising
-from .machine import machine_checks
+from .machine import choice_checks, machine_checks
+from .options import SHIPPED_PAIR, DoctorOptions
 from .pair import NO_GPU, pair_checks
 from .rates import rate_checks
 
-SHIPPED_PAIR = ("models/target", "models/drafter")
 _ROOT = Path(__file__).resolve().parents[2]  # root of a checkout
 Report = dict[str, Any]  # Any: JSON
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """What is looked at.
-
-    Attributes:
-        model, spec_model: the pair: folders or hub ids.
-        quick: fewer dtypes, prompts and tokens.
-        output: JSON file for the report.
-    """
-
-    model: str = SHIPPED_PAIR[0]
-    spec_model: str = SHIPPED_PAIR[1]
-    quick: bool = False
-    output: Path | None = None
 
 
 def run_doctor(options: DoctorOptions) -> Report:
@@ -69,7 +52,7 @@ def run_doctor(options: DoctorOptions) -> Report:
     findings = [_examine(check) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
         "findings": [asdict(finding) for finding in findings],
         "failed": sum(finding.status == "failed" for finding in findings),
     }

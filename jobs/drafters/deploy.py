@@ -11,7 +11,6 @@ the edited file would do. One that `manta serve` started has no config file; the
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -185,14 +184,6 @@ def connect() -> None:
         raise MantaError(
             f"No Ray cluster runs here ({error}). Run this on a node of the cluster, or set RAY_ADDRESS."
         ) from None
-
-
-def percentage(text: str) -> float:
-    """Return 0.1 for "10%" or "0.1"; raises ConfigError for other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    if found is None:
-        raise ConfigError(f"--canary={text!r} must be a share, such as 10% or 0.1.", param="canary")
-    return float(found[1]) / (100.0 if found[2] else 1.0)
 
 
 def await_verdict(

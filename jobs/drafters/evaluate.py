@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from ...actors.executor import make_executor
@@ -21,36 +21,18 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..bench.idleness import Watch
 from ..bench.load.asks import Asks, encode_rows
-from ..bench.passes import Figures, RunOptions, record, say
+from ..bench.passes import Figures, say
+from ..bench.provenance import options_json, provenance
 from ..bench.sweep.answers import Answer, LoadPass, Sums
 from ..bench.sweep.driver import Driver
 from ..bench.sweep.sides import ADAPTIVE, PLAIN, open_sides
 from ..bench.turns import begin_with, prompts_per_turn, split_evenly
 from .files import method_of
 from .intervals import Estimate, ratio_of_sums
-from .suites import Suite
+from .options import EvalOptions
+from .suites import Suite, open_suite
 
 OVERALL = "overall"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalOptions(RunOptions):
-    """What is measured; `prompts` and `num_prompts` are the suite's.
-
-    Attributes:
-        suite: its name.
-        temperatures: of requests, each by itself.
-    """
-
-    suite: str
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(
-                f"temperature={self.temperatures} must be numbers of at least 0.", param="temperature"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +66,9 @@ def engine_of(drafter: str, target: str) -> EngineConfig:
     )
 
 
-def run_eval(config: EngineConfig, suite: Suite, options: EvalOptions) -> Figures:
+def run_eval(options: EvalOptions) -> Figures:
     """Measure acceptance and speed at each temperature; return the figures with their provenance."""
+    suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_asks(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
@@ -97,8 +80,14 @@ def run_eval(config: EngineConfig, suite: Suite, options: EvalOptions) -> Figure
             for t, asks in kinds.items()
             for requests in options.concurrency
         ]
-    of_suite = {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts}
-    return record(config, options, speed, {"suite": of_suite, "acceptance": acceptance})
+    return {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
+        "suite": {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts},
+        "acceptance": acceptance,
+        "points": speed,
+    }
 
 
 def suite_asks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -88,3 +89,108 @@ class TrainOptions:
     max_tokens: int = 192
     workers: int | None = None
     num_threads: int | None = None
+
+
+def parse_integers(text: str) -> tuple[int, ...]:
+    """Read comma-separated integers."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Read comma-separated numbers."""
+    return tuple(float(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Options of `manta drafter eval`.
+
+    Attributes:
+        drafter: folder or hub id of a drafter.
+        target: folder or hub id of the target.
+        suite: quick (the shipped prompts), speed-bench, or a JSONL file.
+        concurrency: concurrent requests, comma-separated; the speed is measured at each.
+        temperatures: sampling temperatures, comma-separated; 0 is greedy.
+        num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.
+        rounds: rounds over all prompts in which the speed is measured.
+        max_tokens: maximum tokens of an answer.
+        output: folder for card.json, card.md and card.svg.
+    """
+
+    drafter: Annotated[str, Flag(positional=True)]
+    target: Annotated[str, Flag("-m")]
+    suite: str = "quick"
+    concurrency: Annotated[tuple[int, ...], Flag(metavar="N,...", parser=parse_integers)] = (1, 8)
+    temperatures: Annotated[
+        tuple[float, ...], Flag("--temperature -t", metavar="T,...", parser=parse_numbers)
+    ] = (0.0, 1.0)
+    num_prompts: Annotated[int | None, Flag(least=1)] = None
+    rounds: int = 3
+    max_tokens: int = 128
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        if min(self.concurrency) < 1:
+            raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
+        if min(self.temperatures) < 0:
+            raise ConfigError(f"temperature={self.temperatures} must be at least 0.", param="temperature")
+
+
+def parse_share(text: str) -> float:
+    """Return 0.1 for "10%" or "0.1"; raises ConfigError for other text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    if found is None:
+        raise ConfigError(f"--canary={text!r} must be a share, such as 10% or 0.1.", param="canary")
+    return float(found[1]) / (100.0 if found[2] else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationOptions:
+    """A running application.
+
+    Attributes:
+        app: name of the application in Ray Serve.
+        deployment: name of the deployment of the model's replicas.
+    """
+
+    app: str = "manta"
+    deployment: str = "manta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployOptions(ApplicationOptions):
+    """Options of `manta drafter deploy`.
+
+    Attributes:
+        candidate: folder or hub id of the drafter to try.
+        canary: share of requests, chosen at random, that the candidate drafts for, as 10%; at most 50%.
+        shadow: the candidate drafts for no client's request; finished answers are decoded again instead.
+        auto_promote: a better candidate replaces the drafter automatically.
+        alpha: probability of promoting a candidate that is not better.
+        min_requests: requests of the candidate before any verdict.
+        max_hours: hours after which a candidate without a verdict is removed.
+        wait: report the progress until the verdict.
+    """
+
+    candidate: Annotated[str, Flag(positional=True)]
+    canary: Annotated[float, Flag(metavar="SHARE", parser=parse_share)] = 0.1
+    shadow: bool = False
+    auto_promote: bool = False
+    alpha: float = 0.01
+    min_requests: int = 50
+    max_hours: float = 24.0
+    wait: bool = False
+
+    def rules(self) -> dict[str, float | bool]:
+        """Return the fields of `TrialRules`."""
+        return {
+            "fraction": self.canary,
+            "shadow": self.shadow,
+            "auto_promote": self.auto_promote,
+            "alpha": self.alpha,
+            "min_requests": self.min_requests,
+            "max_duration_s": 3600.0 * self.max_hours,
+        }

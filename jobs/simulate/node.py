@@ -2,7 +2,7 @@
 
 Runs every method in every layout at every load. Reports throughput per GPU against speed per user, the
 frontier of each method, and its gain over plain decoding at equal speed per user and at equal load. The
-assumptions are written with the figures. Called by `cli.py`; `picture.py` draws the chart.
+assumptions are written with the figures. Called by `jobs/cli.py`; `picture.py` draws the chart.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _SAME = ("cpu", "cores", "gpu", "versions", "git_sha")  # fields of the provenan
 
 
 @dataclass(slots=True)
-class Kept:
+class MeasuredCells:
     """Cells measured so far.
 
     Attributes:
@@ -37,15 +37,15 @@ class Kept:
         return any(start["requests"] == requests for start in self.starts)
 
 
-def read_kept(path: Path | None, now: Figures) -> Kept:
+def read_cells(path: Path | None, now: Figures) -> MeasuredCells:
     """Return the cells in the file if it belongs to an unfinished sweep like `now`, else none."""
     try:
         found = json.loads("{}" if path is None else path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return Kept()
+        return MeasuredCells()
     if not isinstance(found, dict) or found.get("complete") is not False or _subject(found) != _subject(now):
-        return Kept()
-    return Kept(found["points"], found["starts"], found["measured_in_s"])
+        return MeasuredCells()
+    return MeasuredCells(found["points"], found["starts"], found["measured_in_s"])
 
 
 def _subject(figures: Figures) -> str:
