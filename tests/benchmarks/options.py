@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from manta.actors.http.settings import parse_replicas
 from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.config import one_of
 from manta.cluster.errors import ConfigError
-from manta.cluster.flag import NO_FLAG, Flag
+from manta.cluster.flag import NO_FLAG, Flag, Size
+from manta.cluster.planner.gpus import GPUS
 from manta.jobs.bench.load.arrivals import Arrivals
 from manta.jobs.bench.options import Loads, RunOptions, Temperature
 
@@ -294,3 +296,113 @@ class ValidateOptions:
             raise ConfigError(
                 "requests, max_tokens, num_prompts and concurrency must be at least 1.", param="requests"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Options of `simulate-fleet`: traffic of a day, a replica, and the scaling policies.
+
+    Attributes:
+        trace: JSONL of arrival_s, prompt_tokens, output_tokens, instead of synthetic traffic.
+        peak_per_s: requests/s at the peak of the day.
+        bursts: sudden rises in a day.
+        prompt_tokens: mean length of prompts.
+        output_tokens: mean length of answers.
+        hours: hours to simulate, from the quietest one on.
+        seed: seed of the traffic.
+        replicas: bounds of the number of replicas.
+        start_s: seconds from the decision to start a replica until it serves.
+        max_num_seqs: concurrent requests of a replica.
+        kv_tokens: tokens that the K/V pages of a replica hold.
+        step_ms: minimum time of a verify pass.
+        row_ms: time of a row in a verify pass that is bound by rows.
+        draft_ms: time of a drafter's pass.
+        acceptance: conditional acceptance probability of each draft.
+        model: target of an engine on GPUs, which is simulated instead of using the times, --acceptance and
+            --kv-tokens.
+        drafter: drafter of this engine.
+        gpu: kind of its GPUs.
+        tp: GPUs of a replica.
+        method: a method of `manta simulate node`; by default dflash with a drafter, else plain.
+        acceptance_length: mean acceptance length, as node's --acceptance.
+        spread: standard deviation of requests' hardness.
+        scaling: settings of our policy, such as '{"load_high": 0.8}'.
+        target_ongoing_requests: settings of Ray's policy to compare with; 2 is its default; may be repeated.
+        ray: also simulate Ray's policy, which is slow for large fleets.
+        output: JSON file for the figures.
+    """
+
+    trace: Path | None = None
+    peak_per_s: Annotated[float, Flag("--peak")] = 20.0
+    bursts: int = 12
+    prompt_tokens: float = 800.0
+    output_tokens: float = 2500.0
+    hours: float = 24.0
+    seed: int = 0
+    replicas: Annotated[tuple[int, int], Flag(metavar="LEAST:MOST", parser=parse_replicas)] = (1, 100)
+    start_s: float = 60.0
+    max_num_seqs: int = 16
+    kv_tokens: Size = 200_000
+    step_ms: float = 25.0
+    row_ms: float = 0.2
+    draft_ms: float = 3.0
+    acceptance: float = 0.75
+    model: Annotated[str | None, Flag("-m")] = None
+    drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "b300"
+    tp: int = 1
+    method: str | None = None
+    acceptance_length: str = "4.0"
+    spread: float = 0.5
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    target_ongoing_requests: tuple[float, ...] = (2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0)
+    ray: bool = True
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.acceptance < 1.0:
+            raise ConfigError(f"acceptance={self.acceptance:g} must lie in [0, 1).", param="acceptance")
+        if self.start_s < 0.0:
+            raise ConfigError(f"start_s={self.start_s:g} must be 0 or more seconds.", param="start_s")
+        if self.max_num_seqs < 1 or self.kv_tokens < 1:
+            raise ConfigError("max_num_seqs and kv_tokens must be at least 1.", param="max_num_seqs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Options of `simulate-policy`.
+
+    Attributes:
+        model: targets: folders or Hugging Face ids, whose configurations are enough; may be repeated.
+        drafter: DFlash drafter of each target, in the same order.
+        gpu: kind of the GPUs.
+        tp: tensor-parallel ranks of the engine; may be repeated.
+        acceptance: mean acceptance length of the whole block, see `parse_acceptance`; may be repeated.
+        spread: standard deviation of requests' hardness; 0: equal. See `cluster/planner/texts.py`.
+        contexts: tokens of prompts; may be repeated.
+        concurrency: concurrent requests; may be repeated.
+        output_tokens: tokens of an answer.
+        output: JSON file for the figures.
+    """
+
+    model: Annotated[tuple[str, ...], Flag("-m")]
+    drafter: Annotated[tuple[str, ...], Flag("--drafter --spec-model")]
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
+    tp: tuple[int, ...] = (1,)
+    acceptance: tuple[str, ...] = ("4.0",)
+    spread: float = 0.5
+    contexts: Annotated[tuple[Size, ...], Flag("--context")] = (1024, 8192, 65536)
+    concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
+    output_tokens: int = 192
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        if len(self.model) != len(self.drafter):
+            raise ConfigError(
+                f"drafter: {len(self.drafter)} for {len(self.model)} target(s). Give --drafter once for each "
+                "--model.",
+                param="drafter",
+            )
+        for name in ("tp", "contexts", "concurrency"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ConfigError(f"{name}={list(getattr(self, name))} must be at least 1.", param=name)

@@ -10,23 +10,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from manta.actors.files import write_json
 from manta.cluster.autoscaling import ReplicaCount, ScalingRules
-from manta.cluster.errors import ConfigError
+from manta.cluster.config import from_mapping
 from manta.cluster.planner.gpus import find_gpu
 from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.methods import Method
 from manta.jobs.simulate.subjects import Drafting, read_shapes, subjects
 from manta.jobs.simulate.workload import Workload
 from manta.jobs.tables import print_table
 
+from ..options import FleetOptions
 from .ray_scaling import OngoingRequests, RayScaling, RaySettings
 from .replica import ReplicaModel, replica_table
 from .replicas import Arrivals, Fleet, FleetPolicy, FleetReport, Floats
@@ -34,6 +34,7 @@ from .traffic import SIGMA, Day, make_day, read_arrivals
 
 Figures = dict[str, Any]  # Any: JSON
 OURS = "manta"
+NUM_DRAFTS = 15  # maximum drafts per step
 FIRST_S = 600.0  # by whose arrivals the first replicas are counted
 SHOWN_EVERY_S = 600.0  # replicas over time, in the JSON
 PERCENTILES = (50, 95, 99)
@@ -65,107 +66,32 @@ class RayPolicy:
         return self._scaling.wanted(total, fleet.there, fleet.target, *self._bounds, now_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOfFleet:
-    """What every replica is, where it is an engine on GPUs.
-
-    Attributes:
-        model, drafter: checkpoints; configurations are enough.
-        gpu, tp: kind, and how many of them an engine has.
-        method: see `manta.jobs.simulate.methods`.
-        drafting: how well drafters guess.
-    """
-
-    model: str
-    drafter: str | None = None
-    gpu: str = "b300"
-    tp: int = 1
-    method: str = "plain"
-    drafting: Drafting = Drafting()  # noqa: RUF009 (frozen)
-
-    def table(self, day: Day, max_num_seqs: int, start_s: float) -> ReplicaModel:
-        """At the lengths of that day."""
-        read = read_shapes(self.model, self.drafter, None)
-        workload = Workload(
-            prompt_tokens=day.prompt_tokens,
-            output_tokens=day.output_tokens,
-            sigma=SIGMA,
-            max_tokens=read.max_model_len,
-            seed=day.seed,
-        )
-        method = Method.parse(self.method)
-        (subject,) = subjects(
-            read.pair, find_gpu(self.gpu), self.tp, (self.tp,), [method], self.drafting, workload
-        )
-        return replica_table(subject, workload, max_num_seqs, start_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """What is played.
-
-    Attributes:
-        day: made-up traffic; not looked at where there is a trace.
-        trace: JSONL of arrivals.
-        replicas: the fewest and the most.
-        start_s: from a replica's being wanted to its serving.
-        max_num_seqs: requests that run in one at once.
-        kv_tokens: that its pages hold.
-        cost: of its steps.
-        acceptance: how likely a draft is accepted if those before it were.
-        engine: in place of the three of them and of `kv_tokens`: an engine on GPUs, simulated itself.
-        num_drafts: most drafts per step; the engine takes as many as pay.
-        rules: of our policy.
-        targets: of Ray's, `target_ongoing_requests`; none plays ours alone.
-        output: JSON file.
-    """
-
-    day: Day
-    trace: Path | None = None
-    replicas: tuple[int, int] = (1, 100)
-    start_s: float = 60.0
-    max_num_seqs: int = 16
-    kv_tokens: int = 200_000
-    cost: LinearCost = LinearCost(0.025, 0.0002, 0.003, 0.00001)  # noqa: RUF009 (frozen)
-    acceptance: float = 0.75
-    num_drafts: int = 15
-    engine: EngineOfFleet | None = None
-    rules: ScalingRules = ScalingRules()  # noqa: RUF009 (frozen)
-    targets: tuple[float, ...] = (2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0)
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.acceptance < 1.0:
-            raise ConfigError(f"acceptance={self.acceptance:g} must lie in [0, 1).", param="acceptance")
-        if self.start_s < 0.0:
-            raise ConfigError(f"start_s={self.start_s:g} must be 0 or more seconds.", param="start_s")
-        if self.max_num_seqs < 1 or self.kv_tokens < 1:
-            raise ConfigError("max_num_seqs and kv_tokens must be at least 1.", param="max_num_seqs")
-
-    def model(self) -> ReplicaModel:
-        """A replica as a table; an engine on GPUs is played for it."""
-        if self.engine is not None:
-            return self.engine.table(self.day, self.max_num_seqs, self.start_s)
-        survival = geometric_survival(self.acceptance, self.num_drafts)
-        return ReplicaModel.of(self.cost, survival, self.max_num_seqs, self.kv_tokens, self.start_s)
-
-
-def run_simulate(options: SimulateOptions) -> Figures:
-    """Play, print tables, write the figures if asked. Returns them."""
-    model = options.model()
-    arrivals = make_day(options.day) if options.trace is None else read_arrivals(options.trace)
+def run_fleet(options: FleetOptions) -> Figures:
+    """Simulate every policy, print tables, write the figures if requested, and return them."""
+    day = Day(
+        peak_per_s=options.peak_per_s,
+        bursts=options.bursts,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        hours=options.hours,
+        seed=options.seed,
+    )
+    rules = from_mapping(ScalingRules, options.scaling, "scaling.")
+    model = _replica_model(options)
+    arrivals = make_day(day) if options.trace is None else read_arrivals(options.trace)
     fewest, most = options.replicas
-    start = min(max(_enough(model, arrivals, options.rules), fewest), most)
-    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(options.rules, fewest, most)}
-    for target in options.targets:
+    start = min(max(_enough(model, arrivals, rules), fewest), most)
+    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(rules, fewest, most)}
+    for target in options.target_ongoing_requests if options.ray else ():
         settings = RaySettings(target_ongoing_requests=target)
         policies[f"ray, target {target:g}"] = RayPolicy(settings, fewest, most)
     points = [_play(name, model, arrivals, policy, start) for name, policy in policies.items()]
     figures = {
         "provenance": provenance(),
-        "options": {**asdict(options), "trace": options.trace and str(options.trace), "output": None},
+        "options": options_json(options),
+        "rules": asdict(rules),
         "replica": asdict(model),
-        "gpus_per_replica": 1 if options.engine is None else options.engine.tp,
+        "gpus_per_replica": 1 if options.model is None else options.tp,
         "requests": len(arrivals.arrival_s),
         "policies": points,
         "saved": savings(points),
@@ -174,6 +100,28 @@ def run_simulate(options: SimulateOptions) -> Figures:
     if options.output is not None:
         write_json(options.output, figures)
     return figures
+
+
+def _replica_model(options: FleetOptions) -> ReplicaModel:
+    """Return the table of a replica: from the given times, or from a simulated engine on GPUs."""
+    if options.model is None:
+        cost = LinearCost(options.step_ms / 1e3, options.row_ms / 1e3, options.draft_ms / 1e3)
+        survival = geometric_survival(options.acceptance, NUM_DRAFTS)
+        return ReplicaModel.of(cost, survival, options.max_num_seqs, options.kv_tokens, options.start_s)
+    read = read_shapes(options.model, options.drafter, None)
+    workload = Workload(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        sigma=SIGMA,
+        max_tokens=read.max_model_len,
+        seed=options.seed,
+    )
+    method = Method.parse(options.method or ("plain" if options.drafter is None else "dflash"))
+    length = options.acceptance_length
+    drafting = Drafting(dflash=length, eagle3=length, spread=options.spread)
+    gpu, tp = find_gpu(options.gpu), options.tp
+    (subject,) = subjects(read.pair, gpu, tp, (tp,), [method], drafting, workload)
+    return replica_table(subject, workload, options.max_num_seqs, options.start_s)
 
 
 def _enough(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:
