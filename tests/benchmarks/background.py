@@ -1,8 +1,8 @@
-"""`benchmarks background`: what online requests notice of a batch that runs beside them.
+"""`benchmarks background`: the effect of a running batch on online requests.
 
-A server's requests come as users do, in an open loop (a Poisson process), once alone and once while a batch
-of `/v1/batches` takes what they leave; both in turns, the same requests at the same moments. The bar is a p95
-time per token of at most 1.1 times what it is alone (`docs/decisions/background.md`).
+Requests arrive in an open loop (a Poisson process), once alone and once while a batch of `/v1/batches` uses
+the remaining capacity; both alternate, with the same requests at the same times. The bar: p95 time per token
+at most 1.1 times that without the batch (`docs/decisions/background.md`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIDES = ("alone", "beside")
 
 
 def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Figures:
-    """Measure on a server of that config, print a table, and write the figures if asked. Returns them."""
+    """Measure on a new server, print tables, write the figures if requested, and return them."""
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         storage = Path(scratch) / "batches"
@@ -60,7 +60,7 @@ def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Fi
 
 
 def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | None) -> list[Figures]:
-    """Both sides at each rate, on a server whose batches are kept in `storage`."""
+    """Measure both sides at each rate on a server that stores its batches in `storage`."""
     target = find_server(url)
     rows = read_rows(options.prompts, options.num_prompts)
     asks = Asks(rows, options.max_tokens, options.temperature)
@@ -73,7 +73,7 @@ def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | 
 
 
 def batch_lines(target: Target, asks: Sequence[Ask]) -> bytes:
-    """A batch's input that asks for these; those of the first one's endpoint."""
+    """Return the input of a batch with these requests, limited to the endpoint of the first."""
     url, lines = _endpoint(asks[0]), []
     for ask in asks:
         if _endpoint(ask) == url:
@@ -116,7 +116,7 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _SidePass:
-    """A side's turn: what clients saw, and all tokens that the engine brought out meanwhile."""
+    """A side's turn: the clients' results, and all tokens that the engine generated meanwhile."""
 
     load: ServedPass
     tokens: float
@@ -127,7 +127,7 @@ class _SidePass:
 
 
 def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
-    """Of all rounds together."""
+    """Return the figures of a side over all rounds."""
     replies = [reply for each in passes for reply in each.load.replies]
     together = ServedPass(sum(each.load.seconds for each in passes), replies)
     batch = statistics.median(each.batch_tokens_per_s for each in passes)
@@ -135,7 +135,7 @@ def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
 
 
 def _ratios(alone: Sequence[_SidePass], beside: Sequence[_SidePass]) -> Figures:
-    """Beside a batch by alone: medians over rounds; None where a round has no such time."""
+    """Return latencies with a batch divided by those without: medians over rounds; None if undefined."""
     rounds = [
         tuple(describe([reply.waits for reply in side.load.replies if reply.whole]) for side in both)
         for both in zip(alone, beside, strict=True)
@@ -150,7 +150,7 @@ def _ratios(alone: Sequence[_SidePass], beside: Sequence[_SidePass]) -> Figures:
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """A table per rate; below it the ratio that the bar is for."""
+    """Print a table per rate, and the ratio that the bar applies to."""
     for point in points:
         rows = [
             [
@@ -166,7 +166,7 @@ def print_points(points: Sequence[Figures]) -> None:
         print_table(f"{point['request_rate']:g} requests/s; times in ms", columns, rows)
         ratio = point["ratios"]["tpot_p95"]
         if ratio is not None:
-            print(f"p95 time per token beside a batch: {ratio:.2f} x what it is alone (bar {BAR})")
+            print(f"p95 time per token with a batch: {ratio:.2f} x that without (bar {BAR})")
         for side in point["sides"]:
             for kind, number in side["failures"].items():
                 print(f"{side['side']}: {number} failed: {kind}")
@@ -174,9 +174,10 @@ def print_points(points: Sequence[Figures]) -> None:
 
 
 class _Batches:
-    """Batches of one input file, one after the other.
+    """Runs batches of one input file.
 
-    Each question has its own connection: the server closes one that is idle while a side is measured.
+    Each request has its own connection, since the server closes connections that are idle during a
+    measurement.
     """
 
     def __init__(self, url: str, file_id: str, endpoint: str) -> None:
@@ -185,14 +186,14 @@ class _Batches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A batch that answers lines, cancelled at the end. Raises MantaError if it had ended before."""
+        """Run a batch within the `with` block and cancel it. Raises MantaError if it ended too early."""
         path = f"/v1/batches/{self._ask('/v1/batches', self._body)['id']}"
         self._wait(path, START_TIMEOUT_S, lambda batch: batch["request_counts"]["completed"] > 0)
         try:
             yield
             if (status := self._ask(path)["status"]) in ENDED:
                 raise MantaError(
-                    f"The batch was {status} before the online requests had ended: give it more --lines."
+                    f"The batch was {status} before the online requests had finished. Give it more --lines."
                 )
         finally:
             if self._ask(path)["status"] not in ENDED:
@@ -200,7 +201,7 @@ class _Batches:
                 self._wait(path, END_TIMEOUT_S, lambda batch: batch["status"] in ENDED)
 
     def tokens_of_engine(self) -> float:
-        """That have come out since the server's start."""
+        """Return the tokens generated since the server's start."""
         with ServerClient(self._url) as client:
             lines = client.text("/metrics").splitlines()
         wanted = ("vllm:generation_tokens_total ", "vllm:generation_tokens_total{")

@@ -1,9 +1,9 @@
-"""`benchmarks busy`: how much of its speed the engine keeps beside busy processes, or below a CPU quota.
+"""`benchmarks busy`: the share of its speed that the engine keeps with busy processes or a CPU quota.
 
-For each mode, turns on an idle machine alternate with turns in *company*: processes that compute without
-end, started for the turn, or a quota. So idle and busy speeds are of the same prompts and the same minutes.
-What is kept is held against the fair share, which a scheduler that treats all threads alike leaves to the
-engine's. In this process, without Ray.
+For each mode, turns on an idle machine alternate with turns with *company*: busy processes, started for the
+turn, or a quota. Idle and busy speeds are thus for the same prompts at nearly the same time. The kept share
+is compared with the fair share, which a scheduler that treats all threads equally gives to the engine's
+threads. Runs in this process, without Ray.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STATES = ("idle", "busy")
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """What the engine shares the machine with in its busy turns: processes, or a quota."""
+    """The disturbance in busy turns: processes, or a quota."""
 
     processes: int = 0
     quota: float | None = None
@@ -60,15 +60,15 @@ class Company:
         return busy_processes(self.processes) if self.group is None else self.group.entered()
 
     def fair_share(self, threads: int, cores: int) -> float:
-        """Of its idle speed, what is left to the engine where all threads that want to run get alike."""
-        alone = min(1.0, cores / threads)  # what each of its threads has of a core
+        """Return the share of its idle speed that the engine has if all runnable threads get equal time."""
+        alone = min(1.0, cores / threads)  # share of a core of each of its threads
         if self.quota is not None:
             return min(1.0, self.quota / (threads * alone))
         return min(1.0, cores / (threads + self.processes)) / alone
 
 
 def run_busy(config: EngineConfig, options: BusyOptions) -> Figures:
-    """Measure, print a table, and write the figures if asked. Returns them."""
+    """Measure, print a table, write the figures if requested, and return them."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: bench busy runs with a drafter and without. Give --spec-model.",
@@ -93,7 +93,7 @@ def _measure(
     requests: int,
     companies: Sequence[Company],
 ) -> list[Figures]:
-    """Both modes at one concurrency, in every company."""
+    """Measure both modes at one concurrency with every company."""
     points: list[Figures] = []
     with open_engines(config, requests, [config.dtype]) as engines:
         runs = {mode: EngineRun(llm, prompts, options.max_tokens) for (mode, _), llm in engines.items()}
@@ -110,10 +110,10 @@ def _measure(
 
 
 def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens: int) -> list[slice]:
-    """As long as the slower mode's idle speed makes them."""
+    """Return turns whose length is determined by the slower mode's idle speed."""
     least = slice(requests * LEAST_GROUPS)
     for run in runs.values():
-        run(least)  # what happens once does not count
+        run(least)  # warm-up
     slowest = min(run(least).tokens_per_s for run in runs.values())
     return split_evenly(count, prompts_per_turn(requests, slowest, max_tokens), requests)
 
@@ -121,14 +121,14 @@ def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens:
 def _take_turns(
     runs: Mapping[str, EngineRun], turns: Sequence[slice], company: Company, rounds: int
 ) -> dict[tuple[str, str], list[SteppedPass]]:
-    """By mode and state, a turn per round, the second of two; all of a round are over the same prompts."""
+    """Return by mode and state one turn per round, after a warm-up turn over the same prompts."""
     passes: dict[tuple[str, str], list[SteppedPass]] = {(m, state): [] for m in MODES for state in STATES}
     for number in range(rounds):
         for mode in begin_with(MODES, number):
             for state in begin_with(STATES, number // len(MODES)):
                 run, turn = runs[mode], turns[number % len(turns)]
                 with company.present() if state == "busy" else nullcontext():
-                    run(turn)  # how many threads find a core is learned anew
+                    run(turn)  # the engine adapts its number of threads
                     passes[mode, state].append(run(turn))
     return passes
 
@@ -151,7 +151,8 @@ def _figures(
         "cores": cores,
         "fair_share": round(fair_share, 4),
         **{
-            mode: {"dtype": dtypes[mode]} | _side(passes[mode, "idle"], passes[mode, "busy"], fair_share)
+            mode: {"dtype": dtypes[mode]}
+            | _mode_figures(passes[mode, "idle"], passes[mode, "busy"], fair_share)
             for mode in MODES
         },
         "idle_speedup": round(statistics.median(ratios(passes["on", "idle"], passes["off", "idle"])), 3),
@@ -161,7 +162,7 @@ def _figures(
     }
 
 
-def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: float) -> Figures:
+def _mode_figures(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: float) -> Figures:
     kept = ratios(busy, idle)
     share = statistics.median(kept)
     return {
@@ -178,7 +179,7 @@ def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: 
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """A line per mode and company, the fair share beside what was kept."""
+    """Print a line per mode and company with the kept and the fair share."""
     columns = [
         "requests",
         "beside",
@@ -205,5 +206,5 @@ def print_points(points: Sequence[Figures]) -> None:
         for point in points
         for mode in MODES
     ]
-    print_table("speed beside others", columns, rows)
+    print_table("speed on a busy machine", columns, rows)
     print_warning([point["idleness"] for point in points])

@@ -1,9 +1,9 @@
-"""`benchmarks compare`: DFlash in Manta against what else could decode the same target on this machine.
+"""`benchmarks compare`: DFlash in Manta against other ways to decode the same target on this machine.
 
-Plain decoding in Manta, Hugging Face `generate`, a straightforward unbatched DFlash loop, and any
-OpenAI-compatible server given by its URL. Every contender continues the same token ids, greedily, by the
-same number of tokens, in the fastest of its ways, found by short trials. Contenders take turns (`turns.py`);
-medians over rounds count. Outputs are compared with those of `generate` in fp32, one prompt at a time.
+Plain decoding in Manta, Hugging Face `generate`, an unbatched DFlash loop, and any OpenAI-compatible server.
+All contenders continue the same token ids greedily by the same number of tokens, in their fastest
+configuration, found by short trials. Contenders alternate (`turns.py`); medians over rounds are reported.
+Outputs are compared with those of `generate` in fp32, one prompt at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRIAL_PROMPTS = 2
 
 
 def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
-    """Measure, print a table per concurrency, and write the figures if asked. Returns them."""
+    """Measure, print a table per concurrency, write the figures if requested, and return them."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: compare measures decoding with a drafter. Give --spec-model.",
@@ -76,7 +76,7 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
 
 
 class EngineContender:
-    """An engine of ours per dtype; the engine batches."""
+    """Our engine, one per dtype."""
 
     def __init__(self, name: str, engines: Mapping[str, LLM]) -> None:
         self.name, self._engines = name, engines
@@ -90,7 +90,7 @@ class EngineContender:
 
 
 class _Side:
-    """A contender in one comparison: the way it runs in, and what its passes measured."""
+    """A contender in one comparison: its configuration and its passes."""
 
     def __init__(self, contender: Contender, requests: int, num_threads: int) -> None:
         self.name = contender.name
@@ -102,8 +102,8 @@ class _Side:
         self.passes: list[Pass] = []
 
     def choose_way(self, prompts: Prompts, max_tokens: int) -> None:
-        """Try all ways, keep the fastest, and warm it up at full length."""
-        torch.set_num_threads(self._num_threads)  # all get as many; Manta's engines set theirs at every step
+        """Try all configurations, select the fastest, and warm it up at full length."""
+        torch.set_num_threads(self._num_threads)  # equal for all; Manta's engines set theirs at every step
         for way, run in self._ways.items():
             say(f"{self.name}: {way}")
             run(prompts[: way.at_once], min(WARM_UP_TOKENS, max_tokens))
@@ -113,14 +113,14 @@ class _Side:
         self._ways[self._way](prompts[: self._way.at_once], max_tokens)
 
     def take_turn(self, prompts: Prompts, max_tokens: int, watch: Watch, turn: slice) -> Pass:
-        """Watched unless a server does the work: that would count as others."""
+        """Run a turn; watched unless a server does the work, which would count as other processes."""
         torch.set_num_threads(self._num_threads)
         with watch.open() if self._here else nullcontext():
             return self._ways[self._way](prompts[turn], max_tokens)
 
     @property
     def trial_tokens_per_s(self) -> float:
-        """Of the chosen way."""
+        """Return the trial speed of the selected configuration."""
         return self._trial[self._way]
 
     def figures(self, first: _Side, reference: list[list[int]]) -> Figures:
@@ -149,7 +149,7 @@ def _measure(
     requests: int,
     options: CompareOptions,
 ) -> Figures:
-    """All contenders at one concurrency; the first is what the others are compared with."""
+    """Measure all contenders at one concurrency; the others are compared with the first."""
     for side in sides:
         side.choose_way(prompts, options.max_tokens)
     slowest = min(side.trial_tokens_per_s for side in sides)
@@ -174,7 +174,7 @@ def _measure(
 
 
 def print_point(point: Figures) -> None:
-    """The table of one concurrency; below it who gave fewer tokens than asked, and what disturbed."""
+    """Print the table of one concurrency, missing tokens, and a warning if the machine was not idle."""
     columns = ["contender", "dtype", "how", "tok/s", "mean acceptance length", "DFlash is", "identical"]
     rows = [
         [
@@ -191,7 +191,10 @@ def print_point(point: Figures) -> None:
     print_table(f"{point['requests']} request(s), {point['prompts']} prompts", columns, rows)
     for side in point["contenders"]:
         if side["tokens"] != point["tokens"]:
-            print(f"{side['name']} gave {side['tokens']} of {point['tokens']} tokens; tokens/s counts those.")
+            print(
+                f"{side['name']} returned {side['tokens']} of {point['tokens']} tokens; "
+                "tokens/s counts the returned ones."
+            )
     print_warning([point["idleness"]])
 
 
@@ -206,7 +209,7 @@ def _num_equal(answers: list[list[int]], reference: list[list[int]]) -> int:
 
 
 def _transformers_contenders(plan: LoadPlan, dtypes: Sequence[str]) -> tuple[HuggingFaceGenerate, DFlashLoop]:
-    assert plan.drafter_folder is not None, "speculation was asked for"
+    assert plan.drafter_folder is not None, "run_compare checks that there is a drafter"
     target = TransformersTarget(plan.target_folder, plan.device)
     return HuggingFaceGenerate(target, dtypes), DFlashLoop(target, plan.drafter_folder, dtypes)
 

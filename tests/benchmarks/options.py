@@ -1,4 +1,4 @@
-"""What the benchmarks can be asked for; their flags are made of it. Imports neither torch nor Ray."""
+"""Options of the benchmarks; their flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Sides = Annotated[tuple[str, ...], Flag("--side")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(RunOptions):
-    """What is compared.
+    """Options of `compare`.
 
     Attributes:
-        num_prompts: prompts of the file, spread evenly; `generate` is slow.
+        num_prompts: number of prompts, taken evenly from the file; few, since `generate` is slow.
         server: URL of an OpenAI-compatible server of the same target.
         server_model: name of the target there; by default the first that the server lists.
     """
@@ -43,19 +43,19 @@ class CompareOptions(RunOptions):
         RunOptions.__post_init__(self)
         if self.server_model is not None and self.server is None:
             raise ConfigError(
-                f"server_model={self.server_model!r} names a model of a server: give --server too.",
+                f"server_model={self.server_model!r} names a model of a server: give --server, too.",
                 param="server",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyOptions(RunOptions):
-    """What is measured.
+    """Options of `busy`.
 
     Attributes:
-        busy: busy processes beside the engine, each of which wants one core; may be repeated; 1, 2 and 4 by
-            default, none with --cpu-quota.
-        cpu_quotas: CPU quota in cores, as 1.5; may be repeated. Needs root on Linux.
+        busy: number of busy processes, each of which uses one core; may be repeated; by default 1, 2 and 4,
+            or none with --cpu-quota.
+        cpu_quotas: CPU quota in cores, such as 1.5; may be repeated. Needs root on Linux.
     """
 
     num_prompts: int = 24
@@ -75,12 +75,12 @@ class BusyOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchBenchOptions(RunOptions):
-    """What is compared.
+    """Options of `batch`.
 
     Attributes:
-        rows: rows of the dataset: the file's prompts, repeated.
-        sides: what takes part; may be repeated.
-        engines: engines of the job that is to keep them busy.
+        rows: rows of the dataset, which are the file's prompts, repeated.
+        sides: side to run; may be repeated.
+        engines: engines of the job that measures how busy they are.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 20
@@ -101,13 +101,13 @@ class BatchBenchOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundOptions(RunOptions):
-    """What is measured.
+    """Options of `background`.
 
     Attributes:
-        rates: online requests per second; may be repeated, a point each.
+        rates: online requests per second; may be repeated, one point each.
         num_requests: online requests of each side in a round.
-        lines: lines of the batch, which must not end before the requests do.
-        max_tokens: tokens of a request on average: from half of it to half more.
+        lines: lines of the batch, enough that it ends after the requests.
+        max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
         temperature: temperature of online requests; 0 is greedy. The batch is greedy.
     """
 
@@ -129,14 +129,14 @@ class BackgroundOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDrafterOptions(RunOptions):
-    """What is measured.
+    """Options of `shared-drafter`.
 
     Attributes:
-        concurrency: requests at once at each engine; may be repeated, a point each.
-        engines: engines at once, on this machine; may be repeated, a point each.
-        sides: what takes part.
-        rounds: rounds of turns of each side; the median counts.
-        seconds: seconds of a side's turn in a round.
+        concurrency: concurrent requests per engine; may be repeated, one point each.
+        engines: number of engines on this machine; may be repeated, one point each.
+        sides: placements of the drafter to compare.
+        rounds: turns of each side; the median is reported.
+        seconds: duration of a turn.
         temperature: 0 is greedy.
     """
 
@@ -158,18 +158,18 @@ class SharedDrafterOptions(RunOptions):
 
     @property
     def points(self) -> list[tuple[int, int]]:
-        """(engines, requests at each)."""
+        """Return (engines, requests per engine) of each point."""
         return [(engines, requests) for requests in self.concurrency for engines in self.engines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTaxOptions(RunOptions):
-    """What is measured.
+    """Options of `serve-tax`. Every combination of concurrency and temperature is a point.
 
     Attributes:
-        concurrency: streams that are open at once; may be repeated.
-        temperatures: 0 is greedy; may be repeated. A point is one of these with one of `concurrency`.
-        sides: what takes part; may be repeated.
+        concurrency: concurrent streams; may be repeated.
+        temperatures: sampling temperature; 0 is greedy; may be repeated.
+        sides: side to run; may be repeated.
     """
 
     concurrency: Loads = (1, 8, 32)
@@ -192,22 +192,21 @@ class ServeTaxOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleOptions:
-    """What is run.
+    """Options of `scale`.
 
     Attributes:
-        replicas: the fewest and the most replicas, between which the load drives them.
-        rules: rules of the policy; quicker than those that save money.
+        replicas: bounds of the number of replicas.
+        rules: settings of the scaling policy, faster than the defaults.
         few: clients at the lowest load.
-        many: clients at once at the height of the load; by default a quarter more than it takes to want the
-            most replicas.
-        hold_s: seconds that each load lasts after the replicas are as many as they should be.
-        timeout_s: seconds for them to become as many.
-        max_tokens: tokens of every request.
+        many: clients at the highest load; by default 25 % more than needed for the maximum of replicas.
+        hold_s: seconds of each load after the number of replicas is reached.
+        timeout_s: seconds in which the number of replicas must be reached.
+        max_tokens: output tokens of a request.
         output: JSON file for the figures.
-        plot: SVG or PNG of it over time.
+        plot: SVG or PNG of the course over time.
     """
 
-    # The flag is one text; a tuple alone would be a flag that may be repeated.
+    # With a parser the flag takes one text; otherwise a tuple is a flag that may be repeated.
     replicas: Annotated[tuple[int, int], Flag(metavar="LEAST:MOST", parser=parse_replicas)] = (1, 3)
     rules: Annotated[ScalingRules, NO_FLAG] = QUICK_RULES
     few: Annotated[int, NO_FLAG] = 1
@@ -221,17 +220,17 @@ class ScaleOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.replicas[0] < self.replicas[1]:
             raise ConfigError(
-                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3 or 0:3.",
+                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, such as 1:3 or 0:3.",
                 param="replicas",
             )
         if self.few < 1 or (self.many is not None and self.many <= self.few):
             raise ConfigError(f"many={self.many} must be more than few={self.few}.", param="many")
 
     def height(self, slots: int) -> int:
-        """Clients at the height of the load, for replicas of so many slots.
+        """Return the clients at the highest load, for replicas with `slots` concurrent requests.
 
         Raises:
-            ConfigError: the policy would not want the most replicas for the clients that were asked for.
+            ConfigError: the given number of clients is too small for the maximum of replicas.
         """
         enough = math.floor((self.replicas[1] - 1) * slots * self.rules.load_high) + 1
         if self.many is None:
@@ -239,7 +238,7 @@ class ScaleOptions:
         if self.many < enough:
             raise ConfigError(
                 f"many={self.many} clients do not fill {self.replicas[1]} replicas of max_num_seqs={slots}: "
-                f"send {enough} at least (--clients), or fewer slots (--max-num-seqs).",
+                f"use at least {enough} --clients, or a smaller --max-num-seqs.",
                 param="many",
             )
         return self.many
@@ -247,12 +246,12 @@ class ScaleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarOptions:
-    """What is measured.
+    """Options of `grammars`.
 
     Attributes:
-        requests: requests at once, each with a schema.
-        max_tokens: tokens of every request.
-        rounds: repetitions; the median counts.
+        requests: concurrent requests, each with a schema.
+        max_tokens: output tokens of a request.
+        rounds: repetitions; the median is reported.
         output: JSON file for the figures.
     """
 
@@ -269,16 +268,16 @@ class GrammarOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions:
-    """What is compared.
+    """Options of `simulate-validate`.
 
     Attributes:
         prompts: JSONL with `prompt` or `messages`.
-        num_prompts: prompts of the file, asked again in turn.
-        concurrency: requests at once; may be repeated.
-        requests: requests that are counted at each load; as many, and the clients again, warm up.
-        max_tokens: tokens of every answer.
+        num_prompts: number of prompts, used cyclically.
+        concurrency: concurrent requests; may be repeated.
+        requests: measured requests at each load, after a warm-up of as many requests plus the concurrency.
+        max_tokens: output tokens of a request.
         temperature: 0 is greedy.
-        spread: spread of requests' hardness, see cluster/planner/texts.py.
+        spread: standard deviation of requests' hardness, see cluster/planner/texts.py.
         output: JSON file for the figures.
     """
 
