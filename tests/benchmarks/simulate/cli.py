@@ -10,9 +10,9 @@ from ..options import FleetOptions, PolicyOptions, ValidateOptions
 
 @with_flags
 def fleet(options: FleetOptions) -> None:
-    """Simulate a day of traffic over replicas under our scaling policy and Ray Serve's default.
+    """Simulate a day of traffic over replicas under Manta's scaling policy and Ray Serve's default.
 
-    Both policies and a coarse model of a replica are simulated: no Ray, no model, no GPU.
+    The replica is a coarse model; no Ray, checkpoint or GPU is used.
     """
     from .fleet import run_fleet
 
@@ -21,9 +21,9 @@ def fleet(options: FleetOptions) -> None:
 
 @with_flags
 def policy(options: PolicyOptions) -> None:
-    """Compare adaptive speculation with plain decoding and fixed lengths, by concurrency and context.
+    """Compare adaptive speculation with plain decoding and fixed draft lengths, by concurrency and context.
 
-    Runs the real scheduler and policies with the roofline's step times; prompts cost nothing.
+    Runs the real scheduler and policies with the roofline's step times. Prompts take no time.
     """
     from .policy import run_policy
 

@@ -1,8 +1,8 @@
-"""One day under several policies: tables, JSON, and how many replica-hours ours saves at an equal wait.
+"""`simulate-fleet`: plays one day under several scaling policies and compares their replica-hours.
 
-The wait is the first token's 95th percentile; a refused request has waited for ever. Ray's default is shown
-with its own target of 2 ongoing requests per replica and with others: whoever tunes it would choose the
-cheapest one that lets nobody wait longer than ours does.
+The waiting time is the 95th percentile of the time to the first token; a refused request counts as infinite.
+Ray's default policy is played with its own target of 2 ongoing requests per replica and with others. A user
+who tunes it would choose the cheapest target whose waiting time is at most that of Manta's policy.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .traffic import SIGMA, Day, make_day, read_arrivals
 Figures = dict[str, Any]  # Any: JSON
 OURS = "manta"
 NUM_DRAFTS = 15  # maximum drafts per step
-FIRST_S = 600.0  # by whose arrivals the first replicas are counted
-SHOWN_EVERY_S = 600.0  # replicas over time, in the JSON
+FIRST_S = 600.0  # the arrivals of this time determine the number of replicas at the start
+SHOWN_EVERY_S = 600.0  # interval of the replica counts in the JSON
 PERCENTILES = (50, 95, 99)
 
 
 class OurPolicy:
-    """`manta.cluster.autoscaling`, fed as `manta.actors.autoscaling` feeds it."""
+    """Manta's policy (`cluster/autoscaling`), with the inputs that `actors/autoscaling` gives it."""
 
     def __init__(self, rules: ScalingRules, fewest: int, most: int) -> None:
         self._count = ReplicaCount(rules)
@@ -52,7 +52,7 @@ class OurPolicy:
 
 
 class RayPolicy:
-    """`ray_scaling.py`, fed as Serve's replicas feed it."""
+    """Ray Serve's default policy (`ray_scaling.py`), with the inputs that Serve's replicas give it."""
 
     def __init__(self, settings: RaySettings, fewest: int, most: int) -> None:
         self._scaling = RayScaling(settings)
@@ -80,7 +80,7 @@ def run_fleet(options: FleetOptions) -> Figures:
     model = _replica_model(options)
     arrivals = make_day(day) if options.trace is None else read_arrivals(options.trace)
     fewest, most = options.replicas
-    start = min(max(_enough(model, arrivals, rules), fewest), most)
+    start = min(max(_first_replicas(model, arrivals, rules), fewest), most)
     policies: dict[str, FleetPolicy] = {OURS: OurPolicy(rules, fewest, most)}
     for target in options.target_ongoing_requests if options.ray else ():
         settings = RaySettings(target_ongoing_requests=target)
@@ -103,7 +103,7 @@ def run_fleet(options: FleetOptions) -> Figures:
 
 
 def _replica_model(options: FleetOptions) -> ReplicaModel:
-    """Return the table of a replica: from the given times, or from a simulated engine on GPUs."""
+    """Return the table of a replica, made of the given times or of a simulated engine on GPUs."""
     if options.model is None:
         cost = LinearCost(options.step_ms / 1e3, options.row_ms / 1e3, options.draft_ms / 1e3)
         survival = geometric_survival(options.acceptance, NUM_DRAFTS)
@@ -124,8 +124,8 @@ def _replica_model(options: FleetOptions) -> ReplicaModel:
     return replica_table(subject, workload, options.max_num_seqs, options.start_s)
 
 
-def _enough(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:
-    """Replicas for what comes at the beginning, by Little's law."""
+def _first_replicas(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:
+    """Return the number of replicas for the first arrivals, by Little's law."""
     first = arrivals.arrival_s < FIRST_S
     seconds = min(FIRST_S, float(arrivals.arrival_s[-1]) or FIRST_S)
     token_s = model.step_s[-1] / model.step_tokens[-1]
@@ -151,27 +151,31 @@ def _play(name: str, model: ReplicaModel, arrivals: Arrivals, policy: FleetPolic
 
 
 def _tokens_per_s(report: FleetReport, arrivals: Arrivals) -> float:
-    """Of a replica that is held, over all that were served."""
+    """Return the output tokens of served requests per second that a replica was held."""
     served = ~np.isnan(report.ttft_s)
     return round(float(arrivals.output_tokens[served].sum()) / max(report.replica_s, 1.0), 1)
 
 
 def percentiles(values: Floats) -> dict[str, float | None]:
-    """By name; None where so many requests were refused that there is none."""
+    """Return the percentiles by name ("p95"). One that falls on a refused request (NaN) is None."""
     waits = np.sort(np.where(np.isnan(values), np.inf, values))
     found = {p: float(waits[min(len(waits) - 1, math.ceil(p / 100 * len(waits)) - 1)]) for p in PERCENTILES}
     return {f"p{p}": round(value, 4) if math.isfinite(value) else None for p, value in found.items()}
 
 
 def _over_time(report: FleetReport, end_s: float) -> list[int]:
-    """Replicas that serve, every SHOWN_EVERY_S."""
+    """Return the number of serving replicas every SHOWN_EVERY_S."""
     at_s = np.array([moment[0] for moment in report.moments])
-    looks = np.searchsorted(at_s, np.arange(0.0, end_s, SHOWN_EVERY_S), side="right") - 1
-    return [report.moments[max(look, 0)][1] for look in looks.tolist()]
+    indices = np.searchsorted(at_s, np.arange(0.0, end_s, SHOWN_EVERY_S), side="right") - 1
+    return [report.moments[max(index, 0)][1] for index in indices.tolist()]
 
 
 def savings(points: Sequence[Mapping[str, Any]]) -> Figures:
-    """Replica-hours that ours takes less, as shares: than Ray's default, than Ray's cheapest at our wait."""
+    """Return the share of replica-hours that Manta's policy saves.
+
+    The first point is Manta's, the second Ray's default. `than_the_default` compares with the default,
+    `at_an_equal_p95` with the cheapest of Ray's whose p95 of the time to the first token is no longer.
+    """
     ours, rays = points[0], points[1:]
 
     def less_than(other: Mapping[str, Any]) -> Figures:
@@ -179,13 +183,15 @@ def savings(points: Sequence[Mapping[str, Any]]) -> Figures:
         return {"policy": other["policy"], "replica_hours": round(share, 3)}
 
     wait_s = ours["ttft_s"]["p95"]
-    alike = [
+    no_slower = [
         ray for ray in rays
         if wait_s is not None and ray["ttft_s"]["p95"] is not None and ray["ttft_s"]["p95"] <= wait_s
     ]  # fmt: skip
     return {
         "than_the_default": less_than(rays[0]) if rays else None,
-        "at_an_equal_p95": less_than(min(alike, key=lambda ray: ray["replica_hours"])) if alike else None,
+        "at_an_equal_p95": less_than(min(no_slower, key=lambda ray: ray["replica_hours"]))
+        if no_slower
+        else None,
     }
 
 
@@ -204,10 +210,10 @@ def _show(figures: Figures) -> None:
         for point in figures["policies"]
     ]
     print_table(f"{figures['requests']} requests", columns, rows)
-    for how, saved in figures["saved"].items():
+    for name, saved in figures["saved"].items():
         if saved is not None:
             share = saved["replica_hours"] * 100
-            print(f"{share:.0f} % fewer replica-hours {how.replace('_', ' ')} ({saved['policy']})")
+            print(f"{share:.0f} % fewer replica-hours {name.replace('_', ' ')} ({saved['policy']})")
 
 
 def _cell(value: float | None, digits: int) -> str:

@@ -1,9 +1,9 @@
-"""Is adapting as good as knowing best? Plain, fixed lengths and adaptive by number of requests and context.
+"""`simulate-policy`: compares adaptive speculation with the best fixed choice, by requests and context.
 
-The real scheduler and its policies over the roofline's step times, in closed loops. What is compared is
-decoding: all requests have one prompt, which is cached, so that its pages are there once and any number of
-them fits; each step reads it for each request. The *best* of a cell is the fastest of plain and fixed
-lengths. Called by `cli.py`.
+Runs the real scheduler and its policies with the roofline's step times, in closed loops. Only decoding is
+compared: all requests have the same prompt, which is cached. Its pages exist once, so any number of requests
+fits, and each step reads it for each request. The *best* of a cell is the fastest of plain decoding and the
+fixed lengths. Called by `cli.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from ..options import PolicyOptions
 
 Figures = dict[str, Any]  # Any: JSON
 BEST_LEAST, PLAIN_LEAST = 0.98, 1.0
-LEAST_REQUESTS, WAVES = 8, 2  # that end before any is counted, and as many that are counted
+# Requests that end before any is counted, and as many that are counted: WAVES times the concurrency, at least
+# LEAST_REQUESTS.
+LEAST_REQUESTS, WAVES = 8, 2
 ADAPTIVE, PLAIN = "dflash", "plain"
 
 
 def run_policy(options: PolicyOptions) -> Figures:
-    """Play, print tables, write the figures if asked. Returns them."""
+    """Simulate every cell, print a table, write the figures if requested, and return them."""
     gpu, begin_s = find_gpu(options.gpu), time.monotonic()
     cells: list[Figures] = []
     words: dict[str, list[str]] = {}
@@ -121,7 +123,7 @@ def _at_loads(
 
 
 def _rate(subject: Subject, work: Workload, load: int) -> float:
-    """Tokens/s."""
+    """Return the throughput in tokens/s."""
     shared = work.request(0).prompt_token_ids
     room = replace(subject.room, largest_batch=load)
     engine = replace(subject, room=room).engine(free_prompts=True, prefix_caching=True)
