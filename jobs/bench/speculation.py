@@ -167,17 +167,13 @@ def plot_speedup(figures: Figures, path: Path) -> None:
             ha="center",
             weight="bold",
         )
-    axes.set_xticks(range(len(points)), [_label(point["requests"]) for point in points])
+    axes.set_xticks(range(len(points)), [f"concurrency {point['requests']}" for point in points])
     axes.set_ylabel("tokens/s")
     axes.margins(y=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     axes.set_title(_title(figures), fontsize=9, loc="left")
     save_figure(figure, path)
-
-
-def _label(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests} requests"
 
 
 def _title(figures: Figures) -> str:

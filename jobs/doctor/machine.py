@@ -35,7 +35,7 @@ def machine_checks() -> Iterator[Check]:
     looks: list[tuple[str, Callable[[], Outcome], str]] = [
         ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
         ("driver", _driver, ""),
-        ("CUDA", _cuda, ""),
+        ("CUDA", lambda: Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
         ("PyTorch", lambda: Outcome(torch.__version__), "install PyTorch"),
         ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
         ("NCCL", _nccl, ""),
@@ -92,10 +92,6 @@ def _driver() -> Outcome:
         return Outcome("none")
     words = _DRIVER.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
     return Outcome(next((word for word in words if word[0].isdigit()), "unknown"))
-
-
-def _cuda() -> Outcome:
-    return Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch")
 
 
 def _triton() -> Outcome:

@@ -155,10 +155,11 @@ def train(options: TrainOptions) -> None:
 @with_flags
 def deploy(options: DeployOptions) -> None:
     """Try a drafter on the traffic of a running application; a worse one is removed automatically."""
-    from .deploy import DrafterDeployment, absolute, await_verdict
+    from ...actors.checkpoints import absolute_path
+    from .deploy import DrafterDeployment, await_verdict
 
     deployment = DrafterDeployment(options.app, options.deployment)
-    deployment.deploy({"drafter": absolute(options.candidate), **options.rules()})
+    deployment.deploy({"drafter": absolute_path(options.candidate), **options.rules()})
     typer.echo(f"{options.candidate} is on trial; `manta drafter status` shows the progress", err=True)
     if options.wait:
         await_verdict(deployment, lambda line: typer.echo(line, err=True), every_s=5.0)

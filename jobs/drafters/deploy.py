@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ...actors.drafter_trial import ReplicaReport
@@ -223,15 +222,10 @@ def describe(status: TrialStatus) -> list[str]:
     ]
     for name, tally in (("drafter", evidence.incumbent), ("candidate", evidence.candidate)):
         lines.append(f"{name:<10} {tally.requests:>9} {tally.steps:>9} {_length(tally):>12}")
-    odds = (f"{_odds(log)} for {what}" for log, what in _log_evidence(evidence))
-    lines.append(f"evidence   {', '.join(odds)}; {1 / rules.alpha:g} decides")
+    better, worse = _odds(evidence.log_better), _odds(evidence.log_worse)
+    lines.append(f"evidence   {better} for better, {worse} for worse; {1 / rules.alpha:g} decides")
     lines += [f"{name}: refused: {each.refused}" for name, each in status.reports.items() if each.refused]
     return lines
-
-
-def absolute(name: str) -> str:
-    """Return the absolute path of a checkpoint folder; hub ids are returned unchanged."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _evidence_json(evidence: Evidence) -> dict[str, Any]:  # Any: JSON
@@ -245,10 +239,6 @@ def _named(drafter: str | None) -> UserConfig:
 
 def _length(tally: Tally) -> str:
     return "-" if tally.tokens_per_step is None else f"{tally.tokens_per_step:.3f}"
-
-
-def _log_evidence(evidence: Evidence) -> list[tuple[float, str]]:
-    return [(evidence.log_better, "better"), (evidence.log_worse, "worse")]
 
 
 def _odds(log: float) -> str:

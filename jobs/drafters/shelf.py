@@ -19,7 +19,7 @@ def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
         folders: drafters, or folders that contain drafters; None searches models/ and the hub's cache.
     """
     here = [Path("models")] if folders is None else folders
-    places = {str(each): each for folder in here for each in (folder, *_inside(folder))}
+    places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
     if folders is None:
         places |= dict(_cached())
     found: dict[str, AnyConfig] = {}
@@ -54,7 +54,7 @@ def _kind(config: AnyConfig) -> str:
     return "EAGLE-3"
 
 
-def _inside(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     return sorted(each for each in folder.glob("*") if each.is_dir())
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from ...actors.checkpoints import has_tokenizer, resolve_checkpoint
+from ...actors.checkpoints import absolute_path, has_tokenizer, resolve_checkpoint
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import ConfigError
 from ..ray_session import join_or_start_ray
@@ -41,7 +40,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
     learned = _prepare_data(options, report)
     run = Run(
-        target=_absolute(options.target),
+        target=absolute_path(options.target),
         folder=options.folder.resolve(),
         length=_length(options, settings, len(learned)),
         settings=settings,
@@ -129,8 +128,3 @@ def _on_ray(run: Run, num_workers: int) -> Trained:
         )
     cpus = max(1, int(resources.get("CPU", 1) // num_workers)) if not use_gpu else 1
     return run_on_workers(run, num_workers, use_gpu=use_gpu, cpus_per_worker=cpus)
-
-
-def _absolute(target: str) -> str:
-    """Return the absolute path of a folder; hub ids are returned unchanged."""
-    return str(Path(target).resolve()) if Path(target).is_dir() else target

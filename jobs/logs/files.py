@@ -27,7 +27,7 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Return time, level, place and message as a line."""
         where = " ".join(f"{name}={self.fields[name]}" for name in _PLACE if name in self.fields)
-        rest = [f"{name}={_said(value)}" for name, value in self.fields.items() if name not in _SHOWN]
+        rest = [f"{name}={_text_of(value)}" for name, value in self.fields.items() if name not in _SHOWN]
         what = self.fields.get("message") or " ".join(rest)
         head = f"{self.fields.get('time', '-')} {self.fields.get('level', '-')} {where}".rstrip()
         return f"{head}: {what}" + (f"\n{self.fields['error']}" if "error" in self.fields else "")
@@ -84,5 +84,5 @@ def _object(line: bytes) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-def _said(value: object) -> str:
+def _text_of(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ...actors.checkpoints import absolute_path
 from ...actors.http.settings import split_settings
 from ...cluster.config import Quantization
 from ...cluster.planner.estimates import Estimate
@@ -42,7 +43,7 @@ def serve_config(
     """Return the config as plain data; its `args` are validated by `split_settings`."""
     layout = chosen.layout
     args: dict[str, Any] = {
-        "model": _absolute(model),
+        "model": absolute_path(model),
         "replicas": layout.replicas,
         "tensor_parallel_size": layout.tp,
         "device": "cuda",
@@ -55,7 +56,7 @@ def serve_config(
         "max_num_queued_reqs": _QUEUED_PER_RUNNING * max_num_seqs,
     }
     if drafter is not None and layout.placement is not None:
-        spec = {"method": "dflash", "model": _absolute(drafter), "placement": layout.placement}
+        spec = {"method": "dflash", "model": absolute_path(drafter), "placement": layout.placement}
         spec |= _given(quantization=quantized.drafter)
         args["speculative_config"] = spec
     split_settings(args)
@@ -80,8 +81,3 @@ def write_config(path: Path, config: dict[str, Any], why: str) -> None:
 
 def _given(**settings: str | None) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _absolute(name: str) -> str:
-    """Return the absolute path of a folder, since replicas have another working directory."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,7 +42,7 @@ def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]
     rows = [
         (
             code(f"{prefix}{field.name}"),
-            _shown_flags([] if prefix else flags.get(field.name, [])),
+            " ".join(code(flag) for flag in ([] if prefix else flags.get(field.name, []))),
             cell(shown_type(types[field.name])),
             cell(_default(field)),
             cell(said.get(field.name, "")),
@@ -62,10 +61,6 @@ def _vllm_section() -> str:
             names = ", ".join(code(prefix + name) for name in answer.kinds())
             rows.append((names, cell(answer.says)))
     return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
-
-
-def _shown_flags(flags: Sequence[str]) -> str:
-    return " ".join(code(flag) for flag in flags)
 
 
 def _default(field: Field[Any]) -> str:

@@ -130,7 +130,9 @@ async def _overload(url: str, running: int, waiting: int) -> Figures:
     many = await _ask_at_once(url, OVERLOAD * (running + waiting))
     refused = [stream for stream in many if stream.end == "refused"]
     taken = [stream for stream in many if stream.end != "refused"]
-    wrong = Counter(_as_seen(stream) for stream in refused if not _is_as_openai(stream))
+    wrong = Counter(
+        f"{stream.status} {dict(stream.error)}" for stream in refused if not _is_as_openai(stream)
+    )
     return {
         "asked": len(many),
         "refused": len(refused),
@@ -162,10 +164,6 @@ def _token_s(streams: Sequence[Stream]) -> float:
 def _is_as_openai(stream: Stream) -> bool:
     in_shape = stream.error.get("type") == "ServiceUnavailableError" and stream.error.get("code") == 503
     return in_shape and stream.status == 503 and float(stream.headers.get("retry-after", 0)) > 0
-
-
-def _as_seen(stream: Stream) -> str:
-    return f"{stream.status} {dict(stream.error)}"
 
 
 def _body(seed: int, max_tokens: int) -> dict[str, Any]:  # Any: JSON

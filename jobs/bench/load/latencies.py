@@ -20,7 +20,6 @@ import numpy as np
 PERCENTILES = (50, 90, 95, 99)
 # Percentiles that are stored for charts of a distribution.
 CURVE_PERCENTILES = (*range(0, 95, 5), *range(95, 101))
-KINDS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,19 @@ class Waits:
 
 def describe(waits: Sequence[Waits]) -> dict[str, Any]:  # Any: JSON
     """Return mean and percentiles of each latency in milliseconds; None without values."""
-    values = {name: [value for one in waits for kind, value in _named(one) if kind == name] for name in KINDS}
-    values["itl"] = [gap for one in waits for gap in one.itl_s]
-    return {f"{name}_ms": _describe([v for v in found if v is not None]) for name, found in values.items()}
+    values = {
+        "ttft": [each.ttft_s for each in waits],
+        "tpot": [each.tpot_s for each in waits if each.tpot_s is not None],
+        "e2el": [each.e2el_s for each in waits],
+        "itl": [gap for each in waits for gap in each.itl_s],
+    }
+    return {f"{name}_ms": _describe(found) for name, found in values.items()}
 
 
 def curves(waits: Sequence[Waits]) -> dict[str, list[float]]:
     """Return ttft and itl in milliseconds at each of CURVE_PERCENTILES, for charts."""
     gaps = [gap for one in waits for gap in one.itl_s]
     return {"ttft_ms": _curve([one.ttft_s for one in waits]), "itl_ms": _curve(gaps)}
-
-
-def _named(one: Waits) -> tuple[tuple[str, float | None], ...]:
-    return ("ttft", one.ttft_s), ("tpot", one.tpot_s), ("e2el", one.e2el_s)
 
 
 def _describe(seconds: Sequence[float]) -> dict[str, Any] | None:
