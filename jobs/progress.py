@@ -97,7 +97,7 @@ class Wait:
         self.what, self._every_s = what, every_s
         self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
 
-    def tell_forever(self) -> None:
+    def report_forever(self) -> None:
         while not self._ended.wait(self._every_s):
             self._report(f"{self.what} ({time.monotonic() - self._begin_s:.0f} s)")
 
@@ -115,7 +115,7 @@ def counting(what: str, report: Report, *, begin: bool = True, every_s: float = 
     if begin:
         report(what)
     wait = Wait(what, report, every_s)
-    threading.Thread(target=wait.tell_forever, name="manta-wait", daemon=True).start()
+    threading.Thread(target=wait.report_forever, name="manta-wait", daemon=True).start()
     try:
         yield wait
     finally:

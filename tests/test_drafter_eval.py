@@ -24,7 +24,7 @@ from manta.drafter.card import least_card_length
 from manta.jobs.bench.sweep import sides
 from manta.jobs.cli import app
 from manta.jobs.drafters import evaluate
-from manta.jobs.drafters.against_card import card_misfits, compare_acceptance
+from manta.jobs.drafters.against_card import check_card, compare_acceptance
 from manta.jobs.drafters.evaluation_card import read_card, write_card
 from manta.jobs.drafters.intervals import ratio_of_sums, student_t
 from manta.jobs.drafters.options import EvalOptions
@@ -178,12 +178,12 @@ def test_without_matplotlib_the_card_has_figures_and_no_picture(
 
 def test_less_than_the_card_says_is_doubted(pair: tuple[Path, Path], card: Path) -> None:
     names = str(pair[1]), str(pair[0])
-    assert list(card_misfits(*names, card / "card.json", device="cpu")) == [], "the same tokens"
+    assert list(check_card(*names, card / "card.json", device="cpu")) == [], "the same tokens"
     said = read_card(card / "card.json")["acceptance"]
     better: Any = copy.deepcopy(said)
     better[0]["categories"]["y"]["tokens_per_step"] |= {"value": 9.0, "low": 8.5, "high": 9.5}
     better[1]["categories"]["overall"]["by_position"][1] = {"value": 0.99, "low": 0.98, "high": 1.0}
-    found = [misfit.message for misfit in compare_acceptance(better, said)]
+    found = [finding.message for finding in compare_acceptance(better, said)]
     assert len(found) == 2 and "y at temperature 0" in found[0] and "draft 2 at temperature 1" in found[1]
     assert list(compare_acceptance(said, better)) == [], "more is no fault"
 

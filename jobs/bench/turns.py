@@ -44,14 +44,14 @@ def run_rounds(
         say(f"{title}, round {number + 1}/{rounds}")
         done: dict[str, list[_Pass]] = {name: [] for name in sides}
         for i, turn in enumerate(turns):
-            for name in begin_with(list(sides), number + i):
+            for name in rotated(list(sides), number + i):
                 done[name].append(sides[name](turn))
         for name, parts in done.items():
             passes[name].append(joined(parts))
     return passes
 
 
-def begin_with(names: Sequence[_Name], number: int) -> list[_Name]:
+def rotated(names: Sequence[_Name], number: int) -> list[_Name]:
     """Return the names rotated by `number`: the order in which sides take their turn."""
     first = number % len(names)
     return [*names[first:], *names[:first]]

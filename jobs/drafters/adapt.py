@@ -20,7 +20,7 @@ import torch
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.files import write_json
 from ...actors.tokenizer import Tokenizer
-from ..bench.load.asks import Asks
+from ..bench.load.asks import RequestSource
 from ..bench.passes import PromptRow, say
 from ..tables import decimals, print_table
 from ..training.budget import Length, Schedule
@@ -78,8 +78,8 @@ def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[E
 
         def of(examples: Sequence[Example]) -> dict[str, float]:
             rows = [PromptRow(str(i), each.category, each.prompt) for i, each in enumerate(examples)]
-            asks = Asks(rows, MEASURED_TOKENS, 0.0, natural=True)
-            found = measure_acceptance(driver, asks, len(rows), min(_AT_ONCE, len(rows)))
+            source = RequestSource(rows, MEASURED_TOKENS, 0.0, natural=True)
+            found = measure_acceptance(driver, source, len(rows), min(_AT_ONCE, len(rows)))
             return {category: each.tokens_per_step.value for category, each in found.items()}
 
         of_new, of_old = of(new), of(old)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ...cluster.config import EngineConfig
 from .evaluate import OVERALL, engine_of, measure_suite, suite_asks
 from .evaluation_card import read_card
-from .misfit import Misfit, doubt
+from .misfit import Incompatibility, warning
 from .suites import open_suite
 
 _AT_ONCE, _LENGTH = 8, "tokens_per_step"
@@ -33,9 +33,9 @@ def needs_gpu() -> str:
     )
 
 
-def card_misfits(
+def check_card(
     drafter: str, target: str, card: Path, device: Literal["cuda", "cpu"] = "cuda"
-) -> Iterator[Misfit]:
+) -> Iterator[Incompatibility]:
     """Yield the figures in which acceptance is below the card's.
 
     Raises:
@@ -56,7 +56,7 @@ def measure_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
     return measure_suite(config, asks, len(suite.rows))[1]
 
 
-def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Misfit]:
+def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Incompatibility]:
     """Compare tokens per step of each category, and the overall acceptance of each draft, by temperature."""
     for said, found in zip(card, here, strict=True):
         where = f"at temperature {said['temperature']:g}"
@@ -70,10 +70,10 @@ def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iter
             yield from _compared(f"draft {place} {where}: share of blocks that accept it", of_here, of_card)
 
 
-def _compared(what: str, here: Figures, card: Figures) -> Iterator[Misfit]:
+def _compared(what: str, here: Figures, card: Figures) -> Iterator[Incompatibility]:
     """Yield a warning if the interval here lies below the card's."""
     if here["high"] is not None and card["low"] is not None and here["high"] < card["low"]:
-        yield doubt(
+        yield warning(
             "acceptance",
             f"{what} {_spelled(here)} here, {_spelled(card)} on the card. Compare dtype, quantization and "
             "revisions of both checkpoints with those of card.json.",

@@ -27,26 +27,26 @@ drafter = typer.Typer(
 def inspect(name: Drafter, as_json: AsJson = False) -> None:
     """Describe a drafter from config.json and the headers of its weights; downloads no weights."""
     from .files import open_drafter
-    from .portrait import portrait_of, print_portraits
+    from .portrait import print_summaries, summarize_drafter
 
-    portrait = portrait_of(open_drafter(name))
+    summary = summarize_drafter(open_drafter(name))
     if as_json:
-        typer.echo(json.dumps(portrait.as_json(), indent=2))
+        typer.echo(json.dumps(summary.as_json(), indent=2))
     else:
-        print_portraits([portrait])
+        print_summaries([summary])
 
 
 @drafter.command()
 def compare(one: Drafter, other: Drafter, as_json: AsJson = False) -> None:
     """Describe two drafters side by side and mark the differences."""
     from .files import open_drafter
-    from .portrait import portrait_of, print_portraits
+    from .portrait import print_summaries, summarize_drafter
 
-    portraits = [portrait_of(open_drafter(name)) for name in (one, other)]
+    summaries = [summarize_drafter(open_drafter(name)) for name in (one, other)]
     if as_json:
-        typer.echo(json.dumps([portrait.as_json() for portrait in portraits], indent=2))
+        typer.echo(json.dumps([summary.as_json() for summary in summaries], indent=2))
     else:
-        print_portraits(portraits)
+        print_summaries(summaries)
 
 
 @drafter.command("list")
@@ -57,9 +57,9 @@ def list_drafters(
     ] = None,
 ) -> None:
     """List the drafters on this machine."""
-    from .shelf import find_drafters, print_shelf
+    from .shelf import find_drafters, print_drafters
 
-    print_shelf(find_drafters(folders))
+    print_drafters(find_drafters(folders))
 
 
 @drafter.command()
@@ -80,7 +80,7 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Report all problems of a drafter and target with remedies; exit code 1 if they cannot work."""
-    from .validate import print_misfits, validate_pair
+    from .validate import print_findings, validate_pair
 
     if level == "gpu":
         from .against_card import needs_gpu
@@ -88,12 +88,12 @@ def validate(
         if reason := needs_gpu():
             typer.echo(reason, err=True)
             raise typer.Exit(2)
-    misfits = validate_pair(name, target, level=level, card=card)
+    findings = validate_pair(name, target, level=level, card=card)
     if as_json:
-        typer.echo(json.dumps([misfit.as_json() for misfit in misfits], indent=2))
+        typer.echo(json.dumps([finding.as_json() for finding in findings], indent=2))
     else:
-        print_misfits(name, target, misfits)
-    if any(misfit.fatal for misfit in misfits):
+        print_findings(name, target, findings)
+    if any(finding.fatal for finding in findings):
         raise typer.Exit(1)
 
 

@@ -11,14 +11,14 @@ from ...actors.targets.model.spec import ModelSpec
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import usual_layer_ids
 from .files import DrafterFiles
-from .misfit import Misfit, doubt
+from .misfit import Incompatibility, warning
 
 
-def doubts(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> Iterator[Misfit]:
+def check_conventions(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> Iterator[Incompatibility]:
     for check in _CHECKS:
         message = check(files, spec)
         if message:
-            yield doubt(_CHECKS[check], message)
+            yield warning(_CHECKS[check], message)
 
 
 def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:

@@ -20,13 +20,13 @@ from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..bench.idleness import Watch
-from ..bench.load.asks import Asks, encode_rows
+from ..bench.load.asks import RequestSource, encode_rows
 from ..bench.passes import Figures, say
 from ..bench.provenance import options_json, provenance
 from ..bench.sweep.answers import Answer, LoadPass, Sums
 from ..bench.sweep.driver import Driver
 from ..bench.sweep.sides import ADAPTIVE, PLAIN, open_sides
-from ..bench.turns import begin_with, prompts_per_turn, split_evenly
+from ..bench.turns import prompts_per_turn, rotated, split_evenly
 from .files import method_of
 from .intervals import Estimate, ratio_of_sums
 from .options import EvalOptions
@@ -76,8 +76,12 @@ def run_eval(options: EvalOptions) -> Figures:
         if PLAIN in sides.refused:
             raise ConfigError(sides.refused[PLAIN], param="model")
         speed = [
-            {"temperature": t, "requests": requests, **_speed(sides.drivers, asks, count, requests, options)}
-            for t, asks in kinds.items()
+            {
+                "temperature": t,
+                "requests": requests,
+                **_speed(sides.drivers, source, count, requests, options),
+            }
+            for t, source in kinds.items()
             for requests in options.concurrency
         ]
     return {
@@ -92,21 +96,23 @@ def run_eval(options: EvalOptions) -> Figures:
 
 def suite_asks(
     config: EngineConfig, suite: Suite, temperatures: Sequence[float], max_tokens: int
-) -> dict[float, Asks]:
+) -> dict[float, RequestSource]:
     """Return the suite's requests by temperature."""
     rows = encode_rows(suite.rows, load_tokenizer(config))
-    return {t: Asks(rows, max_tokens, t, natural=True) for t in temperatures}
+    return {t: RequestSource(rows, max_tokens, t, natural=True) for t in temperatures}
 
 
-def measure_suite(config: EngineConfig, kinds: Mapping[float, Asks], count: int) -> tuple[int, list[Figures]]:
+def measure_suite(
+    config: EngineConfig, kinds: Mapping[float, RequestSource], count: int
+) -> tuple[int, list[Figures]]:
     """Return the number of drafts of a whole block, and acceptance by temperature as JSON for a card."""
     with open_whole(config) as whole:
         acceptance = [
             {
                 "temperature": t,
-                "categories": _as_json(measure_acceptance(whole, asks, count, config.max_num_seqs)),
+                "categories": _as_json(measure_acceptance(whole, source, count, config.max_num_seqs)),
             }
-            for t, asks in kinds.items()
+            for t, source in kinds.items()
         ]
         return whole.info.num_speculative_tokens, acceptance
 
@@ -125,7 +131,9 @@ def open_whole(config: EngineConfig) -> Iterator[Driver]:
         driver.close()
 
 
-def measure_acceptance(driver: Driver, asks: Asks, count: int, at_once: int) -> dict[str, Acceptance]:
+def measure_acceptance(
+    driver: Driver, source: RequestSource, count: int, at_once: int
+) -> dict[str, Acceptance]:
     """Return the acceptance of the first `count` requests by category, overall first.
 
     A category without drafts (all answers end with their first token) is left out.
@@ -134,8 +142,8 @@ def measure_acceptance(driver: Driver, asks: Asks, count: int, at_once: int) -> 
         driver: from `open_whole`.
         at_once: concurrent requests; does not change any answer.
     """
-    say(f"acceptance at temperature {asks[0].temperature:g}: {count} prompts")
-    done = driver.closed(asks, range(count), min(at_once, count))
+    say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
+    done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]
     of: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
@@ -166,12 +174,12 @@ def _as_json(found: Mapping[str, Acceptance]) -> Figures:
 
 
 def _speed(
-    drivers: Mapping[str, Driver], asks: Asks, count: int, requests: int, options: EvalOptions
+    drivers: Mapping[str, Driver], source: RequestSource, count: int, requests: int, options: EvalOptions
 ) -> Figures:
     """Measure the engine as it serves against plain decoding; a turn of both is one unit of the interval."""
     # Warm-up. The slowest side determines the length of turns.
     first = range(min(count, 2 * requests))
-    slowest = min(driver.closed(asks, first, requests).tokens_per_s for driver in drivers.values())
+    slowest = min(driver.closed(source, first, requests).tokens_per_s for driver in drivers.values())
     turns = split_evenly(count, prompts_per_turn(requests, slowest, options.max_tokens), requests)
     passes: dict[str, list[LoadPass]] = {name: [] for name in drivers}
     parts = [
@@ -184,8 +192,8 @@ def _speed(
         for number, part in enumerate(parts):
             if number % len(turns) == 0:
                 say(f"speed, {requests} request(s), round {number // len(turns) + 1}/{options.rounds}")
-            for name in begin_with(list(drivers), number):
-                passes[name].append(drivers[name].closed(asks, part, requests))
+            for name in rotated(list(drivers), number):
+                passes[name].append(drivers[name].closed(source, part, requests))
     token_ids = {
         name: [_of_part(done, part) for done, part in zip(passes[name], parts, strict=True)]
         for name in drivers

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Incompatibility:
     """An error or a warning about a drafter and target.
 
     Attributes:
@@ -25,9 +25,9 @@ class Misfit:
         return dataclasses.asdict(self)
 
 
-def fatal(what: str, message: str) -> Misfit:
-    return Misfit(what, message, fatal=True)
+def fatal(what: str, message: str) -> Incompatibility:
+    return Incompatibility(what, message, fatal=True)
 
 
-def doubt(what: str, message: str) -> Misfit:
-    return Misfit(what, message, fatal=False)
+def warning(what: str, message: str) -> Incompatibility:
+    return Incompatibility(what, message, fatal=False)

@@ -23,7 +23,7 @@ _LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portrait:
+class DrafterSummary:
     """Properties of a drafter; the fields are the rows of the table, in this order.
 
     Attributes:
@@ -72,10 +72,10 @@ class Portrait:
         return {key.replace("_", " "): _shown(key, value) for key, value in self.as_json().items()}
 
 
-def portrait_of(files: DrafterFiles[AnyConfig]) -> Portrait:
+def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
     config, tensors = files.config, files.tensors
     blocks = config if isinstance(config, DrafterConfig) else None
-    return Portrait(
+    return DrafterSummary(
         name=files.name,
         revision=files.revision,
         format=config.layout,
@@ -104,15 +104,15 @@ def portrait_of(files: DrafterFiles[AnyConfig]) -> Portrait:
     )
 
 
-def print_portraits(portraits: Sequence[Portrait]) -> None:
+def print_summaries(summaries: Sequence[DrafterSummary]) -> None:
     """Print a column per drafter, with a mark at each row in which they differ."""
-    columns = [portrait.cells() for portrait in portraits]
+    columns = [summary.cells() for summary in summaries]
     rows: list[list[str]] = []
     for what in columns[0]:
         cells = [column[what] for column in columns]
         mark = "* " if len(set(cells)) > 1 else ""
         rows.append([mark + what, *cells])
-    print_table("Drafter", ["", *[""] * len(portraits)], rows, num_left=1 + len(portraits))
+    print_table("Drafter", ["", *[""] * len(summaries)], rows, num_left=1 + len(summaries))
 
 
 def _shown(key: str, value: object) -> str:

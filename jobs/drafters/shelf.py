@@ -31,7 +31,7 @@ def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
     return found
 
 
-def print_shelf(drafters: dict[str, AnyConfig]) -> None:
+def print_drafters(drafters: dict[str, AnyConfig]) -> None:
     rows = [
         [
             name,

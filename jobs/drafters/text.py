@@ -14,10 +14,12 @@ from ...actors.targets.model.spec import ModelSpec
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import CheckpointError
 from .files import AnyConfig, DrafterFiles, is_dflash
-from .misfit import Misfit, doubt, fatal
+from .misfit import Incompatibility, fatal, warning
 
 
-def text_misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path) -> Iterator[Misfit]:
+def check_text(
+    files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path
+) -> Iterator[Incompatibility]:
     if not has_tokenizer(target_folder):  # the pair runs with token ids
         return
     try:
@@ -38,7 +40,7 @@ def text_misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder:
         yield from _mask_in_use(files.config.mask_token_id, theirs)
 
 
-def _other_text(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Misfit]:
+def _other_text(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Incompatibility]:
     if _meaning(ours) != _meaning(theirs):
         yield fatal(
             "tokenizer",
@@ -47,7 +49,7 @@ def _other_text(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Misfit]:
         )
     templates = [None if each.template is None else each.template.source for each in (ours, theirs)]
     if None not in templates and templates[0] != templates[1]:
-        yield doubt(
+        yield warning(
             "chat template",
             "the drafter's chat template differs from the target's, which is used. If it was trained on "
             "chats of its own format (thinking on or off, perhaps), expect fewer accepted drafts in chats.",
@@ -60,19 +62,19 @@ def _meaning(tokenizer: Tokenizer) -> object:
     return parts["model"], parts["added_tokens"], parts["normalizer"], parts["pre_tokenizer"]
 
 
-def _mask_in_use(mask: int, tokenizer: Tokenizer) -> Iterator[Misfit]:
+def _mask_in_use(mask: int, tokenizer: Tokenizer) -> Iterator[Incompatibility]:
     """Check that the mask token has no other use: it is beyond the tokenizer, or special and in no chat."""
     (spelled,) = tokenizer.tokens([mask])
     if spelled is None:
         return
     if spelled not in tokenizer.special_token_ids:
-        yield doubt(
+        yield warning(
             "mask token in use",
             f"mask_token_id={mask} is {spelled!r}, a token of ordinary text, and its embedding has that "
             "meaning. Use the id from the drafter's training; mostly it is special, or beyond the tokenizer.",
         )
     elif tokenizer.template is not None and spelled in tokenizer.template.source:
-        yield doubt(
+        yield warning(
             "mask token in use",
             f"mask_token_id={mask} is {spelled!r}, which the chat template writes into every conversation. "
             "Use the id from the drafter's training.",

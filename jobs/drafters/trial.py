@@ -12,7 +12,7 @@ from ...actors.llm import LLM
 from ...cluster.acceptance import mean_acceptance_length
 from ...cluster.request import SamplingParams
 from .files import method_of
-from .misfit import Misfit, doubt, fatal
+from .misfit import Incompatibility, fatal, warning
 
 _PROMPTS = (
     'def read_lines(path, encoding=\'utf-8\'):\n    """Return the lines of a file',
@@ -25,7 +25,7 @@ _MAX_MODEL_LEN = 256
 _LEAST_LENGTH = 1.15  # mean acceptance length; without a drafter it is 1
 
 
-def trial_misfits(drafter: str, target: str) -> Iterator[Misfit]:
+def check_drafts(drafter: str, target: str) -> Iterator[Incompatibility]:
     """Run the pair and yield its findings."""
     spec = {"model": drafter, "method": method_of(drafter), "adaptive": False}
     llm = LLM(target, speculative_config=spec, dtype="float32", device="cpu", max_model_len=_MAX_MODEL_LEN)
@@ -38,7 +38,9 @@ def trial_misfits(drafter: str, target: str) -> Iterator[Misfit]:
     yield from compare_answers(drafted, plain, length or 1.0)
 
 
-def compare_answers(drafted: list[list[int]], plain: list[list[int]], length: float) -> Iterator[Misfit]:
+def compare_answers(
+    drafted: list[list[int]], plain: list[list[int]], length: float
+) -> Iterator[Incompatibility]:
     """Compare the tokens with and without speculation, and check the mean acceptance length."""
     if drafted != plain:
         yield fatal(
@@ -47,7 +49,7 @@ def compare_answers(drafted: list[list[int]], plain: list[list[int]], length: fl
             "drafter. Please report it with both names.",
         )
     if length < _LEAST_LENGTH:
-        yield doubt(
+        yield warning(
             "acceptance",
             f"the mean acceptance length is {length:.2f} (1 without a drafter): it was trained for another "
             "revision of the target, with other taps, or on text unlike these prompts.",

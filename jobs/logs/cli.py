@@ -11,7 +11,7 @@ import typer
 
 from ..client import ServerClient, operators_key
 from .files import lines_about
-from .life import Json, life_lines
+from .life import Json, timeline_lines
 
 logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Questions about logged requests.")
 
@@ -44,7 +44,7 @@ def explain(
             typer.echo(json.dumps(line.fields) if as_json else line.text)
         return
     for timeline in _timelines(url, request, api_key):
-        for text in [json.dumps(timeline)] if as_json else life_lines(timeline):
+        for text in [json.dumps(timeline)] if as_json else timeline_lines(timeline):
             typer.echo(text)
 
 

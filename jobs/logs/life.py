@@ -22,7 +22,7 @@ _PARTS = ("draft", "verify", "sample", "inject")
 _SHORT_MS = 0.05  # shorter times are not shown
 
 
-def life_lines(life: Json) -> Iterator[str]:
+def timeline_lines(life: Json) -> Iterator[str]:
     """Yield lines from a request's arrival to its end, or to now."""
     moment = datetime.fromtimestamp(life["arrived"], UTC).replace(tzinfo=None)
     arrived = f"{moment.isoformat(sep=' ', timespec='milliseconds')} UTC"

@@ -29,7 +29,7 @@ from ..tables import NO_FIGURE, decimals, print_table
 from .assumptions import assumptions
 from .methods import Figures, Method, matched_speed
 from .options import NodeOptions
-from .subjects import Drafting, Subject, read_shapes, subjects
+from .subjects import Drafting, NodeEngine, node_engines, read_shapes
 from .workload import Workload
 
 LEAST_REQUESTS = 16  # minimum number of measured requests at a load
@@ -59,13 +59,13 @@ def run_node(options: NodeOptions) -> Figures:
     drafting = Drafting(
         options.acceptance, options.eagle3_acceptance, options.eagle3_drafts, options.spread, workload.seed
     )
-    played = list(subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
+    played = list(node_engines(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
     arrivals_s = [arrival.arrival_s for arrival in trace]
-    work = sum(_work(subject, options, trace) for subject in played)
+    work = sum(_work(node_engine, options, trace) for node_engine in played)
     progress = TimeLeft(f"simulating {len(played)} methods and layouts", work)
-    for subject in played:
-        for load, seen in _observe(subject, options, workload, arrivals_s, progress):
-            points.append(_figures(subject, load, seen, options.num_gpus))
+    for node_engine in played:
+        for load, seen in _observe(node_engine, options, workload, arrivals_s, progress):
+            points.append(_figures(node_engine, load, seen, options.num_gpus))
     figures: Figures = {
         "provenance": provenance(),
         "options": {
@@ -97,9 +97,9 @@ def _name(model: str) -> str:
     return path.parent.name if path.name == "target" else path.name
 
 
-def _loads(subject: Subject, options: NodeOptions) -> list[int]:
+def _loads(node_engine: NodeEngine, options: NodeOptions) -> list[int]:
     """Return the concurrencies whose requests fit into an engine."""
-    return [clients for clients in options.concurrency if clients <= subject.room.max_num_seqs]
+    return [clients for clients in options.concurrency if clients <= node_engine.room.max_num_seqs]
 
 
 def _num_measured(clients: int) -> int:
@@ -111,17 +111,17 @@ def _request_work(clients: int) -> float:
     return 1.0 / clients + ROW_WORK
 
 
-def _work(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> float:
-    """Return the relative work of simulating a subject at all loads."""
+def _work(node_engine: NodeEngine, options: NodeOptions, trace: Sequence[Arrival]) -> float:
+    """Return the relative work of simulating an engine at all loads."""
     if trace:
         return len(trace)
     if options.rate_per_s:
         return len(options.rate_per_s) * options.num_requests
-    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(subject, options))
+    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(node_engine, options))
 
 
 def _observe(
-    subject: Subject,
+    node_engine: NodeEngine,
     options: NodeOptions,
     workload: Workload,
     trace_s: Sequence[float],
@@ -135,7 +135,7 @@ def _observe(
         return workload.request(number, share)
 
     def arrive(arrival_s: Sequence[float]) -> Observed:
-        return open_loop([subject.engine() for _ in range(subject.layout.replicas)], make, arrival_s)
+        return open_loop([node_engine.engine() for _ in range(node_engine.layout.replicas)], make, arrival_s)
 
     if trace_s:
         yield len(trace_s) / max(trace_s[-1] - trace_s[0], 1.0), arrive(trace_s)
@@ -143,17 +143,17 @@ def _observe(
     for rate in options.rate_per_s:
         dice = np.random.default_rng([workload.seed, 1])
         yield rate, arrive(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
-    for clients in () if options.rate_per_s else _loads(subject, options):
+    for clients in () if options.rate_per_s else _loads(node_engine, options):
         follow = partial(make, clients=clients)
-        yield clients, closed_loop(subject.engine(), follow, clients, _num_measured(clients))
+        yield clients, closed_loop(node_engine.engine(), follow, clients, _num_measured(clients))
 
 
-def _figures(subject: Subject, load: float, seen: Observed, num_gpus: int) -> Figures:
+def _figures(node_engine: NodeEngine, load: float, seen: Observed, num_gpus: int) -> Figures:
     """Return the figures of a point. In a closed loop, one engine represents all engines of the node."""
-    layout = subject.layout
+    layout = node_engine.layout
     engines = layout.replicas // seen.num_engines
     return {
-        "method": subject.method.name,
+        "method": node_engine.method.name,
         "tp": layout.tp,
         "replicas": layout.replicas,
         "load": load,

@@ -49,7 +49,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class NodeEngine:
     """A method with its layout on the node and the memory it has."""
 
     method: Method
@@ -79,7 +79,7 @@ def read_shapes(model: str, drafter: str | None, max_model_len: int | None) -> R
     return read_pair(EngineConfig(model=model, speculative_config=spec, max_model_len=max_model_len), None)
 
 
-def subjects(
+def node_engines(
     pair: Pair,
     gpu: Gpu,
     num_gpus: int,
@@ -87,7 +87,7 @@ def subjects(
     methods: Sequence[Method],
     drafting: Drafting,
     workload: Workload,
-) -> Iterator[Subject]:
+) -> Iterator[NodeEngine]:
     """Yield every method with every number of ranks that fits.
 
     Args:
@@ -110,7 +110,7 @@ def subjects(
                 lacking.append(error)
                 continue
             count += 1
-            yield Subject(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
+            yield NodeEngine(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
         if lacking and not count:
             raise lacking[-1]
         if not count:

@@ -32,7 +32,7 @@ _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
 
 
 @dataclass(frozen=True)
-class Subject:
+class Trainable:
     """A drafter in training with its target.
 
     Attributes:
@@ -70,7 +70,7 @@ class Subject:
         }
 
 
-def block_subject(
+def trainable_drafter(
     target: str | Path,
     spec: ModelSpec,
     settings: DrafterSettings,
@@ -78,7 +78,7 @@ def block_subject(
     initial: Path | None,
     max_tokens: int,
     device: torch.device,
-) -> Subject:
+) -> Trainable:
     """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
     raw = None
     if initial is None:
@@ -93,7 +93,7 @@ def block_subject(
         block_size = settings.block_sizes[step % len(settings.block_sizes)]
         return block_loss(frozen, drafter, batch, settings, block_size, seed)
 
-    return Subject(
+    return Trainable(
         frozen,
         drafter,
         loss,
@@ -102,14 +102,14 @@ def block_subject(
     )
 
 
-def chain_subject(
+def trainable_head(
     target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
-) -> Subject:
+) -> Trainable:
     """Make a new EAGLE-3 head for training."""
     config = eagle_config(spec, settings)
     frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
     head = new_eagle_head(config, frozen.weights).to(device)
-    return Subject(
+    return Trainable(
         frozen,
         head,
         lambda batch, step, seed: chain_loss(frozen, head, batch, settings),

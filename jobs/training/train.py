@@ -27,7 +27,7 @@ from .curves import read_rows
 from .loop import CURVES, LoopSettings, Report, Step, StepLoss, TrainingLoop
 from .optimizers import HybridOptimizer
 from .settings import RECIPES, EagleSettings, Settings
-from .subjects import Subject, block_subject, chain_subject
+from .subjects import Trainable, trainable_drafter, trainable_head
 
 _TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
 
@@ -40,7 +40,7 @@ class Trained:
         drafter: checkpoint folder (z-lab's format, or EAGLE-3's own) with the averaged weights.
         curves: JSON lines, one per step; `curves.html` shows them.
         num_steps, num_tokens, used_s: totals of the run, including earlier processes.
-        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Subject.measure`).
+        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Trainable.measure`).
     """
 
     drafter: Path
@@ -105,15 +105,17 @@ def train(
     settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
     _check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    subject = _subject(target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device)
-    lr_share = min(1.0, (_TUNED_WIDTH / subject.target.spec.hidden_size) ** 0.5)
+    trainable = _trainable(
+        target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device
+    )
+    lr_share = min(1.0, (_TUNED_WIDTH / trainable.target.spec.hidden_size) ** 0.5)
     optimizer = HybridOptimizer(
-        subject.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
+        trainable.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
     )
     reader = ContinuationReader(data, settings.batch_size * workers.world_size, pad_id=0)
     loop = TrainingLoop(
         "training",
-        subject.model,
+        trainable.model,
         optimizer,
         reader,
         folder,
@@ -126,13 +128,13 @@ def train(
     def compute_loss(step: Step) -> StepLoss:
         batch = reader.next_batch().part(workers.rank, workers.world_size)
         seed = step.index * workers.world_size + workers.rank
-        loss, figures = subject.loss(batch, step.index, seed)
+        loss, figures = trainable.loss(batch, step.index, seed)
         return StepLoss(loss, batch.tokens.size, figures)
 
-    loop.run(compute_loss, length, settings.schedule, lambda: subject.measure(held_out))
-    subject.model.load_state_dict(loop.average.state)
+    loop.run(compute_loss, length, settings.schedule, lambda: trainable.measure(held_out))
+    trainable.model.load_state_dict(loop.average.state)
     if workers.rank == 0:
-        subject.export(folder / "drafter")
+        trainable.export(folder / "drafter")
     workers.all_reduce(torch.zeros(1, device=device))  # barrier: worker 0 has written everything
     return Trained.read(folder)
 
@@ -147,21 +149,21 @@ def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -
         raise ConfigError("held_out: there is no sequence to measure on. Give more data.", param="held_out")
 
 
-def _subject(
+def _trainable(
     target: str | Path,
     settings: Settings,
     initial: Path | None,
     mask_token_id: int | None,
     max_tokens: int,
     device: torch.device,
-) -> Subject:
+) -> Trainable:
     spec, folder = read_target(target)
     if isinstance(settings, EagleSettings):
-        return chain_subject(target, spec, settings, max_tokens, device)
+        return trainable_head(target, spec, settings, max_tokens, device)
     if initial is None and mask_token_id is None:
         tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
         mask_token_id = mask_token(spec, tokenizer)
-    return block_subject(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
+    return trainable_drafter(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
 
 
 def read_target(target: str | Path) -> tuple[ModelSpec, Path]:

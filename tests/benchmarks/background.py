@@ -29,7 +29,7 @@ from manta.jobs.bench.load.arrivals import Arrivals
 from manta.jobs.bench.load.asks import Ask, Asks
 from manta.jobs.bench.load.latencies import describe
 from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import begin_with
+from manta.jobs.bench.turns import rotated
 from manta.jobs.client import ServerClient
 from manta.jobs.tables import print_table
 
@@ -98,7 +98,7 @@ def _measure(
     for number in range(options.rounds):
         first = number * options.num_requests
         chosen = [asks[first + i] for i in range(options.num_requests)]
-        for name in begin_with(SIDES, number):
+        for name in rotated(SIDES, number):
             say(f"{rate:g} requests/s, round {number + 1}/{options.rounds}: {name}")
             with batches.running() if name == "beside" else nullcontext():
                 before = batches.tokens_of_engine()

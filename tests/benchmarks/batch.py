@@ -28,7 +28,7 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.bench.turns import ratios, rotated
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
@@ -55,7 +55,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
     watch = Watch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         for number in range(options.rounds):
-            for name in begin_with(list(sides), number):
+            for name in rotated(list(sides), number):
                 say(f"round {number + 1}/{options.rounds}: {sides[name].name}")
                 work = Work(_share(prompts, name), options.max_tokens, Path(scratch))
                 with watch.open():

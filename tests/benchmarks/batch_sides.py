@@ -29,7 +29,7 @@ from manta.jobs.generate import open_llm
 from manta.jobs.ray_session import join_or_start_ray
 
 from .contender_server import OpenAIServer
-from .contenders import HuggingFaceGenerate, TransformersTarget, Way
+from .contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget
 from .own_server import manta_serve, write_settings
 
 POLL_S = 0.02
@@ -130,7 +130,7 @@ class HttpSide:
     def run(self, work: Work) -> Pass:
         with manta_serve(self._config, work.scratch) as url:
             at_once = int(SURPLUS * self._config.max_num_seqs)
-            (run,) = OpenAIServer(url).ways(at_once).values()
+            (run,) = OpenAIServer(url).setups(at_once).values()
             run(work.token_ids[: self._config.max_num_seqs], WARM_UP_TOKENS)
             return run(work.token_ids, work.max_tokens)
 
@@ -180,27 +180,30 @@ class _GenerateActor:
     ) -> None:
         torch.set_num_threads(num_threads)
         target = TransformersTarget(Path(folder), torch.device(device))
-        self._ways = HuggingFaceGenerate(target, dtypes).ways(GENERATE_AT_ONCE)
+        self._setups = HuggingFaceGenerate(target, dtypes).setups(GENERATE_AT_ONCE)
         self._dtypes = dtypes
         self._max_tokens = max_tokens
-        self._way: Way | None = None
+        self._setup: ContenderSetup | None = None
 
     def __call__(self, batch: Any) -> Any:  # Any: a pandas frame
         prompts = [list(map(int, prompt)) for prompt in batch["prompt"]]
-        if self._way is None:
-            self._way = self._fastest(prompts)
+        if self._setup is None:
+            self._setup = self._fastest(prompts)
         begin_s = time.time()
-        done = self._ways[self._way](prompts, self._max_tokens)
+        done = self._setups[self._setup](prompts, self._max_tokens)
         assert done.token_ids is not None
         answers = [np.asarray(answer) for answer in done.token_ids]
         return batch[["row"]].assign(answer=answers, begin_s=begin_s, end_s=time.time())
 
-    def _fastest(self, prompts: list[list[int]]) -> Way:
-        def speed(way: Way) -> float:
-            self._ways[way](prompts, 1)  # loads the model
-            return self._ways[way](prompts, WARM_UP_TOKENS).tokens_per_s
+    def _fastest(self, prompts: list[list[int]]) -> ContenderSetup:
+        def speed(setup: ContenderSetup) -> float:
+            self._setups[setup](prompts, 1)  # loads the model
+            return self._setups[setup](prompts, WARM_UP_TOKENS).tokens_per_s
 
-        return max((Way(dtype, GENERATE_AT_ONCE, "sdpa, dynamic cache") for dtype in self._dtypes), key=speed)
+        return max(
+            (ContenderSetup(dtype, GENERATE_AT_ONCE, "sdpa, dynamic cache") for dtype in self._dtypes),
+            key=speed,
+        )
 
 
 def _run(command: Sequence[str], log: Path, output: Path) -> float:

@@ -39,7 +39,15 @@ from manta.jobs.bench.turns import prompts_per_turn, ratios, run_rounds, split_e
 from manta.jobs.tables import decimals, print_table
 
 from .contender_server import OpenAIServer
-from .contenders import Contender, DFlashLoop, HuggingFaceGenerate, Prompts, Runner, TransformersTarget, Way
+from .contenders import (
+    Contender,
+    ContenderSetup,
+    DFlashLoop,
+    HuggingFaceGenerate,
+    Prompts,
+    Runner,
+    TransformersTarget,
+)
 from .options import CompareOptions
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
@@ -81,8 +89,10 @@ class EngineContender:
     def __init__(self, name: str, engines: Mapping[str, LLM]) -> None:
         self.name, self._engines = name, engines
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(dtype, requests): partial(self._run, llm) for dtype, llm in self._engines.items()}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {
+            ContenderSetup(dtype, requests): partial(self._run, llm) for dtype, llm in self._engines.items()
+        }
 
     def _run(self, llm: LLM, prompts: Prompts, max_tokens: int) -> Pass:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -96,41 +106,41 @@ class _Side:
         self.name = contender.name
         self._here = not isinstance(contender, OpenAIServer)
         self._num_threads = num_threads
-        self._ways = contender.ways(requests)
-        self._way = next(iter(self._ways))
-        self._trial: dict[Way, float] = {}
+        self._setups = contender.setups(requests)
+        self._setup = next(iter(self._setups))
+        self._trial: dict[ContenderSetup, float] = {}
         self.passes: list[Pass] = []
 
     def choose_way(self, prompts: Prompts, max_tokens: int) -> None:
         """Try all configurations, select the fastest, and warm it up at full length."""
         torch.set_num_threads(self._num_threads)  # equal for all; Manta's engines set theirs at every step
-        for way, run in self._ways.items():
-            say(f"{self.name}: {way}")
-            run(prompts[: way.at_once], min(WARM_UP_TOKENS, max_tokens))
-            trial = run(prompts[: max(TRIAL_PROMPTS, way.at_once)], min(TRIAL_TOKENS, max_tokens))
-            self._trial[way] = trial.tokens_per_s
-        self._way = max(self._trial, key=lambda way: self._trial[way])
-        self._ways[self._way](prompts[: self._way.at_once], max_tokens)
+        for setup, run in self._setups.items():
+            say(f"{self.name}: {setup}")
+            run(prompts[: setup.at_once], min(WARM_UP_TOKENS, max_tokens))
+            trial = run(prompts[: max(TRIAL_PROMPTS, setup.at_once)], min(TRIAL_TOKENS, max_tokens))
+            self._trial[setup] = trial.tokens_per_s
+        self._setup = max(self._trial, key=lambda setup: self._trial[setup])
+        self._setups[self._setup](prompts[: self._setup.at_once], max_tokens)
 
     def take_turn(self, prompts: Prompts, max_tokens: int, watch: Watch, turn: slice) -> Pass:
         """Run a turn; watched unless a server does the work, which would count as other processes."""
         torch.set_num_threads(self._num_threads)
         with watch.open() if self._here else nullcontext():
-            return self._ways[self._way](prompts[turn], max_tokens)
+            return self._setups[self._setup](prompts[turn], max_tokens)
 
     @property
     def trial_tokens_per_s(self) -> float:
         """Return the trial speed of the selected configuration."""
-        return self._trial[self._way]
+        return self._trial[self._setup]
 
     def figures(self, first: _Side, reference: list[list[int]]) -> Figures:
         last = self.passes[-1]
         same = None if last.token_ids is None else _num_equal(last.token_ids, reference)
         return {
             "name": self.name,
-            "dtype": self._way.dtype,
-            "at_once": self._way.at_once,
-            "detail": self._way.detail,
+            "dtype": self._setup.dtype,
+            "at_once": self._setup.at_once,
+            "detail": self._setup.detail,
             "tokens_per_s": round(statistics.median(p.tokens_per_s for p in self.passes), 2),
             "rounds_tokens_per_s": [round(p.tokens_per_s, 2) for p in self.passes],
             "tokens": last.tokens,
@@ -138,7 +148,7 @@ class _Side:
             "ratio": round(statistics.median(ratios(first.passes, self.passes)), 3),
             "identical": None if same is None else same == len(reference),
             "identical_prompts": same,
-            "trial_tokens_per_s": {str(way): round(speed, 1) for way, speed in self._trial.items()},
+            "trial_tokens_per_s": {str(setup): round(speed, 1) for setup, speed in self._trial.items()},
         }
 
 
@@ -180,7 +190,7 @@ def print_point(point: Figures) -> None:
         [
             side["name"],
             side["dtype"] or "-",
-            str(Way(None, side["at_once"], side["detail"])),
+            str(ContenderSetup(None, side["at_once"], side["detail"])),
             f"{side['tokens_per_s']:.1f}",
             decimals(side["mean_acceptance_length"]),
             f"{side['ratio']:.2f}x",

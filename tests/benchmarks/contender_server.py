@@ -18,7 +18,7 @@ from manta.cluster.errors import ConfigError, MantaError, UnreachableError, show
 from manta.jobs.bench.passes import Pass
 from manta.jobs.client import Answer, Json, ServerClient, split_url
 
-from .contenders import Prompts, Runner, Way
+from .contenders import ContenderSetup, Prompts, Runner
 
 # Fields of vLLM and llama.cpp; left out for servers that reject unknown fields. A prefix cache would reuse
 # the previous round.
@@ -45,8 +45,8 @@ class OpenAIServer:
     def name(self) -> str:
         return f"{self._model} at {self._address}"
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(None, requests): partial(self._run, requests)}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {ContenderSetup(None, requests): partial(self._run, requests)}
 
     def _run(self, at_once: int, prompts: Prompts, max_tokens: int) -> Pass:
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()

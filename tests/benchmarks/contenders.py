@@ -26,7 +26,7 @@ Runner = Callable[[Prompts, int], Pass]  # arguments: prompts, tokens per answer
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ContenderSetup:
     """A configuration of a contender.
 
     Attributes:
@@ -50,7 +50,7 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
         """Return the configurations for `requests` concurrent requests."""
         ...
 
@@ -84,12 +84,14 @@ class HuggingFaceGenerate:
     def __init__(self, target: TransformersTarget, dtypes: Sequence[str]) -> None:
         self._target, self._dtypes = target, dtypes
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
         # A static cache is for compiled graphs; on a CPU every step would attend to its whole length.
         caches = ("dynamic",) if self._target.device.type == "cpu" else ("dynamic", "static")
         choices = product(sorted({requests, 1}), self._dtypes, ("sdpa", "eager"), caches)
         return {
-            Way(dtype, size, f"{attention}, {cache} cache"): partial(self._run, size, dtype, attention, cache)
+            ContenderSetup(dtype, size, f"{attention}, {cache} cache"): partial(
+                self._run, size, dtype, attention, cache
+            )
             for size, dtype, attention, cache in choices
         }
 
@@ -130,8 +132,8 @@ class DFlashLoop:
         self._target, self._folder, self._dtypes = target, drafter, dtypes
         self._drafters: dict[str, LoopDrafter] = {}
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(dtype, 1): partial(self._run, dtype) for dtype in self._dtypes}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {ContenderSetup(dtype, 1): partial(self._run, dtype) for dtype in self._dtypes}
 
     def _run(self, dtype: str, prompts: Prompts, max_tokens: int) -> Pass:
         target = self._target.load(dtype)

@@ -15,7 +15,7 @@ from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.cluster.plan import DrafterUse
-from manta.jobs.bench.load.asks import Asks
+from manta.jobs.bench.load.asks import RequestSource
 from manta.jobs.bench.sweep.driver import Driver
 from ray.exceptions import RayTaskError
 
@@ -49,16 +49,16 @@ class EngineHost:
     """A Ray actor with an engine; call `open` first."""
 
     _driver: Driver
-    _asks: Asks
+    _source: RequestSource
 
-    def open(self, config: EngineConfig, asks: Asks) -> None:
+    def open(self, config: EngineConfig, source: RequestSource) -> None:
         """Load the engine. Raises PlacementError and the errors of loading."""
-        self._driver, self._asks = Driver(config, RayExecutor(config)), asks
+        self._driver, self._source = Driver(config, RayExecutor(config)), source
 
     def run(self, at_once: int, seconds: float) -> Turn:
         """Run a closed loop over the same requests as in every call."""
         before = self._driver.engine.stats()
-        (done,) = self._driver.hold(self._asks, (at_once,), seconds)
+        (done,) = self._driver.hold(self._source, (at_once,), seconds)
         after = self._driver.engine.stats()
         return Turn(
             seconds=done.seconds,
@@ -76,11 +76,11 @@ class EngineHost:
 class Hosts:
     """Engines of one kind; a call can use only the first ones."""
 
-    def __init__(self, config: EngineConfig, asks: Asks, count: int) -> None:
+    def __init__(self, config: EngineConfig, source: RequestSource, count: int) -> None:
         actor = ray.remote(EngineHost).options(num_cpus=0)
         # Any: handles of dynamically wrapped classes have no static methods.
         self._actors: list[Any] = [actor.remote() for _ in range(count)]
-        _results([host.open.remote(config, asks) for host in self._actors], OPEN_TIMEOUT_S)
+        _results([host.open.remote(config, source) for host in self._actors], OPEN_TIMEOUT_S)
 
     def run(self, count: int, at_once: int, seconds: float) -> list[Turn]:
         """Run the first `count` engines at the same time."""
@@ -98,9 +98,9 @@ class Hosts:
 
 
 @contextmanager
-def open_hosts(config: EngineConfig, asks: Asks, count: int) -> Iterator[Hosts]:
+def open_hosts(config: EngineConfig, source: RequestSource, count: int) -> Iterator[Hosts]:
     """Open `count` engines for the `with` block. Raises PlacementError if they do not fit."""
-    hosts = Hosts(config, asks, count)
+    hosts = Hosts(config, source, count)
     try:
         yield hosts
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 from manta.actors.prompts import Chat
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask
+from manta.jobs.bench.load.asks import LoadRequest
 from manta.jobs.bench.load.latencies import Waits, describe
 from manta.jobs.bench.passes import Figures
 from manta.jobs.client import HEALTH_TIMEOUT_S, ServerClient
@@ -32,16 +32,16 @@ class Target:
     url: str
     model: str
 
-    def body(self, ask: Ask) -> dict[str, Any]:  # Any: JSON
+    def body(self, request: LoadRequest) -> dict[str, Any]:  # Any: JSON
         """Return the body of a request."""
-        chat = isinstance(ask.prompt, Chat)
-        prompt = {"messages": list(ask.prompt.messages)} if chat else {"prompt": ask.prompt}
+        chat = isinstance(request.prompt, Chat)
+        prompt = {"messages": list(request.prompt.messages)} if chat else {"prompt": request.prompt}
         return {
             "model": self.model,
             **prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed & 0x7FFFFFFF,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed & 0x7FFFFFFF,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
@@ -60,7 +60,7 @@ def find_server(url: str) -> Target:
 class Reply:
     """The answer to a request."""
 
-    ask: Ask
+    request: LoadRequest
     stream: Stream
 
     @property
@@ -102,7 +102,7 @@ class ServedPass:
 
 
 async def send(
-    target: Target, asks: Sequence[Ask], arrivals: Arrivals, at_once: int | None, timeout_s: float
+    target: Target, requests: Sequence[LoadRequest], arrivals: Arrivals, at_once: int | None, timeout_s: float
 ) -> ServedPass:
     """Send all requests and wait for all answers.
 
@@ -115,22 +115,24 @@ async def send(
     idle: list[StreamClient] = []
     replies: list[Reply] = []
 
-    async def run(ask: Ask) -> None:
+    async def run(request: LoadRequest) -> None:
         async with gate:
             client = idle.pop() if idle else StreamClient(target.url, timeout_s=timeout_s)
-            replies.append(Reply(ask, await client.ask(target.body(ask))))
+            replies.append(Reply(request, await client.ask(target.body(request))))
             idle.append(client)
 
     begin_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for ask, offset_s in zip(asks, arrivals.offsets_s(len(asks), seed=len(asks)), strict=True):
+        for request, offset_s in zip(
+            requests, arrivals.offsets_s(len(requests), seed=len(requests)), strict=True
+        ):
             if (wait_s := begin_s + offset_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            group.create_task(run(ask))
+            group.create_task(run(request))
     seconds = time.monotonic() - begin_s
     for client in idle:
         client.close()
-    return ServedPass(seconds, sorted(replies, key=lambda reply: reply.ask.number))
+    return ServedPass(seconds, sorted(replies, key=lambda reply: reply.request.number))
 
 
 def pass_figures(done: ServedPass) -> Figures:

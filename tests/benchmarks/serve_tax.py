@@ -33,7 +33,7 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.bench.turns import ratios, rotated
 from manta.jobs.tables import NO_FIGURE, print_table
 
 from .options import ServeTaxOptions
@@ -71,7 +71,7 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
     watch = Watch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-tax-") as scratch:
         for number in range(options.rounds):
-            for side in begin_with(list(options.sides), number):
+            for side in rotated(list(options.sides), number):
                 say(f"round {number + 1}/{options.rounds}: {NAMES[side]}")
                 with watch.open():
                     done = asyncio.run(_run_side(side, config, options, prompts, Path(scratch)))

@@ -26,9 +26,9 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.placement import Topology, total
 from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.load.asks import Asks, encode_rows
+from manta.jobs.bench.load.asks import RequestSource, encode_rows
 from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import begin_with
+from manta.jobs.bench.turns import rotated
 from manta.jobs.ray_session import join_or_start_ray
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
@@ -51,14 +51,14 @@ def run_shared_drafter(config: EngineConfig, options: SharedDrafterOptions) -> F
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *options.concurrency))
     configs: dict[Side, EngineConfig] = {side: _with_drafter(config, side) for side in options.sides}
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
-    asks = Asks(rows, options.max_tokens, options.temperature)
+    source = RequestSource(rows, options.max_tokens, options.temperature)
     started_here = join_or_start_ray(num_cpus=_num_cpus(configs, options), log_to_driver=False)
     try:
         with ExitStack() as opened:
             runs: dict[Side, Runs] = {}
             for side, of_side in configs.items():
                 say(f"{side}: {max(options.engines)} engine(s) load")
-                runs[side] = opened.enter_context(open_hosts(of_side, asks, max(options.engines))).run
+                runs[side] = opened.enter_context(open_hosts(of_side, source, max(options.engines))).run
             points = measure(runs, options)
     finally:
         if started_here:
@@ -88,7 +88,7 @@ def _measure(
     with watch.open():
         for number in range(options.rounds):
             say(f"{engines} engine(s), {requests} request(s) at each: round {number + 1}/{options.rounds}")
-            for side in begin_with(list(runs), number):
+            for side in rotated(list(runs), number):
                 done[side].append(runs[side](engines, requests, options.seconds))
     return {
         "engines": engines,

@@ -26,7 +26,7 @@ _GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiple
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class LoadRequest:
     """One request; `prompt` is text, a `Chat` or token ids."""
 
     number: int
@@ -48,7 +48,7 @@ class Ask:
         )
 
 
-class Asks:
+class RequestSource:
     """An endless sequence of requests.
 
     Args:
@@ -73,13 +73,13 @@ class Asks:
         self._max_tokens, self._temperature = max_tokens, temperature
         self._mixed, self._natural = traffic == "mixed", natural
 
-    def __getitem__(self, number: int) -> Ask:
+    def __getitem__(self, number: int) -> LoadRequest:
         row = self._rows[number % len(self._rows)]
         hostile, prompt = self._mixed and number % 2 == 1, row.prompt
         if hostile:
             prompt = random.Random(number).sample(prompt, len(prompt))
         share = 1.0 if self._natural else 0.5 + number * _GOLDEN % 1.0
-        return Ask(
+        return LoadRequest(
             number,
             HOSTILE if hostile else row.category,
             prompt,

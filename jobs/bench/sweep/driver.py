@@ -15,7 +15,7 @@ from ....cluster.engine import Engine
 from ....cluster.executor import Executor
 from ....cluster.request import Request
 from ..load.arrivals import Arrivals
-from ..load.asks import Asks
+from ..load.asks import RequestSource
 from .answers import Answer, Block, LoadPass
 
 
@@ -34,58 +34,58 @@ class Driver:
         self.engine = Engine(config, executor, clock)
         self._clock = clock
 
-    def closed(self, asks: Asks, part: range, at_once: int) -> LoadPass:
+    def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
         """Run the requests of `part` with `at_once` in flight, and return when all of them have finished.
 
         Requests that follow `part` keep the load constant until then and are aborted.
         """
-        flight, left = _LoadRun(self), set(part)
+        run, left = _LoadRun(self), set(part)
         number = part.start
         while left:
-            while flight.num_open < at_once:
-                flight.ask(asks, number, self._clock())
+            while run.num_open < at_once:
+                run.submit(source, number, self._clock())
                 number += 1
-            left -= flight.step()
-        return flight.leave()
+            left -= run.step()
+        return run.end()
 
-    def open(self, asks: Asks, part: range, arrivals: Arrivals) -> LoadPass:
+    def open(self, source: RequestSource, part: range, arrivals: Arrivals) -> LoadPass:
         """Run the requests of `part`, each at its arrival time, and wait for all of them.
 
         A request that has to queue counts from its arrival time.
         """
-        flight, left = _LoadRun(self), set(part)
+        run, left = _LoadRun(self), set(part)
         offsets_s = arrivals.offsets_s(len(part), seed=part.start)
         coming = list(zip(part, offsets_s, strict=True))[::-1]
         while left:
-            now_s = self._clock() - flight.begin_s
+            now_s = self._clock() - run.begin_s
             while coming and coming[-1][1] <= now_s:
                 number, offset_s = coming.pop()
-                flight.ask(asks, number, flight.begin_s + offset_s)
-            if not flight.num_open:
+                run.submit(source, number, run.begin_s + offset_s)
+            if not run.num_open:
                 time.sleep(max(coming[-1][1] - now_s, 0.0))
                 continue
-            left -= flight.step()
-        return flight.leave()
+            left -= run.step()
+        return run.end()
 
-    def hold(self, asks: Asks, loads: tuple[int, ...], seconds: float) -> list[LoadPass]:
+    def hold(self, source: RequestSource, loads: tuple[int, ...], seconds: float) -> list[LoadPass]:
         """Run a closed loop for `seconds` at each load; return a pass per load.
 
         If the next load is smaller, surplus requests are aborted.
         """
-        flight, number = _LoadRun(self), 0
+        run, number = _LoadRun(self), 0
         passes: list[LoadPass] = []
         for at_once in loads:
             begin_s = self._clock()
-            flight.keep(at_once)
+            run.abort_after(at_once)
             while True:
-                while flight.num_open < at_once:
-                    flight.ask(asks, number, self._clock())
+                while run.num_open < at_once:
+                    run.submit(source, number, self._clock())
                     number += 1
-                flight.step()
+                run.step()
                 if self._clock() - begin_s >= seconds:
                     break
-            passes.append(flight.between(begin_s, self._clock()))
-        flight.leave()
+            passes.append(run.between(begin_s, self._clock()))
+        run.end()
         return passes
 
     def close(self) -> None:
@@ -106,15 +106,15 @@ class _LoadRun:
     def num_open(self) -> int:
         return len(self._open)
 
-    def ask(self, asks: Asks, number: int, asked_s: float) -> None:
-        ask = asks[number]
+    def submit(self, source: RequestSource, number: int, asked_s: float) -> None:
+        request = source[number]
         name = str(number)
-        self._answers[name] = self._open[name] = Answer(number, ask.category, asked_s)
+        self._answers[name] = self._open[name] = Answer(number, request.category, asked_s)
         self._engine.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=tuple(ask.prompt),
-                params=ask.sampling,
+                prompt_token_ids=tuple(request.prompt),
+                params=request.sampling,
                 arrival_s=asked_s,
             )
         )
@@ -136,14 +136,14 @@ class _LoadRun:
                 del self._open[update.request_id]
         return ended
 
-    def keep(self, count: int) -> None:
+    def abort_after(self, count: int) -> None:
         """Abort all but the first `count` requests."""
         now_s = self._clock()
         for name in list(self._open)[count:]:
             self._engine.abort(name)
             self._open.pop(name).ended_s = now_s
 
-    def leave(self) -> LoadPass:
+    def end(self) -> LoadPass:
         """End the pass: abort all requests in flight and return the result."""
         end_s, after = self._clock(), self._engine.stats().step_seconds
         for name in self._open:

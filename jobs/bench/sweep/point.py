@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ..idleness import Watch
 from ..load.arrivals import Arrivals
-from ..load.asks import Asks, Traffic
+from ..load.asks import RequestSource, Traffic
 from ..passes import say
-from ..turns import begin_with
+from ..turns import rotated
 from .answers import LoadPass
 from .driver import Driver
 from .sides import PLAIN
@@ -41,11 +41,11 @@ class Point:
         """Return the key under which figures store the point."""
         return self.traffic, self.requests, None if self.arrivals is None else self.arrivals.rate
 
-    def run(self, driver: Driver, asks: Asks, part: range) -> LoadPass:
+    def run(self, driver: Driver, source: RequestSource, part: range) -> LoadPass:
         if self.requests is not None:
-            return driver.closed(asks, part, self.requests)
+            return driver.closed(source, part, self.requests)
         assert self.arrivals is not None, "a point has requests or arrivals"
-        return driver.open(asks, part, self.arrivals)
+        return driver.open(source, part, self.arrivals)
 
     @property
     def least(self) -> int:
@@ -67,7 +67,7 @@ class Measured:
 
 
 def measure(
-    point: Point, drivers: Mapping[str, Driver], asks: Asks, rounds: int, budget_s: float
+    point: Point, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
 ) -> Measured:
     """Measure all sides in at most `rounds` rounds.
 
@@ -76,7 +76,7 @@ def measure(
     begin_s = time.monotonic()
     probe = range(point.least)
     # Warm-up. Its duration also determines how many requests fit into the budget.
-    slowest_s = max(point.run(driver, asks, probe).seconds for driver in drivers.values())
+    slowest_s = max(point.run(driver, source, probe).seconds for driver in drivers.values())
     left_s = max(budget_s - (time.monotonic() - begin_s), 0.0)
     rounds, count = _plan(point.least, slowest_s, left_s / len(drivers), rounds)
     parts = [range(begin, begin + count) for begin in range(0, rounds * count, count)]
@@ -85,8 +85,8 @@ def measure(
     with watch.open():
         for number, part in enumerate(parts):
             say(f"{point}, round {number + 1}/{rounds}, {count} requests")
-            for name in begin_with(list(drivers), number):
-                passes[name].append(point.run(drivers[name], asks, part))
+            for name in rotated(list(drivers), number):
+                passes[name].append(point.run(drivers[name], source, part))
     return Measured(point, parts, passes, watch)
 
 

@@ -18,7 +18,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
 from ...tables import decimals, print_table
 from ..idleness import print_warning
-from ..load.asks import Asks, Traffic, encode_rows
+from ..load.asks import RequestSource, Traffic, encode_rows
 from ..options import SweepOptions
 from ..passes import Figures, read_rows, record, say, subject
 from .figures import point_figures, verdicts
@@ -42,7 +42,8 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
     config = replace(config, enable_prefix_caching=False, max_num_seqs=most)
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
     kinds = {
-        traffic: Asks(rows, options.max_tokens, options.temperature, traffic) for traffic in get_args(Traffic)
+        traffic: RequestSource(rows, options.max_tokens, options.temperature, traffic)
+        for traffic in get_args(Traffic)
     }
     cells = read_cells(options.output, subject(config, options))
     if cells.seconds:
@@ -87,7 +88,7 @@ def _points(options: SweepOptions) -> list[Point]:
 
 
 def _starts(
-    config: EngineConfig, options: SweepOptions, asks: Asks, cells: MeasuredCells
+    config: EngineConfig, options: SweepOptions, source: RequestSource, cells: MeasuredCells
 ) -> Iterator[Figures]:
     """Measure starts in as many rounds as fit, at least one; skipped if there is only one load."""
     loads = options.concurrency
@@ -96,7 +97,7 @@ def _starts(
     round_s = 4 * options.window_s * len(loads)
     rounds = max(1, int(STARTS_SHARE * 60.0 * options.minutes / round_s))
     left = [load for load in loads if not cells.has_start(load)]
-    for start in measure_starts(config, loads, left, asks, options.window_s, min(rounds, options.rounds)):
+    for start in measure_starts(config, loads, left, source, options.window_s, min(rounds, options.rounds)):
         cells.starts.append(start)
         yield start
     print_starts(cells.starts)

@@ -22,7 +22,7 @@ from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost
 from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, read_shapes, subjects
+from manta.jobs.simulate.subjects import Drafting, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 from manta.jobs.tables import print_table
 
@@ -120,8 +120,8 @@ def _replica_model(options: FleetOptions) -> ReplicaModel:
     length = options.acceptance_length
     drafting = Drafting(dflash=length, eagle3=length, spread=options.spread)
     gpu, tp = find_gpu(options.gpu), options.tp
-    (subject,) = subjects(read.pair, gpu, tp, (tp,), [method], drafting, workload)
-    return replica_table(subject, workload, options.max_num_seqs, options.start_s)
+    (node_engine,) = node_engines(read.pair, gpu, tp, (tp,), [method], drafting, workload)
+    return replica_table(node_engine, workload, options.max_num_seqs, options.start_s)
 
 
 def _first_replicas(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:

@@ -25,7 +25,7 @@ from manta.jobs.bench.passes import say
 from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.assumptions import assumptions
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, Subject, read_shapes, subjects
+from manta.jobs.simulate.subjects import Drafting, NodeEngine, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 from manta.jobs.tables import print_table
 
@@ -105,10 +105,10 @@ def _at_loads(
     where: Figures,
 ) -> Iterator[Figures]:
     tp = where["tp"]
-    played = list(subjects(pair, gpu, tp, (tp,), methods, drafting, work))
+    played = list(node_engines(pair, gpu, tp, (tp,), methods, drafting, work))
     for load in options.concurrency:
         say(f"{where}, {load} requests")
-        rates = {subject.method.name: _rate(subject, work, load) for subject in played}
+        rates = {node_engine.method.name: _rate(node_engine, work, load) for node_engine in played}
         adaptive = rates.pop(ADAPTIVE)
         best = max(rates, key=lambda name: rates[name])
         yield {
@@ -122,11 +122,11 @@ def _at_loads(
         }
 
 
-def _rate(subject: Subject, work: Workload, load: int) -> float:
+def _rate(node_engine: NodeEngine, work: Workload, load: int) -> float:
     """Return the throughput in tokens/s."""
     shared = work.request(0).prompt_token_ids
-    room = replace(subject.room, largest_batch=load)
-    engine = replace(subject, room=room).engine(free_prompts=True, prefix_caching=True)
+    room = replace(node_engine.room, largest_batch=load)
+    engine = replace(node_engine, room=room).engine(free_prompts=True, prefix_caching=True)
 
     def make(number: int, share: float) -> Request:
         return replace(work.request(number, share), prompt_token_ids=shared)

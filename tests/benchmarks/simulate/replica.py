@@ -18,7 +18,7 @@ from manta.cluster.planner.loads import closed_loop
 from manta.cluster.planner.room import MAX_ROWS
 from manta.cluster.planner.step_time import Chunk
 from manta.cluster.simulator import LinearCost
-from manta.jobs.simulate.subjects import Subject
+from manta.jobs.simulate.subjects import NodeEngine
 from manta.jobs.simulate.workload import Workload
 
 LEAST_REQUESTS = 12  # minimum number of counted requests per load
@@ -78,28 +78,30 @@ def loads_to_play(most: int) -> list[int]:
     return sorted({most, *(base << n for base in (2, 3) for n in range(20) if base << n < most), 1})
 
 
-def replica_table(subject: Subject, workload: Workload, max_num_seqs: int, start_s: float) -> ReplicaModel:
+def replica_table(
+    node_engine: NodeEngine, workload: Workload, max_num_seqs: int, start_s: float
+) -> ReplicaModel:
     """Return the table of a simulated engine that runs at most `max_num_seqs` requests, or as many as fit."""
-    most = min(max_num_seqs, subject.room.max_num_seqs)
+    most = min(max_num_seqs, node_engine.room.max_num_seqs)
     loads = loads_to_play(most)
-    played = [_play(subject, workload, load) for load in loads]
+    played = [_play(node_engine, workload, load) for load in loads]
     batches = np.arange(1, most + 1)
     step_s, step_tokens = (np.interp(batches, loads, values) for values in zip(*played, strict=True))
     chunk = Chunk(MAX_ROWS, round(workload.prompt_tokens / 2))
-    prompt_s = subject.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
+    prompt_s = node_engine.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
     return ReplicaModel(
         step_s=tuple(np.maximum.accumulate(step_s).tolist()),
         step_tokens=tuple(step_tokens.tolist()),
         prompt_token_s=prompt_s,
-        kv_tokens=subject.room.kv_tokens,
+        kv_tokens=node_engine.room.kv_tokens,
         most_waiting=most,
         start_s=start_s,
     )
 
 
-def _play(subject: Subject, workload: Workload, load: int) -> tuple[float, float]:
+def _play(node_engine: NodeEngine, workload: Workload, load: int) -> tuple[float, float]:
     """Return the mean seconds of a step and its tokens per request."""
     measured = max(load, LEAST_REQUESTS)
-    engine = subject.engine(free_prompts=True)
+    engine = node_engine.engine(free_prompts=True)
     observed = closed_loop(engine, lambda number, share: workload.request(number, share), load, measured)
     return observed.seconds / observed.steps, observed.num_tokens / observed.steps / load
