@@ -14,7 +14,7 @@ import torch
 from ...cluster.roofline import Device
 from ..bench.device_rates import known_device, measure_device, weight_bytes_per_s
 from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
-from .cases.subject import Candidate, Place, Subject, candidates
+from .cases.subject import Candidate, KernelInputs, Place, candidates
 from .findings import Check, Outcome
 
 _SHARE = 0.85  # minimum share of a known GPU's rates
@@ -64,13 +64,13 @@ def _weights(
     place: Place, candidate: Candidate, dtype: torch.dtype, measured: Callable[[], Device]
 ) -> Outcome:
     """Measure gate and up projections, in enough copies to exceed the caches."""
-    subject = Subject(place, candidate, dtype)
-    shape = (2 * subject.inner, subject.hidden)
+    inputs = KernelInputs(place, candidate, dtype)
+    shape = (2 * inputs.inner, inputs.hidden)
     bytes_each = shape[0] * shape[1] * dtype.itemsize
     copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
     with torch.inference_mode():
-        products = [subject.backend.linear(subject.weight(*shape)) for _ in range(copies)]
-        x_NH = subject.randn(_ROWS, subject.hidden)
+        products = [inputs.backend.linear(inputs.weight(*shape)) for _ in range(copies)]
+        x_NH = inputs.randn(_ROWS, inputs.hidden)
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
     return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
 
@@ -83,14 +83,14 @@ def _experts(
     measured: Callable[[], Device],
 ) -> Outcome:
     """Measure the experts that a block's rows choose, with uniform routing."""
-    subject = Subject(place, candidate, dtype)
+    inputs = KernelInputs(place, candidate, dtype)
     with torch.inference_mode():
-        x_NH, ids_Nk, weights_Nk = random_rows(subject, kind, _ROWS)
-        weights = random_experts(subject, kind)
+        x_NH, ids_Nk, weights_Nk = random_rows(inputs, kind, _ROWS)
+        weights = random_experts(inputs, kind)
         chosen = len(ids_Nk.unique()) / kind.experts
         bytes_each = round(chosen * sum(bytes_of(weight) for weight in (weights.gate_up, weights.down)))
         copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
-        layers = [subject.backend.experts(random_experts(subject, kind)) for _ in range(copies)]
+        layers = [inputs.backend.experts(random_experts(inputs, kind)) for _ in range(copies)]
         products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
     return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..findings import Check, Outcome, off_by, within
-from .subject import Candidate, Place, Subject, candidates
+from .subject import Candidate, KernelInputs, Place, candidates
 
 REMEDY = (
     "serve with another backend (--attention-backend torch) until this is fixed, and report the line with "
@@ -33,7 +33,7 @@ class Case:
     """
 
     name: str
-    error: Callable[[Subject], float]
+    error: Callable[[KernelInputs], float]
     half: float
     fp32: float
     is_operator: bool = True
@@ -44,7 +44,7 @@ class Case:
 
     def _examine(self, place: Place, candidate: Candidate, dtype: torch.dtype) -> Outcome:
         with torch.inference_mode():
-            error = self.error(Subject(place, candidate, dtype))
+            error = self.error(KernelInputs(place, candidate, dtype))
         return within(error, self.fp32 if dtype is torch.float32 else self.half)
 
 
@@ -56,8 +56,8 @@ def checks_of_served(group: str, place: Place, cases: Iterable[Case], *, quick: 
             yield case.check(group, place, candidate, dtype)
 
 
-def error_of(subject: Subject, compute: Callable[[Subject], list[Tensor]]) -> float:
+def error_of(inputs: KernelInputs, compute: Callable[[KernelInputs], list[Tensor]]) -> float:
     """Return the largest error of `compute`'s results against the definition's in fp64."""
-    definition = subject.definition()  # before any operands are drawn
-    found, exact = compute(subject), compute(definition)
+    definition = inputs.definition()  # before any operands are drawn
+    found, exact = compute(inputs), compute(definition)
     return max(off_by(*pair) for pair in zip(found, exact, strict=True))

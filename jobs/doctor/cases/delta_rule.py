@@ -24,7 +24,7 @@ from ....drafter.compute.recurrent import DeltaNetShape
 from ....drafter.compute.state_memory import DeviceStateRows, Save, StateMemory, StateRows
 from ..findings import Check, off_by
 from .case import Case, checks_of_served
-from .subject import Place, Subject
+from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 _KINDS = {
@@ -100,10 +100,10 @@ class DeltaLayer:
         self.first_Z[slot] += count
 
 
-def _error(subject: Subject, kind: StateGeometry) -> float:
+def _error(inputs: KernelInputs, kind: StateGeometry) -> float:
     """Compare a sequence with rejected drafts in a block with one pass over the accepted rows."""
-    definition = subject.definition()
-    (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (subject, definition))
+    definition = inputs.definition()
+    (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (inputs, definition))
     known = _PROMPT + 1 + _ACCEPTED
     block_NO = torch.cat((rows_NO[_PROMPT:known], -rows_NO[: _DRAFTS - _ACCEPTED]))
     found = [layer.run([(1, rows_NO[:_PROMPT], 0)])]
@@ -113,18 +113,18 @@ def _error(subject: Subject, kind: StateGeometry) -> float:
     return off_by(torch.cat(found), exact.run([(1, exact_NO, 0)]))
 
 
-def _random(subject: Subject, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
+def _random(inputs: KernelInputs, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
     """Make a layer whose state decays within a few rows, and rows for it."""
-    heads, wide = kind.num_value_heads, subject.wide
+    heads, wide = kind.num_value_heads, inputs.wide
     shape = DeltaNetShape(
         kind,
-        kernel_CT=wide(subject.randn(kind.channels, kind.taps)),
-        rate_V=-wide(subject.randn(heads)).abs(),
-        dt_bias_V=wide(subject.randn(heads)) - 2.0,
-        norm_F=wide(subject.norm_weight(kind.value_dim)),
-        eps=subject.eps,
+        kernel_CT=wide(inputs.randn(kind.channels, kind.taps)),
+        rate_V=-wide(inputs.randn(heads)).abs(),
+        dt_bias_V=wide(inputs.randn(heads)) - 2.0,
+        norm_F=wide(inputs.norm_weight(kind.value_dim)),
+        eps=inputs.eps,
     )
-    memory = StateMemory(1, kind, 2, _DRAFTS, subject.dtype, subject.place.device)
+    memory = StateMemory(1, kind, 2, _DRAFTS, inputs.dtype, inputs.place.device)
     width = kind.channels + heads * (kind.value_dim + 2)
-    rows_NO = subject.randn(_PROMPT + 1 + _ACCEPTED + _REST, width)
-    return DeltaLayer(subject.backend, shape, memory, subject.candidate.page_size), rows_NO
+    rows_NO = inputs.randn(_PROMPT + 1 + _ACCEPTED + _REST, width)
+    return DeltaLayer(inputs.backend, shape, memory, inputs.candidate.page_size), rows_NO

@@ -29,7 +29,7 @@ from ...bench.random_pair import PairShape
 from ..findings import Check, Outcome, none_differ
 from .case import REMEDY, Case
 from .operators import attention_error
-from .steps import SAMPLINGS, Twins, choose, exact_scores
+from .steps import SAMPLINGS, StatePair, choose, exact_scores
 from .subject import Candidate, Place
 
 _HEAD_DIMS = (80, 96, 192)  # not powers of two: tiles are wider than heads
@@ -117,9 +117,9 @@ def cut(
 
 def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     """Check DFlash2's paths for ragged blocks followed by padding."""
-    twins, filters = Twins(place, sampling), sampling.top_k > 0
-    block = lay_out_block(twins.requests, twins.device.tables, 0)
-    expected = twins.host.lay_out_block(twins.step, 0)
+    pair, filters = StatePair(place, sampling), sampling.top_k > 0
+    block = lay_out_block(pair.requests, pair.device.tables, 0)
+    expected = pair.host.lay_out_block(pair.step, 0)
     assert expected is not None, "the step has drafts"
     random = torch.Generator(place.device).manual_seed(3)
 
@@ -130,14 +130,14 @@ def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
     predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
     books = Codebooks(predecessor_VE, successor_VE, _TOP_K)
-    drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(twins.step.num_drafts > 0, twins.step.num_rows)))
+    drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(pair.step.num_drafts > 0, pair.step.num_rows)))
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
-    state = twins.device.sampling
+    state = pair.device.sampling
     workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
     found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
-    cu_rows_R1 = twins.requests.cu_rows_R1
+    cu_rows_R1 = pair.requests.cu_rows_R1
     chosen_N = walk_paths(
         found, gates_NE, block, cu_rows_R1, state, books, filters=filters, margins_N=margins_N
     )

@@ -23,7 +23,7 @@ from ....drafter.compute.mxfp4 import MXFP4
 from ....drafter.compute.packed import BLOCK, Packed
 from ..findings import Check, off_by
 from .case import Case, checks_of_served
-from .subject import Place, Subject
+from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 8, 256  # bounds in units of the last place
 _LIMIT = 1.0  # of the clamp; many values exceed it
@@ -81,57 +81,57 @@ def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("own experts", place, cases, quick=quick)
 
 
-def _error(subject: Subject, kind: ExpertKind, quick: bool) -> float:
+def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
     """Return the largest error over all numbers of rows."""
-    rows, weights = kind.rows(subject.place), random_experts(subject, kind)
-    experts, errors = subject.backend.experts(weights), []
+    rows, weights = kind.rows(inputs.place), random_experts(inputs, kind)
+    experts, errors = inputs.backend.experts(weights), []
     for num_rows in rows[:: len(rows) - 1] if quick else rows:
-        routed = random_rows(subject, kind, num_rows)
+        routed = random_rows(inputs, kind, num_rows)
         errors.append(off_by(experts(*routed), exact_experts(weights, *routed)))
     return max(errors)
 
 
-def random_experts(subject: Subject, kind: ExpertKind) -> ExpertWeights:
+def random_experts(inputs: KernelInputs, kind: ExpertKind) -> ExpertWeights:
     """Make the experts of a layer; MXFP4 ones have biases."""
     experts, hidden, inner = kind.experts, kind.hidden, kind.inner
     make = {None: _plain, MXFP4: _mxfp4, Int4: _int4}[kind.packed]
     return ExpertWeights(
-        gate_up=make(subject, experts, 2 * inner, hidden),
-        down=make(subject, experts, hidden, inner),
-        gate_up_bias_EI=subject.randn(experts, 2 * inner) if kind.packed is MXFP4 else None,
-        down_bias_EH=subject.randn(experts, hidden) if kind.packed is MXFP4 else None,
+        gate_up=make(inputs, experts, 2 * inner, hidden),
+        down=make(inputs, experts, hidden, inner),
+        gate_up_bias_EI=inputs.randn(experts, 2 * inner) if kind.packed is MXFP4 else None,
+        down_bias_EH=inputs.randn(experts, hidden) if kind.packed is MXFP4 else None,
         activation=kind.activation,
         limit=_LIMIT if kind.activation == "swiglu_clamped" else None,
     )
 
 
-def random_rows(subject: Subject, kind: ExpertKind, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_rows(inputs: KernelInputs, kind: ExpertKind, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows x, their expert ids (uniformly routed) and routing weights."""
-    scores_NE = subject.randn(num_rows, kind.experts).float()
+    scores_NE = inputs.randn(num_rows, kind.experts).float()
     weights_Nk, ids_Nk = scores_NE.softmax(-1).topk(kind.places)
-    x_NH = subject.randn(num_rows, kind.hidden)
+    x_NH = inputs.randn(num_rows, kind.hidden)
     return x_NH, ids_Nk.to(torch.int32), weights_Nk / weights_Nk.sum(-1, keepdim=True)
 
 
-def _plain(subject: Subject, experts: int, outputs: int, inputs: int) -> Tensor:
-    return subject.weight(experts * outputs, inputs).unflatten(0, (experts, outputs))
+def _plain(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Tensor:
+    return inputs.weight(experts * num_out, num_in).unflatten(0, (experts, num_out))
 
 
-def _mxfp4(subject: Subject, experts: int, outputs: int, inputs: int) -> MXFP4:
+def _mxfp4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> MXFP4:
     """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 2.9."""
-    shape, device = (experts, outputs, inputs // BLOCK), subject.place.device
+    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
     random = torch.Generator(device).manual_seed(0)
-    middle = 127 - round(torch.log2(torch.tensor(2.9 * inputs**0.5)).item())
+    middle = 127 - round(torch.log2(torch.tensor(2.9 * num_in**0.5)).item())
     scales = torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device=device, generator=random)
     return MXFP4(_codes(shape, random), scales)
 
 
-def _int4(subject: Subject, experts: int, outputs: int, inputs: int) -> Int4:
+def _int4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Int4:
     """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 4.6."""
-    shape, device = (experts, outputs, inputs // BLOCK), subject.place.device
+    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
     random = torch.Generator(device).manual_seed(0)
     sizes = torch.rand(shape, device=device, generator=random) + 0.5
-    return Int4(_codes(shape, random), (sizes / (4.6 * inputs**0.5)).to(subject.dtype))
+    return Int4(_codes(shape, random), (sizes / (4.6 * num_in**0.5)).to(inputs.dtype))
 
 
 def _codes(shape: tuple[int, ...], random: torch.Generator) -> Tensor:

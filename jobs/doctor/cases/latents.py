@@ -22,7 +22,7 @@ from ....drafter.compute.latent import Latents
 from ....drafter.compute.layers import RMSNorm
 from ..findings import Check
 from .case import Case, checks_of_served, error_of
-from .subject import Contexts, Place, Subject
+from .subject import Contexts, KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 
@@ -59,11 +59,11 @@ def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("own latents", place, cases, quick=quick)
 
 
-def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
+def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
     """Attend with `rows` of each request after its prompt; return the written K/V and the results."""
     width, rank = sizes.rank + sizes.rotated, sizes.rank
     requests = tuple(zip(sizes.prompts, rows, strict=True))
-    contexts = Contexts(subject, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
+    contexts = Contexts(inputs, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
     shape = AttentionShape(
         num_heads=sizes.heads,
         num_kv_heads=1,
@@ -71,21 +71,21 @@ def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[T
         v_head_dim=rank,
         q_norm_D=None,
         k_norm_D=None,
-        eps=subject.eps,
-        rope=subject.rope(contexts.length, sizes.rotated),
+        eps=inputs.eps,
+        rope=inputs.rope(contexts.length, sizes.rotated),
         scale=(sizes.nope + sizes.rotated) ** -0.5,
         latent=Latents(
             q_norm=None,
             q_up=None,
-            kv_norm=RMSNorm(subject.norm_weight(rank), subject.eps),
-            kv_up_JUC=subject.randn(sizes.heads, sizes.nope + sizes.values, rank, scale=rank**-0.5),
+            kv_norm=RMSNorm(inputs.norm_weight(rank), inputs.eps),
+            kv_up_JUC=inputs.randn(sizes.heads, sizes.nope + sizes.values, rank, scale=rank**-0.5),
             v_dim=sizes.values,
         ),
     )
-    backend, attention = subject.backend, subject.backend.attention(shape)
+    backend, attention = inputs.backend, inputs.backend.attention(shape)
 
     def attend(placed: PlacedRows) -> Tensor:
-        given_NO = subject.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
+        given_NO = inputs.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
         return attention(given_NO, backend.begin(placed), contexts.cache, 0)
 
     attend(contexts.known_rows())

@@ -1,7 +1,7 @@
 """Kernels of a step: rows, proposals and verification against the host's definitions; sampling against fp64.
 
 Also attention with sinks. Imports Triton: `../run.py` imports this file only where Triton's backend runs.
-`Twins` calls the kernels as `actors/targets/runners/` do.
+`StatePair` calls the kernels as `actors/targets/runners/` do.
 
 Legend: N rows, R requests, K most drafts, V vocabulary.
 """
@@ -71,7 +71,7 @@ def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("steps", place, [sinks], quick=quick)
 
 
-class Twins:
+class StatePair:
     """The same requests in the host's states and in the device's states; all use `sampling`."""
 
     def __init__(self, place: Place, sampling: SlotSampling = _GREEDY) -> None:
@@ -155,21 +155,21 @@ def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
 
 
 def _rows(place: Place) -> Outcome:
-    twins = Twins(place)
-    *of_blocks, _ = twins.draft()
-    of_rows = twins.rows()
+    pair = StatePair(place)
+    *of_blocks, _ = pair.draft()
+    of_rows = pair.rows()
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
 def _verdicts(place: Place) -> Outcome:
     """Compare the results of verification and the states after the step."""
-    twins = Twins(place)
-    *_, drafts_RK = twins.draft()
-    plan, tables, requests = twins.step, twins.device.tables, twins.requests
-    chosen_N = twins.words(requests.num_rows)
+    pair = StatePair(place)
+    *_, drafts_RK = pair.draft()
+    plan, tables, requests = pair.step, pair.device.tables, pair.requests
+    chosen_N = pair.words(requests.num_rows)
     counts_R = torch.from_numpy(1 + plan.num_drafts).to(chosen_N)
     expected_RW, expected_R = accept(chosen_N[: plan.num_batched_tokens], counts_R, drafts_RK)
-    twins.host.advance(plan, expected_RW, expected_R)
+    pair.host.advance(plan, expected_RW, expected_R)
     outcome_RW1 = torch.full((len(requests.slots_R), requests.max_drafts + 2), 99).to(requests.slots_R)
     accept_and_advance(chosen_N, requests, tables, outcome_RW1)
     real, found_RW, found_R = plan.num_requests, outcome_RW1[:, :-1], outcome_RW1[:, -1]
@@ -179,7 +179,7 @@ def _verdicts(place: Place) -> Outcome:
         (found_R[:real], expected_R),
         (found_RW[real:], torch.full_like(found_RW[real:], -1)),
         (found_R[real:], torch.zeros_like(found_R[real:])),
-        (tables.token_ids[:, :_LENGTH], twins.host.token_ids[:, :_LENGTH]),
+        (tables.token_ids[:, :_LENGTH], pair.host.token_ids[:, :_LENGTH]),
         (tables.num_computed, stands_R),
     ]
     return none_differ(*_count(pairs), "integers")

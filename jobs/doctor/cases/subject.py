@@ -136,7 +136,7 @@ def candidates(place: Place) -> list[Candidate]:
     ]
 
 
-class Subject:
+class KernelInputs:
     """A backend with a dtype (which must run here) and reproducible random operands.
 
     Args:
@@ -158,9 +158,9 @@ class Subject:
         self._drawn_dtype = dtype
         self._random = torch.Generator(place.device).manual_seed(0)
 
-    def definition(self) -> Subject:
-        """Return a subject with PyTorch's operators in fp64, whose next operands equal this one's."""
-        found = Subject(self.place, self.candidate, self.dtype, TorchBackend())
+    def definition(self) -> KernelInputs:
+        """Return inputs with PyTorch's operators in fp64, whose next operands equal these."""
+        found = KernelInputs(self.place, self.candidate, self.dtype, TorchBackend())
         found.dtype, found.is_examined = torch.float64, False
         found._random.set_state(self._random.get_state())
         return found
@@ -218,22 +218,22 @@ class Contexts:
     Args:
         requests: context tokens and rows of each request.
         num_layers: layers of the cache.
-        geometry: sizes of keys and values; by default those of the subject's attention.
+        geometry: sizes of keys and values; by default those of the inputs' attention.
     """
 
     def __init__(
-        self, subject: Subject, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
+        self, inputs: KernelInputs, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
     ) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
-        self._backend = subject.backend
-        self._device, self._page_size = subject.place.device, subject.candidate.page_size
+        self._backend = inputs.backend
+        self._device, self._page_size = inputs.place.device, inputs.candidate.page_size
         pages = -(-self.length // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
-        of = subject.attention
+        of = inputs.attention
         geometry = geometry or KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
-            num_layers, len(order), self._page_size, geometry, subject.dtype, subject.place.device
+            num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.place.device
         )
         self.cache.kv.fill_(1e4)
 
@@ -250,10 +250,10 @@ class Contexts:
         """Return the context tokens as the rows of a prefill; every request must have some."""
         return self._place(np.zeros_like(self.first_R), self.first_R)
 
-    def fill(self, subject: Subject) -> None:
+    def fill(self, inputs: KernelInputs) -> None:
         """Write random keys and values of the context tokens to layer 1."""
         for r, length in enumerate(self.first_R.tolist()):
-            self.cache.write(1, self._slots(r, length), subject.randn(length, self.cache.geometries[1].width))
+            self.cache.write(1, self._slots(r, length), inputs.randn(length, self.cache.geometries[1].width))
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Split this step's rows by request."""
