@@ -72,7 +72,6 @@ SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script."""
     if arguments is None:
         _use_utf8()
     try:

@@ -91,7 +91,6 @@ class ServerClient:
             self.close()  # the rest of an abandoned stream must not be read as the next response
 
     def is_ready(self) -> bool:
-        """Return whether the server is healthy."""
         try:
             return self.ask("/health").status == 200
         except UnreachableError:  # not listening yet

@@ -231,7 +231,6 @@ def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Read a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -16,7 +16,6 @@ from ..cluster.request import SamplingParams
 
 
 def open_llm(config: EngineConfig) -> LLM:
-    """Open an offline engine with a config."""
     return LLM(**asdict(config))
 
 

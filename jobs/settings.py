@@ -60,7 +60,6 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters from the given flags."""
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
 
 

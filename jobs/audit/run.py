@@ -128,7 +128,6 @@ def _tokens(answer: RequestOutput) -> Sequence[int]:
 
 
 def _differs_at(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Return the first position that differs; None if the sequences are equal."""
     for at, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one != other:
             return at

@@ -139,7 +139,6 @@ def descendants(processes: Mapping[int, CpuProcess], members: Collection[int] = 
 
 
 def read_processes(proc: Path) -> dict[int, CpuProcess]:
-    """Return all running processes by process id."""
     found: dict[int, CpuProcess] = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit():

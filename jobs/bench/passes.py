@@ -46,7 +46,6 @@ class Pass:
     token_ids: list[list[int]] | None = field(repr=False)
 
     def __add__(self, more: Self) -> Self:
-        """Concatenate two passes."""
         both = self.token_ids is not None and more.token_ids is not None
         return replace(
             self,
@@ -130,7 +129,7 @@ def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None)
 
 
 def joined(passes: Sequence[_Pass]) -> _Pass:
-    """One after the other."""
+    """Return the sum of passes that ran one after the other."""
     return reduce(operator.add, passes)
 
 
@@ -197,7 +196,6 @@ class EngineRun:
 
 
 def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> SteppedPass:
-    """Run all prompts through one engine."""
     before = llm.stats()
     begin_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -227,7 +225,6 @@ def record(
 
 
 def subject(config: EngineConfig, options: RunOptions) -> Figures:
-    """Return provenance, engine settings and options."""
     return {
         "provenance": provenance(),
         "engine": asdict(config),

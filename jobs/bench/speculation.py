@@ -61,7 +61,6 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
 def _measure(
     config: EngineConfig, options: BenchOptions, prompts: Sequence[Prompt], requests: int
 ) -> Figures:
-    """Measure both modes at one concurrency."""
     dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
     with open_engines(config, requests, dtypes) as engines:
         runs = {

@@ -77,7 +77,6 @@ class Memory:
         return -(-(context + 1 + self._num_drafts) // self._page_size)
 
     def num_pages(self, point: Point) -> int:
-        """Return the pages that a pool needs."""
         return point.batch * self.pages_per_request(point.context) * self._most_groups
 
     def fits(self, point: Point) -> bool:
@@ -131,8 +130,6 @@ def _take_turns(
 
 
 class _Steps:
-    """Repeats one step and collects its times."""
-
     def __init__(self, runner: Runner, admission: SchedulerOutput, step: SchedulerOutput) -> None:
         self._runner, self._admission, self._step = runner, admission, step
         self._parts: dict[str, list[float]] = {part: [] for part in PARTS}

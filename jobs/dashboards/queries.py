@@ -96,6 +96,5 @@ def vllm_names() -> Dialect:
 
 
 def ray_names() -> Dialect:
-    """Return the names of Ray's exporter."""
     samples = _exported((*CATALOGUE, *SCALING_CATALOGUE, *BATCH_CATALOGUE))
     return Dialect("ray", samples, "ReplicaId", prefix="ray_", colon="_")

@@ -73,7 +73,6 @@ class Finding:
 
 
 def examine(check: Check) -> Finding:
-    """Run a check and return its finding."""
     begin_s = time.perf_counter()
     trace, remedy = None, ""
     try:
@@ -92,8 +91,6 @@ def examine(check: Check) -> Finding:
 
 
 def raising(group: str, name: str, error: Exception) -> Check:
-    """Return a check that reports `error`."""
-
     def look() -> Outcome:
         raise error
 

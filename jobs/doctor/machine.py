@@ -31,7 +31,6 @@ _NO_GPU = "no GPU"
 
 
 def machine_checks() -> Iterator[Check]:
-    """Yield the checks in the order of the table."""
     looks: list[tuple[str, Callable[[], Outcome], str]] = [
         ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
         ("driver", _driver, ""),

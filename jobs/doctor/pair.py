@@ -47,8 +47,6 @@ _SAMPLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Requests:
-    """Prompts and their sampling parameters."""
-
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
 
@@ -80,7 +78,6 @@ def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
 
 
 def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
-    """Yield the comparisons for this device."""
     on_gpu = plan.device.type == "cuda"
     count, max_tokens = (4, 24) if quick or not on_gpu else (24, 100)
     for dtype in sorted({"float32", str(plan.dtype).removeprefix("torch.")}, reverse=True):
@@ -113,7 +110,6 @@ def _backends(plan: LoadPlan, count: int, max_tokens: int) -> Outcome:
 
 
 def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
-    """Return all continuations and the number of verified drafts."""
     engine = Engine(config, InProcessExecutor(config))
     found: dict[str, tuple[int, ...]] = {}
     try:

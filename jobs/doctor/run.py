@@ -120,7 +120,6 @@ def _plan_check(options: DoctorOptions, found: list[LoadPlan]) -> Iterator[Check
 
 
 def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
-    """Make the load plan of the pair, without loading it."""
     pair = (options.model, options.spec_model)
     if pair == SHIPPED_PAIR and not any(all((at / name).is_dir() for name in pair) for at in (Path(), _ROOT)):
         raise NotHereError("the shipped pair is not here; give --model and --spec-model")

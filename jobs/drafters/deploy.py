@@ -198,7 +198,6 @@ def await_verdict(
 
 
 def progress(status: TrialStatus) -> str:
-    """Return the state of a trial in one line."""
     evidence = status.evidence
     sides = "; ".join(
         f"{name} {_length(tally)} tokens/step over {tally.requests} requests"

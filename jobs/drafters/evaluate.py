@@ -97,7 +97,6 @@ def run_eval(options: EvalOptions) -> Figures:
 def suite_asks(
     config: EngineConfig, suite: Suite, temperatures: Sequence[float], max_tokens: int
 ) -> dict[float, RequestSource]:
-    """Return the suite's requests by temperature."""
     rows = encode_rows(suite.rows, load_tokenizer(config))
     return {t: RequestSource(rows, max_tokens, t, natural=True) for t in temperatures}
 

@@ -92,12 +92,10 @@ class TrainOptions:
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """Read comma-separated integers."""
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """Read comma-separated numbers."""
     return tuple(float(part) for part in text.split(","))
 
 
@@ -185,7 +183,6 @@ class DeployOptions(ApplicationOptions):
     wait: bool = False
 
     def rules(self) -> dict[str, float | bool]:
-        """Return the fields of `TrialRules`."""
         return {
             "fraction": self.canary,
             "shadow": self.shadow,

@@ -68,7 +68,6 @@ class DrafterSummary:
         return dataclasses.asdict(self)
 
     def cells(self) -> dict[str, str]:
-        """Return each field as text."""
         return {key.replace("_", " "): _shown(key, value) for key, value in self.as_json().items()}
 
 

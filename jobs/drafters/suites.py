@@ -14,8 +14,6 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Prompts with categories."""
-
     name: str
     path: Path
     rows: list[PromptRow]

@@ -26,7 +26,6 @@ _LEAST_LENGTH = 1.15  # mean acceptance length; without a drafter it is 1
 
 
 def check_drafts(drafter: str, target: str) -> Iterator[Incompatibility]:
-    """Run the pair and yield its findings."""
     spec = {"model": drafter, "method": method_of(drafter), "adaptive": False}
     llm = LLM(target, speculative_config=spec, dtype="float32", device="cpu", max_model_len=_MAX_MODEL_LEN)
     try:

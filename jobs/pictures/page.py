@@ -16,8 +16,6 @@ from .plots import NO_MATPLOTLIB, Picture, has_matplotlib, svg_element
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number shown in large type."""
-
     figure: str
     words: str
     good: bool = False

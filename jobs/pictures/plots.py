@@ -138,7 +138,6 @@ def draw_lines(
 
 
 def show_legend(axes: Axes) -> None:
-    """Show the legend above the plot."""
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
 
 

@@ -112,7 +112,6 @@ def _request_work(clients: int) -> float:
 
 
 def _work(node_engine: NodeEngine, options: NodeOptions, trace: Sequence[Arrival]) -> float:
-    """Return the relative work of simulating an engine at all loads."""
     if trace:
         return len(trace)
     if options.rate_per_s:

@@ -42,7 +42,6 @@ class Workload:
 
     @property
     def mean_tokens(self) -> int:
-        """Return the mean tokens of prompt and answer together."""
         if self.trace:
             return round(sum(map(sum, self.trace)) / len(self.trace))
         return round(self.prompt_tokens + self.output_tokens)

@@ -174,7 +174,6 @@ def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
 
 
 def _load_matching(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
-    """Load the tensors whose name and shape match."""
     own = module.state_dict()
     fitting = {n: part for n, part in parts.items() if n in own and own[n].shape == part.shape}
     module.load_state_dict(fitting, strict=False)

@@ -65,7 +65,6 @@ class Continuations:
         )
 
     def take(self, chosen: Sequence[int] | np.ndarray) -> "Continuations":
-        """Return the chosen sequences, in this order."""
         spans = [self.ids[self.bounds[i] : self.bounds[i + 1]] for i in chosen]
         bounds = np.cumsum([0, *map(len, spans)])
         ids = np.concatenate([np.zeros(0, dtype=self.ids.dtype), *spans])

@@ -105,7 +105,6 @@ def trainable_drafter(
 def trainable_head(
     target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
 ) -> Trainable:
-    """Make a new EAGLE-3 head for training."""
     config = eagle_config(spec, settings)
     frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
     head = new_eagle_head(config, frozen.weights).to(device)

@@ -35,7 +35,6 @@ class Run:
 
 
 def run_here(run: Run, **further: Any) -> Trained:  # Any: arguments of `train`
-    """Train in this process."""
     return train(
         run.target,
         Continuations.load(run.folder / DATA),
@@ -78,5 +77,4 @@ def run_on_workers(run: Run, num_workers: int, *, use_gpu: bool, cpus_per_worker
 
 
 def _run_worker(config: dict[str, Run]) -> None:
-    """Train as one worker of the group."""
     run_here(config["run"], workers=joined())

@@ -204,7 +204,6 @@ class _PairJob:
         shutil.copytree(trained.drafter, self._output / "drafter", dirs_exist_ok=True)
 
     def _measure(self, tokenizer: Tokenizer) -> list[Figures]:
-        """Return the held-out figures of the exported pair."""
         target, spec = self._output / "target", read_target(self._output / "target")[0]
         config = check_drafter(self._output / "drafter", facts_of(spec))
         prompts = read_prompts(self._output / "prompts.jsonl")

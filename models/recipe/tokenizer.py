@@ -54,7 +54,6 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of one of SPECIAL_TOKENS."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, f"{token} is not in the vocabulary"
     return token_id

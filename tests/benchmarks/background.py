@@ -127,7 +127,6 @@ class _SidePass:
 
 
 def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
-    """Return the figures of a side over all rounds."""
     replies = [reply for each in passes for reply in each.load.replies]
     together = ServedPass(sum(each.load.seconds for each in passes), replies)
     batch = statistics.median(each.batch_tokens_per_s for each in passes)

@@ -130,7 +130,6 @@ class _Side:
 
     @property
     def trial_tokens_per_s(self) -> float:
-        """Return the trial speed of the selected configuration."""
         return self._trial[self._setup]
 
     def figures(self, first: _Side, reference: list[list[int]]) -> Figures:

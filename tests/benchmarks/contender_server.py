@@ -66,7 +66,6 @@ class OpenAIServer:
     def _work(
         self, waiting: queue.SimpleQueue[int], prompts: Prompts, max_tokens: int, answers: dict[int, Json]
     ) -> None:
-        """Send the waiting prompts until none is left."""
         with ServerClient(self._url) as client:
             while True:
                 try:

@@ -50,9 +50,7 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
-    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
-        """Return the configurations for `requests` concurrent requests."""
-        ...
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]: ...
 
 
 class TransformersTarget:

@@ -33,7 +33,6 @@ class Target:
     model: str
 
     def body(self, request: LoadRequest) -> dict[str, Any]:  # Any: JSON
-        """Return the body of a request."""
         chat = isinstance(request.prompt, Chat)
         prompt = {"messages": list(request.prompt.messages)} if chat else {"prompt": request.prompt}
         return {
@@ -58,8 +57,6 @@ def find_server(url: str) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a request."""
-
     request: LoadRequest
     stream: Stream
 

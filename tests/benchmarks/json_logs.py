@@ -60,7 +60,6 @@ def write_logs(path: Path, num_prompts: int, seed: int = 0) -> None:
 
 
 def log_prompts(seed: int) -> Iterator[str]:
-    """Yield prompts without end."""
     chance = random.Random(seed)
     while True:
         lines = _lines(chance)

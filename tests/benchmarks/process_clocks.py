@@ -35,7 +35,6 @@ class RoleClocks:
 
 
 def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
-    """Read the clocks of this process and its descendants."""
     if not (proc / "stat").exists():
         return RoleClocks({})
     processes = read_processes(proc)
@@ -59,7 +58,6 @@ def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
 
 
 def role_of(pid: int, command: str) -> str:
-    """Return the role of a process, one of ROLES."""
     if pid == os.getpid():
         return "client"
     program = command.split(" ", 1)[0]

@@ -59,8 +59,6 @@ class Moment:
 
 @dataclass
 class Seen:
-    """Recorded moments and requests."""
-
     moments: list[Moment] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
 

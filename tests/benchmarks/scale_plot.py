@@ -10,7 +10,6 @@ from manta.jobs.pictures.plots import COLORS, GRAY, TEAL, new_figure, save_figur
 
 
 def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `scale.run_scale`
-    """Write the plot to `path` (SVG or PNG by suffix)."""
     moments, windows, end_s = figures["moments"], figures["windows"], figures["seconds"]
     at_s = [*(moment["at_s"] for moment in moments), end_s]
     window_s = windows[1]["at_s"] - windows[0]["at_s"] if len(windows) > 1 else 0.0

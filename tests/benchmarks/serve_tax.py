@@ -106,7 +106,6 @@ def print_point(point: Figures) -> None:
 async def _run_side(
     side: str, config: EngineConfig, options: ServeTaxOptions, prompts: Sequence[Prompt], scratch: Path
 ) -> dict[tuple[int, float], TaxPass]:
-    """Start a side, run all points, and stop it."""
     found: dict[tuple[int, float], TaxPass] = {}
     async with SIDES[side](config, scratch) as asker:
         for streams, temperature in options.points:

@@ -59,8 +59,6 @@ Ask = Callable[[Question], Awaitable[Reply]]
 
 
 class Asker(Protocol):
-    """A side that is ready for requests."""
-
     def worker(self) -> AbstractAsyncContextManager[Ask]:
         """Return the function with which one of the concurrent workers sends requests."""
         ...

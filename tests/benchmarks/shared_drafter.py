@@ -120,7 +120,6 @@ def _side_figures(
 
 
 def _tokens_per_s(turns: Sequence[Turn]) -> float:
-    """Return the mean tokens/s of an engine."""
     return statistics.fmean(turn.tokens / turn.seconds for turn in turns)
 
 

@@ -54,12 +54,10 @@ class Stream:
 
     @property
     def first_s(self) -> float | None:
-        """Return the time to first token."""
         return self.token_times_s[0] - self.asked_s if self.token_times_s else None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from the request to the end."""
         assert self.ended_s is not None, "the stream is open"
         return self.ended_s - self.asked_s
 

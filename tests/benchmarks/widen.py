@@ -85,7 +85,6 @@ class Width:
 
     @classmethod
     def of(cls, config: Json) -> Width:
-        """Read the sizes from a config.json."""
         return cls(**{field: config[key] for field, key in _KEYS.items()})
 
     @property
@@ -179,7 +178,6 @@ class _Widening:
         return found
 
     def others(self, source: TensorFolder) -> dict[str, Tensor]:
-        """Return the tensors outside of layers."""
         names = [name for name in sorted(source.shapes) if not name.startswith(self._at)]
         return {name: self._wide(name, source.get(name)) for name in names}
 

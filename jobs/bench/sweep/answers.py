@@ -138,7 +138,6 @@ class Sums:
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, Sums]:
-    """Return the sums by category."""
     blocks: dict[str, list[Block]] = defaultdict(list)
     for answer in answers:
         blocks[answer.category] += answer.blocks

@@ -93,8 +93,6 @@ class Driver:
 
 
 class _LoadRun:
-    """The requests of one pass."""
-
     def __init__(self, driver: Driver) -> None:
         self._engine, self._clock = driver.engine, driver._clock
         self._before = self._engine.stats().step_seconds
@@ -137,7 +135,6 @@ class _LoadRun:
         return ended
 
     def abort_after(self, count: int) -> None:
-        """Abort all but the first `count` requests."""
         now_s = self._clock()
         for name in list(self._open)[count:]:
             self._engine.abort(name)

@@ -62,7 +62,6 @@ _SMALL = {"hidden": 192, "inner": 64, "experts": 4, "places": 2}
 
 
 def expert_kinds(place: Place) -> list[ExpertKind]:
-    """Return the kinds to check on this device."""
     kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2]
     return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
 

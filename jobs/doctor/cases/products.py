@@ -68,7 +68,6 @@ class OwnProducts(TritonBackend):
 def _error(
     inputs: KernelInputs, compute: Callable[[KernelInputs, int], list[Tensor]], rows: tuple[int, ...]
 ) -> float:
-    """Return the largest error over all numbers of rows."""
     backend = OwnProducts(inputs.place.device)
     own = KernelInputs(inputs.place, inputs.candidate, inputs.dtype, backend)
     error = max(error_of(own, lambda each, count=count: compute(each, count)) for count in rows)

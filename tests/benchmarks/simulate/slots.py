@@ -69,7 +69,6 @@ class FleetSlots:
         return self._pace[self.count]
 
     def clear(self, row: int) -> None:
-        """Prepare a row for a new replica."""
         while row >= self.num_rows:
             self._grow(self.num_rows)
         assert not self.load[row], "the row still has requests"
