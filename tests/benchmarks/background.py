@@ -26,7 +26,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask, Asks
+from manta.jobs.bench.load.asks import LoadRequest, RequestSource
 from manta.jobs.bench.load.latencies import describe
 from manta.jobs.bench.passes import Figures, read_rows, record, say
 from manta.jobs.bench.turns import rotated
@@ -63,32 +63,32 @@ def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | 
     """Measure both sides at each rate on a server that stores its batches in `storage`."""
     target = find_server(url)
     rows = read_rows(options.prompts, options.num_prompts)
-    asks = Asks(rows, options.max_tokens, options.temperature)
-    greedy = Asks(rows, options.max_tokens, 0.0)
+    source = RequestSource(rows, options.max_tokens, options.temperature)
+    greedy = RequestSource(rows, options.max_tokens, 0.0)
     content = batch_lines(target, [greedy[number] for number in range(options.lines)])
     file = FileStore(Storage.open(str(storage), field="storage")).upload("lines.jsonl", "batch", content)
-    asyncio.run(send(target, [asks[i] for i in range(WARM_UP)], Arrivals(1e3), WARM_UP, STREAM_TIMEOUT_S))
+    asyncio.run(send(target, [source[i] for i in range(WARM_UP)], Arrivals(1e3), WARM_UP, STREAM_TIMEOUT_S))
     batches = _Batches(url, file.id, _endpoint(greedy[0]))
-    return [_measure(target, asks, batches, rate, options, watch) for rate in options.rates]
+    return [_measure(target, source, batches, rate, options, watch) for rate in options.rates]
 
 
-def batch_lines(target: Target, asks: Sequence[Ask]) -> bytes:
+def batch_lines(target: Target, requests: Sequence[LoadRequest]) -> bytes:
     """Return the input of a batch with these requests, limited to the endpoint of the first."""
-    url, lines = _endpoint(asks[0]), []
-    for ask in asks:
-        if _endpoint(ask) == url:
-            body = {name: value for name, value in target.body(ask).items() if name != "stream_options"}
-            lines.append({"custom_id": str(ask.number), "method": "POST", "url": url, "body": body})
+    url, lines = _endpoint(requests[0]), []
+    for request in requests:
+        if _endpoint(request) == url:
+            body = {name: value for name, value in target.body(request).items() if name != "stream_options"}
+            lines.append({"custom_id": str(request.number), "method": "POST", "url": url, "body": body})
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def _endpoint(ask: Ask) -> str:
-    return "/v1/chat/completions" if isinstance(ask.prompt, Chat) else "/v1/completions"
+def _endpoint(request: LoadRequest) -> str:
+    return "/v1/chat/completions" if isinstance(request.prompt, Chat) else "/v1/completions"
 
 
 def _measure(
     target: Target,
-    asks: Asks,
+    source: RequestSource,
     batches: _Batches,
     rate: float,
     options: BackgroundOptions,
@@ -97,7 +97,7 @@ def _measure(
     done: dict[str, list[_SidePass]] = {name: [] for name in SIDES}
     for number in range(options.rounds):
         first = number * options.num_requests
-        chosen = [asks[first + i] for i in range(options.num_requests)]
+        chosen = [source[first + i] for i in range(options.num_requests)]
         for name in rotated(SIDES, number):
             say(f"{rate:g} requests/s, round {number + 1}/{options.rounds}: {name}")
             with batches.running() if name == "beside" else nullcontext():
