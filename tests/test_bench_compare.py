@@ -1,4 +1,4 @@
-"""The comparison with others: same tokens for all, the fastest setup of each, requests that servers accept."""
+"""The comparison with others: same tokens for all, the fastest setup of each, bodies that servers accept."""
 
 from __future__ import annotations
 
