@@ -115,7 +115,7 @@ def read_clocks(proc: Path, cores: Sequence[int], group: ControlGroup | None, tr
 
 
 def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
-    """Busy and stolen time of those cores since the machine started."""
+    """Return the busy and the stolen time of these cores since the machine started."""
     names = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
     clocks = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]

@@ -152,7 +152,7 @@ def products_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, E], key and value [B, G, T, E]; returns [B, T, H, E]. Full causal windows only."""
+    """Attend within causal windows: query [B, H, T, E], key and value [B, G, T, E]; returns [B, T, H, E]."""
     assert query.shape[2] == key.shape[2], "training windows have no cache"
     batch, heads, tokens, _width = query.shape
     kv_heads = key.shape[1]
