@@ -72,10 +72,10 @@ def test_a_batch_runs_beside_one_side_and_has_gone_when_the_other_is_measured(
             batches = client.found("/v1/batches")["data"]
             assert [batch["status"] for batch in batches] == ["cancelled"]
             few = replace(options, lines=2)
-            with pytest.raises(MantaError, match="give it more --lines"):
+            with pytest.raises(MantaError, match="Give it more --lines"):
                 measure(server.url, storage, few, None)
     print_points([point])
-    assert "p95 time per token beside a batch" in capsys.readouterr().out
+    assert "p95 time per token with a batch" in capsys.readouterr().out
 
 
 def test_options_that_measure_nothing_are_refused_by_name() -> None:

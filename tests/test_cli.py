@@ -156,7 +156,7 @@ def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path
         (("generate", "x", "--config", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
         (("generate", "x", "--config", "sixties.yaml"), 1, "line 2: 1:4 without quotes"),
         (("render", "systemd", "--config", "sixties.yaml"), 1, 'Write "1:4"'),
-        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model too"),
+        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model, too"),
         (
             (
                 "generate",

@@ -424,7 +424,7 @@ def test_what_a_push_lacks_is_said(grafana: tuple[str, dict[str, Json]]) -> None
     assert "role Editor" in run("push", "--grafana", url, "--token", "wrong")[1]
     code, said = run("push", "--grafana", url, "--token", TOKEN, "--datasource", "loki")
     assert code == 1 and "does not exist in Grafana; it has: prom" in said and not stored
-    assert "no address" in run("push", "--grafana", "localhost:3000", "--token", TOKEN)[1]
+    assert "is not an address" in run("push", "--grafana", "localhost:3000", "--token", TOKEN)[1]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"

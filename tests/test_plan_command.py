@@ -110,7 +110,7 @@ def test_a_trace_decides_by_goodput(folders: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no arrival"),
+        ("", "has no arrivals"),
         ('{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n{"arrival_s": 1}', ":2: prompt_tokens"),
         ("hello", ":1: the line"),
         ('{"arrival_s": 1, "prompt_tokens": 40000, "output_tokens": 4000}', "max_model_len is 40960"),

@@ -250,7 +250,7 @@ def test_the_command_writes_points_assumptions_and_a_picture(folders: Path, caps
     by = {(p["method"], p["tp"], p["load"]): p for p in points}
     assert by["dflash", 1, 1]["user_tokens_per_s"] > 2 * by["plain", 1, 1]["user_tokens_per_s"]
     assert by["plain", 2, 1]["user_tokens_per_s"] > by["plain", 1, 1]["user_tokens_per_s"]
-    assert any("Acceptance is stated" in line for line in figures["assumptions"])
+    assert any("Acceptance is given" in line for line in figures["assumptions"])
     edge = max(p["user_tokens_per_s"] for p in points if p["method"] == "plain")
     (row,) = [row for row in figures["matched_speed"] if row["user_tokens_per_s"] == edge]
     assert row["tokens_per_s_per_gpu"]["dflash"] > row["tokens_per_s_per_gpu"]["plain"]
