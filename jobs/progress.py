@@ -1,4 +1,4 @@
-"""Progress of commands that take seconds or minutes: lines that count, times in words, work in threads."""
+"""Progress of long-running commands: lines with counts and remaining time, and work in threads."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def say(line: str) -> None:
 
 
 class TimeLeft:
-    """Says how much of some work is done and how long the rest will take, every few seconds.
+    """Reports the progress of work and the estimated remaining time every few seconds.
 
-    Takes the place of a tqdm bar: see `LLM.generate`.
+    Can replace a tqdm bar, see `LLM.generate`.
 
     Args:
-        what: the work, in words.
-        total: its size.
-        unit: names what is counted; None: a share is shown alone.
-        report: gets a line.
-        clock: seconds, monotonic.
+        what: description of the work.
+        total: amount of work.
+        unit: name of the counted items; None: only the share is shown.
+        report: called with a line.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TimeLeft:
         self._next_s = self._begin_s + FIRST_S
 
     def update(self, count: float = 1) -> None:
-        """Count what was done since the last call, perhaps nothing. Call it often."""
+        """Add the work done since the last call, which may be 0. Call it often."""
         self._done = min(self._done + count, self._total)
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -73,7 +73,7 @@ class TimeLeft:
 
 
 def spell_time(seconds: float) -> str:
-    """In the two largest units that it has."""
+    """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = round(seconds)
     for unit, name, below, part in (
         (86400, "d", 3600, "h"),
@@ -87,17 +87,17 @@ def spell_time(seconds: float) -> str:
 
 
 class Wait:
-    """A wait that is under way.
+    """A wait in progress.
 
     Attributes:
-        what: what is done meanwhile; may change.
+        what: what is waited for; may change.
     """
 
     def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
         self.what, self._every_s = what, every_s
         self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
 
-    def tell_forever(self) -> None:
+    def report_forever(self) -> None:
         while not self._ended.wait(self._every_s):
             self._report(f"{self.what} ({time.monotonic() - self._begin_s:.0f} s)")
 
@@ -107,15 +107,15 @@ class Wait:
 
 @contextmanager
 def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
-    """Report `what` at the beginning of the block and, with the seconds so far, every `every_s` in it.
+    """Report `what` at the start of the `with` block, and with the elapsed seconds every `every_s`.
 
     Args:
-        begin: False leaves out the first line.
+        begin: if False, the first line is left out.
     """
     if begin:
         report(what)
     wait = Wait(what, report, every_s)
-    threading.Thread(target=wait.tell_forever, name="manta-wait", daemon=True).start()
+    threading.Thread(target=wait.report_forever, name="manta-wait", daemon=True).start()
     try:
         yield wait
     finally:
@@ -123,13 +123,13 @@ def counting(what: str, report: Report, *, begin: bool = True, every_s: float = 
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a thread of its own, which the process does not wait for at its end."""
+    """Run `work` in a daemon thread, which does not delay the exit of the process."""
     future = Future[Result]()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # the future's reader raises it
+        except BaseException as error:  # raised by the reader of the future
             future.set_exception(error)
 
     threading.Thread(target=run, name="manta-beside", daemon=True).start()
