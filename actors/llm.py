@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
-from ..cluster.errors import ENDINGS, MantaError
+from ..cluster.errors import ENDINGS, MantaError, RequestError, shown
 from ..cluster.executor import ExecutorInfo
 from ..cluster.request import FinishReason, SamplingParams
 from .chat.template import Message
@@ -116,12 +116,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
         those of `generate`). Messages and tools are read as /v1/chat/completions reads them."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise RequestError(
+                f"messages={shown(messages)} is not allowed: give a conversation, which is a list of "
+                "messages, or a list of several.",
+                param="messages",
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
-            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
-            "tools": None if tools is None else list(tools),
+            "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
             "chat_template": chat_template,
         }
         prompts = [ChatPrompt.read(each, self.tokenizer, **options) for each in conversations]  # type: ignore[arg-type]
@@ -142,7 +148,7 @@ class LLM:
         Raises:
             OutputProcessingError: the answer cannot be made of the tokens; the log has the cause.
         """
-        params = [sampling_params or SamplingParams()]
+        params = _per_prompt(sampling_params, 1)
         (tracker,) = self._add_all([prompt], params, max_draft_tokens, trace=trace)
         try:
             while not tracker.finished:
@@ -223,7 +229,7 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str | Mapping | Chat | EncodedPrompt):
+    if isinstance(prompts, str | Mapping | Chat | EncodedPrompt) or not isinstance(prompts, Sequence):
         return [prompts]
     is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | Sequence | Chat | EncodedPrompt)
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
@@ -234,6 +240,15 @@ def _per_prompt(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise RequestError(
+            f"sampling_params={shown(params)} is not allowed: give SamplingParams(...), or one for each "
+            "prompt.",
+            param="sampling_params",
+        )
     if len(params) != count:
-        raise ValueError(f"sampling_params: {len(params)} given for {count} prompts; give one, or one each.")
+        raise RequestError(
+            f"sampling_params: {len(params)} given for {count} prompts; give one, or one each.",
+            param="sampling_params",
+        )
     return params

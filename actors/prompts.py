@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, RequestError, no_unicode, shown
+from ..cluster.errors import ConfigError, RequestError, shown
 from ..cluster.request import MAX_SEED, SamplingParams
 from .chat.template import Message
 from .checkpoints import tokenizer_folder
@@ -88,13 +88,10 @@ class PromptText:
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:
-        """Call a tokenizer's method that encodes. Raises RequestError for what is no Unicode."""
-        try:
-            if self.guarded is None:
-                return encode(self.text, add_special_tokens=self.add_special_tokens)
-            return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
-        except TypeError:  # what the tokenizers library says of it
-            raise no_unicode(self.param) from None
+        """Call a tokenizer's method that encodes."""
+        if self.guarded is None:
+            return encode(self.text, add_special_tokens=self.add_special_tokens)
+        return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
 
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedPrompt
@@ -117,8 +114,14 @@ def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
         return prompt
     if isinstance(prompt, str):
         return PromptText(prompt)
-    if not isinstance(prompt, Mapping):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         return EncodedPrompt(_integers(prompt))
+    if not isinstance(prompt, Mapping):
+        raise RequestError(
+            f"prompt={shown(prompt)} is not allowed: give a string, a list of token ids, a mapping that "
+            "holds one of them, or a Chat.",
+            param="prompt",
+        )
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
         return EncodedPrompt(_integers(token_ids), text if isinstance(text, str) else None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import tokenizers
@@ -74,7 +74,7 @@ class SpecialTokenGuard:
                 special tokens are marked in it.
         """
         starts = self._special_starts if is_answer else self._starts
-        return _mapped(value, starts.mark)
+        return map_texts(value, starts.mark)
 
     def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return [self.mark(each, is_answer=each.get("role") == "assistant") for each in messages]
@@ -105,13 +105,14 @@ class _Starts:
         return text if self._found is None else self._found.sub(lambda found: found[0] + self._mark, text)
 
 
-def _mapped(value: Any, change: Any) -> Any:  # Any: JSON, and a function of texts
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:  # Any: JSON
+    """Return a value with all its texts and names changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(name, change): _mapped(each, change) for name, each in value.items()}
+        return {map_texts(name, change): map_texts(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_mapped(each, change) for each in value]
+        return [map_texts(each, change) for each in value]
     return value
 
 

@@ -7,7 +7,7 @@ never changed after loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
 from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard
+from .surrogates import without_surrogates
 from .tiktoken_model import sorts_tools, tiktoken_backend
 from .token_coverage import token_coverage
 from .tokenizer_config import read_chat_templates, read_special_tokens
@@ -113,7 +114,8 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
     ) -> tokenizers.Encoding:
         """The same before a list is made of it."""
-        return self._encoder(guarded).encode(text, add_special_tokens=add_special_tokens)
+        backend = self._encoder(guarded)
+        return _encoded(text, lambda whole: backend.encode(whole, add_special_tokens=add_special_tokens))
 
     def encode_unlocked(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
@@ -122,7 +124,10 @@ class Tokenizer:
 
         The encoding knows its length at once, before a list of millions of integers is made of it.
         """
-        return self._encoder(guarded).encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        backend = self._encoder(guarded)
+        return _encoded(
+            text, lambda whole: backend.encode_batch_fast([whole], add_special_tokens=add_special_tokens)[0]
+        )
 
     def _encoder(self, guarded: bool) -> tokenizers.Tokenizer:
         if not guarded:
@@ -227,6 +232,14 @@ class Tokenizer:
         if skip_special_tokens:
             hidden = self._specials.difference(kept_token_ids)
         return self._pieces.kind(self._pieces, prompt_token_ids, hidden)
+
+
+def _encoded(text: str, encode: Callable[[str], tokenizers.Encoding]) -> tokenizers.Encoding:
+    """Encode a text, with U+FFFD for lone surrogates, which the library refuses."""
+    try:
+        return encode(text)
+    except TypeError:
+        return encode(without_surrogates(text))
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -13,6 +13,7 @@
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
     │   └── PlacementError        500  the cluster cannot hold the requested topology
     ├── OutputProcessingError     500  processing the output of one request failed; others are not affected
+    │   └── NotANumberError            ...the model computed NaN for it; the message is for clients, too
     ├── DatasetError              400  an input file of a batch job cannot be read or understood
     ├── OutputError               500  results of a batch job cannot be written
     ├── NotOfferedError           501  a part of the API that this server was started without
@@ -153,7 +154,7 @@ class OutputProcessingError(MantaError):
     """Processing a request's output failed; the cause has been logged with the request's id."""
 
 
-class NotANumberError(MantaError):
+class NotANumberError(OutputProcessingError):
     """The target computed logits for a request that are NaN or infinite."""
 
 
@@ -241,27 +242,22 @@ class UnreachableError(MantaError):
     retryable = True
 
 
-def no_unicode(param: str) -> RequestError:
-    """Return the error for text with half a surrogate pair, from JSON's escapes or a command line."""
-    return RequestError(
-        f"{param}: the text is not valid Unicode: it holds a lone surrogate (\\ud800 to \\udfff).",
-        param=param,
-    )
-
-
 def shown(value: object, most: int = 100) -> str:
     """Return a foreign value for a message: JSON in one line, of which long values show `most` characters."""
     if isinstance(value, str):
         text, size = json.dumps(value[: most + 1], ensure_ascii=False), f"{len(value)} characters"
         is_whole = len(value) <= most
     else:
-        text, size = "", f"{len(value)} elements" if isinstance(value, Sized) else "more"
-        is_whole = True
-        for piece in _JSON.iterencode(value):
-            text += piece
-            if len(text) > most:
-                is_whole = False
-                break
+        text, size, is_whole = "", "more", True
+        try:
+            size = f"{len(value)} elements" if isinstance(value, Sized) else size
+            for piece in _JSON.iterencode(value):
+                text += piece
+                if len(text) > most:
+                    is_whole = False
+                    break
+        except (TypeError, ValueError, RecursionError):  # keys that JSON has not, a circle, an array of one
+            text = repr(value)
     text = printable(text[: most + 1])
     return text if is_whole and len(text) <= most else f"{text[:most]}... ({size})"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal, cast
 
 from .errors import RequestError, shown
 from .grammar import Grammar, StructuredOutputsParams
@@ -91,44 +92,10 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", _as_pairs(self.logit_bias))
-        object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
-        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
-        for name in ("reasoning_start_token_ids", "reasoning_end_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
-        for name, form in (("structured_outputs", StructuredOutputsParams), ("grammar", Grammar)):
-            value = getattr(self, name)
-            _require(value is None or isinstance(value, form), name, value, f"a {form.__name__}, or None")
-        _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
-        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "a number from 0 to 100")
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "a number in (0, 1]")
-        _require(
-            -1 <= self.top_k <= MAX_COUNT, "top_k", self.top_k, "-1 or 0 (off) or a positive 32-bit integer"
-        )
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "a number from 0 to 1")
-        _require(
-            self.seed is None or -(2**63) <= self.seed <= MAX_SEED,
-            "seed",
-            self.seed,
-            "a 64-bit signed integer",
-        )
-        _require(all(self.stop), "stop", self.stop, "non-empty strings")
-        _require(
-            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
-            "max_tokens",
-            self.max_tokens,
-            "at least 1 (and a 32-bit integer), or null",
-        )
-        _require(
-            0 <= self.min_tokens <= MAX_COUNT,
-            "min_tokens",
-            self.min_tokens,
-            "0 or more, and a 32-bit integer",
-        )
+        """Give each field its type. Raises RequestError for a value of another type or out of bounds."""
+        for names, read in _READERS:
+            for name in names:
+                object.__setattr__(self, name, read(name, getattr(self, name)))
         limit = self.max_tokens
         _require(
             limit is None or self.min_tokens <= limit,
@@ -137,34 +104,12 @@ class SamplingParams:
             f"at most max_tokens ({limit})",
         )
         _require(not self.stop or self.detokenize, "stop", self.stop, "empty, or detokenize=True")
-        self._check_rules()
-
-    def _check_rules(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, name, value, "a number from -2 to 2")
-        penalty = self.repetition_penalty
-        _require(0.0 < penalty <= 100.0, "repetition_penalty", penalty, "a number above 0, at most 100")
         for token_id, bias in self.logit_bias:
             _require(-100.0 <= bias <= 100.0, f"logit_bias.{token_id}", bias, "a number from -100 to 100")
         _require(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id, or null")
-        _require(all(self.bad_words), "bad_words", list(self.bad_words), "non-empty strings")
         for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
             count = len(getattr(self, name))
             _require(count <= most, name, getattr(self, name), f"a list of at most {most}, not of {count}")
-        _require(
-            all(self.bad_words_token_ids), "bad_words_token_ids", ((),), "sequences of token ids, none empty"
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value, wanted = getattr(self, name), f"an integer from 0 to {MAX_LOGPROBS}, or null"
-            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, wanted)
-        budget = self.thinking_token_budget
-        _require(
-            budget is None or 0 <= budget <= MAX_COUNT,
-            "thinking_token_budget",
-            budget,
-            "0 or more (and a 32-bit integer), or null",
-        )
 
     @property
     def greedy(self) -> bool:
@@ -199,18 +144,131 @@ class SamplingParams:
         return copy
 
 
-def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    if stop is None:
+# Below, Any is what a user gave for a field.
+# Field: least and greatest value, and what is said of others; null is taken where that says so.
+_ABOVE_0 = math.nextafter(0.0, 1.0)
+_INTEGERS: Mapping[str, tuple[int, int, str]] = {
+    "n": (1, 128, "an integer from 1 to 128"),
+    "top_k": (-1, MAX_COUNT, "-1 or 0 (off) or a positive 32-bit integer"),
+    "seed": (-(2**63), MAX_SEED, "a 64-bit signed integer, or null"),
+    "max_tokens": (1, MAX_COUNT, "at least 1 (and a 32-bit integer), or null"),
+    "min_tokens": (0, MAX_COUNT, "0 or more, and a 32-bit integer"),
+    "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or null"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or null"),
+    "thinking_token_budget": (0, MAX_COUNT, "0 or more (and a 32-bit integer), or null"),
+}
+_NUMBERS: Mapping[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 100.0, "a number from 0 to 100"),
+    "top_p": (_ABOVE_0, 1.0, "a number in (0, 1]"),
+    "min_p": (0.0, 1.0, "a number from 0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "repetition_penalty": (_ABOVE_0, 100.0, "a number above 0, at most 100"),
+}
+_FORMS = {"structured_outputs": StructuredOutputsParams, "grammar": Grammar}
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is a whole number; numpy's types count, booleans do not."""
+    return _is_number(value) and cast("float", value) % 1 == 0
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def _integer(name: str, value: Any) -> int | None:
+    low, high, wanted = _INTEGERS[name]
+    if cast(object, value) is None and wanted.endswith("or null"):
+        return None
+    _require(is_integer(value) and low <= value <= high, name, value, wanted)
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    low, high, wanted = _NUMBERS[name]
+    _require(_is_number(value) and low <= value <= high, name, value, wanted)
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    _require(isinstance(value, bool), name, value, "true or false")
+    return value
+
+
+def _form(name: str, value: Any) -> object:
+    form = _FORMS[name]
+    _require(value is None or isinstance(value, form), name, value, f"a {form.__name__}, or None")
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _elements(name, value, "a list of strings")
+    _require(all(each and isinstance(each, str) for each in texts), name, value, "non-empty strings")
+    return texts
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _elements(name, value, "a list of token ids")
+    if set(map(type, ids)) <= {int}:  # a list may be long
+        return ids
+    _require(all(map(is_integer, ids)), name, value, "a list of token ids, which are integers")
+    return tuple(map(int, ids))
+
+
+def _allowed_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    return None if value is None else tuple(dict.fromkeys(_token_ids(name, value)))
+
+
+def _sequences_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    found = tuple(_token_ids(name, each) for each in _elements(name, value, "a list of lists of token ids"))
+    _require(all(found), name, value, "sequences of token ids, none empty")
+    return found
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """Return pairs by token id; of a mapping, whose keys may be digits as in JSON, or of pairs."""
+    wanted, found = "a mapping of token ids to numbers, or null", list[tuple[int, float]]()
+    items = cast("Mapping[Any, Any]", value).items() if isinstance(cast(object, value), Mapping) else value
+    for token_id, bias in map(_pair, _elements(name, items, wanted)):
+        is_id = is_integer(token_id) or (isinstance(token_id, str) and token_id.lstrip("-").isdecimal())
+        _require(is_id and _is_number(bias), name, value, wanted)
+        found.append((int(token_id), float(bias)))
+    return tuple(sorted(found))
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    try:
+        first, second = value
+    except (TypeError, ValueError):
+        return None, None
+    return first, second
+
+
+def _elements(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    """Return the elements of a field that takes several; none for None."""
+    if value is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    try:
+        found = None if isinstance(cast(object, value), str | bytes | Mapping) else tuple(value)
+    except TypeError:
+        found = None
+    _require(found is not None, name, value, wanted)
+    return found or ()
 
 
-def _as_pairs(
-    bias: Mapping[int, float] | Sequence[tuple[int, float]] | None,
-) -> tuple[tuple[int, float], ...]:
-    """Return sorted (token id, bias) pairs from a mapping, or from stored pairs."""
-    pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
-    return tuple(sorted((int(token_id), float(value)) for token_id, value in pairs))
+_READERS: Sequence[tuple[Iterable[str], Callable[[str, Any], object]]] = (
+    (_INTEGERS, _integer),
+    (_NUMBERS, _number),
+    (("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), _flag),
+    (("stop", "bad_words"), _texts),
+    (("stop_token_ids", "kept_special_token_ids"), _token_ids),
+    (("reasoning_start_token_ids", "reasoning_end_token_ids"), _token_ids),
+    (("allowed_token_ids",), _allowed_ids),
+    (("bad_words_token_ids",), _sequences_of_ids),
+    (("logit_bias",), _biases),
+    (_FORMS, _form),
+)
 
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
@@ -264,9 +322,11 @@ class Request:
 
     def __post_init__(self) -> None:
         limit = self.max_draft_tokens
-        _require(limit is None or limit >= 0, "max_draft_tokens", limit, "0 or more, or null")
+        fits = limit is None or (is_integer(limit) and limit >= 0)
+        _require(fits, "max_draft_tokens", limit, "an integer, 0 or more, or null")
         target = self.tpot_ms
-        _require(target is None or 0 < target < math.inf, "tpot_ms", target, "above 0 (and finite), or null")
+        fits = target is None or (_is_number(target) and 0 < target < math.inf)
+        _require(fits, "tpot_ms", target, "a number above 0 (and finite), or null")
 
     def most_drafts(self, engine_max: int) -> int:
         """Return the most drafts per step in an engine with this maximum."""

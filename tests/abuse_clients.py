@@ -51,7 +51,6 @@ def nonsense() -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
         "bad UTF-8": b'{"prompt": "\xff\xfe"}',
         "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
         "a byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
-        "half a surrogate pair": b'{"prompt": "\\ud83d"}',
         "deep lists": b'{"prompt": ' + b"[" * deep + b"]" * deep + b"}",
         "deep objects": b'{"prompt": "x", "metadata": ' + b'{"a":' * deep + b"1" + b"}" * deep + b"}",
         "open brackets": b"[" * 20_000_000,

@@ -219,7 +219,9 @@ HOSTILE: tuple[Hostile, ...] = (
     Hostile("speculation of nothing known", _text(speculative={"num_drafts": -1, "x": ESCAPES})),
     # Conversations
     Hostile(
-        "a lone surrogate", lambda: post(CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
+        "a lone surrogate",
+        lambda: post(CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 4}'),
+        ANSWERED,
     ),
     Hostile("a template of its own", _chat(chat_template="{% for i in range(10**9) %}x{% endfor %}")),
     Hostile(

@@ -28,7 +28,7 @@ from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.report import Report
 from ray.util.placement_group import placement_group, remove_placement_group
 from small_ray import small_ray
-from text_pair import make_text_pair
+from text_pair import NOT_A_NUMBER, make_pair_with_nan, make_text_pair
 
 pytestmark = pytest.mark.usefixtures("own_cores")
 
@@ -86,6 +86,19 @@ def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.Te
     output = tmp_path_factory.mktemp("answered") / "out"
     job = options(parquet, output, sampling={"max_tokens": 16})
     return output, run_batch(config(pair), job)
+
+
+def test_a_row_whose_logits_are_not_numbers_is_an_error_row(tmp_path: Path) -> None:
+    pair, rows, output = make_pair_with_nan(tmp_path / "pair"), tmp_path / "rows.jsonl", tmp_path / "out"
+    prompts = {"good": "def main(", "bad": f"x{NOT_A_NUMBER}y", "last": "import "}
+    rows.write_text(
+        "".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in prompts.items())
+    )
+    run_batch(config(pair), options(rows, output, sampling={"max_tokens": 4, "temperature": 0.0}))
+    found = {row["id"]: row for row in read_results(output)}
+    assert {name for name, row in found.items() if row["error"] is None} == {"good", "last"}
+    assert "not numbers" in found["bad"]["error"]["message"] and found["bad"]["error"]["attempts"] == 1
+    assert "NaN" not in "".join(path.read_text() for path in output.rglob("*.jsonl")).replace("(NaN or", "")
 
 
 def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:

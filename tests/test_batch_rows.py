@@ -131,6 +131,16 @@ def test_malformed_lines_are_refused() -> None:
             parse_line(line)
 
 
+def test_half_a_character_is_read_as_the_sign_for_it() -> None:
+    line = r'{"custom_id": "\ud800", "url": "/v1/chat/completions", "x": NaN, "body": {"messages": ['
+    record = parse_line(line + r'{"role": "user", "content": "a\udc00"}]}}')
+    assert record["custom_id"] == "\ufffd"
+    asked = [record["body"], {"messages": r'[{"role": "user", "content": "a\udc00"}]'}]
+    for row, layout in zip((record, asked[1]), (OPENAI, DATASET), strict=True):
+        body = read_request(row, layout, NO_DEFAULTS).body
+        assert isinstance(body, ChatRequest) and body.messages[0].content == "a\ufffd"
+
+
 def write_lines(path: Path, rows: list[object]) -> Path:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return path

@@ -201,11 +201,11 @@ def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> 
 
 def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(
-        b'\xef\xbb\xbf{"id": "ok", "x": NaN}\n{broken\n[1]\n{"id": "\\ud800"}\n'
+        b'\xef\xbb\xbf{"id": "ok", "x": NaN}\n{broken\n[1]\n{"id": "half \\ud800", "x": NaN}\n'
     )
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfid,prompt\r\n1,x\r\n2,x,y\r\n3\r\n4,a\rb\r\n5,z\r\n")
     for name, good, faults in (
-        ("a.jsonl", ["ok"], ["not valid JSON", "holds list", "not valid JSON"]),
+        ("a.jsonl", ["ok", "half \ufffd"], ["not valid JSON", "holds list"]),
         ("a.csv", ["1", "3", "5"], ["3 fields, the header 2", "carriage return"]),
     ):
         source = open_source([tmp_path / name])

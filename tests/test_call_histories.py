@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jiter
 import orjson
 import pytest
 from hypothesis import given
@@ -125,16 +126,29 @@ def responses(piece: Piece, cut: bool) -> ChatRequest:
 
 def messages(piece: Piece, cut: bool) -> ChatRequest:
     writer = MessageWriter("msg_1", "m", 9)
-    writer.feed(piece)
-    writer.finish("length" if cut else "stop", None, USAGE)
+    events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
     content = through_json(writer.whole()["content"])
-    assert all(isinstance(block["input"], dict) for block in content if block["type"] == "tool_use")
+    assert inputs_of(events) == [block["input"] for block in content if block["type"] == "tool_use"]
     results = [
         {"type": "tool_result", "tool_use_id": block["id"], "content": RESULT}
         for block in content
         if block["type"] == "tool_use"
     ]
     return of_blocks(content, [*results, {"type": "text", "text": "So?"}])
+
+
+def inputs_of(events: list[Any]) -> list[Any]:
+    """The inputs of a stream's calls as Anthropic's SDK makes them, which parses every delta."""
+    found: dict[int, Any] = {}
+    written: dict[int, bytes] = {}
+    for event in map(through_json, events):
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            found[event["index"]], written[event["index"]] = {}, b""
+        if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+            written[event["index"]] += event["delta"]["partial_json"].encode()
+            found[event["index"]] = jiter.from_json(written[event["index"]], partial_mode=True)
+    assert all(isinstance(each, dict) for each in found.values())
+    return list(found.values())
 
 
 def of_blocks(*turns: list[Any]) -> ChatRequest:
@@ -199,6 +213,8 @@ def test_a_slip_reads_the_same_by_each_api_and_is_shown_by_each_template(argumen
         assert others == [first] * 3, name
         written = first.partition("[f ")[2].partition("]<tool>")[0]
         shown = arguments in written or json.dumps(arguments, ensure_ascii=False)[1:-1] in written
+        if arguments == SLIPS["half a character"]:  # an object, but for that
+            shown = "\ufffd" in written
         assert shown or arguments == SLIPS["long number"], name
 
 

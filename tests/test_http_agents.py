@@ -140,6 +140,54 @@ def test_what_tools_returned_goes_back_and_is_answered(stand: AgentsStand) -> No
     assert count.input_tokens == prompt_tokens(answer.usage) == second.usage.input_tokens
 
 
+SLIPS = (
+    '{"city": "Os\nlo"}',
+    '{"city": NaN}',
+    "{'city': 'Oslo'}",
+    '{"city": "\\ud83d"}',
+    '{"city": "Oslo",}',
+)
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_streamed_call_that_is_no_json_raises_nowhere_and_goes_back(stand: AgentsStand, slip: str) -> None:
+    stand.say(f'<tool_call>\n{{"name": "weather", "arguments": {slip}}}\n</tool_call>{OTHER}')
+    whole = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
+    with stand.anthropic.messages.stream(**ASK_A, tools=TOOLS_A) as stream:
+        deltas = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    wanted = {"city": "\ufffd"} if "ud83d" in slip else {"INVALID_JSON": slip}
+    calls = [block for block in message.content if block.type == "tool_use"]
+    assert [call.input for call in calls] == [wanted, {}] and json.loads("".join(deltas)) == wanted
+    assert [block.input for block in whole.content if block.type == "tool_use"] == [wanted, {}]
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": "wrong", "is_error": True}
+        for call in calls
+    ]
+    talk = [
+        *ASK_A["messages"],
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
+    stand.say("It rains.")
+    answer = stand.anthropic.messages.create(**{**ASK_A, "messages": talk}, tools=TOOLS_A)
+    assert answer.content[0].text == "It rains."
+
+
+def test_an_eager_tool_s_arguments_are_streamed_as_the_model_writes_them(stand: AgentsStand) -> None:
+    tools = [{**tool, "eager_input_streaming": tool["name"] == "weather"} for tool in TOOLS_A]
+    stand.say(f'<tool_call>\n{{"name": "weather", "arguments": {SLIPS[0]}}}\n</tool_call>{CALL}')
+    body = {**ASK_A, "tools": tools, "stream": True}
+    written: dict[int, list[str]] = {}
+    for line in stand.http.post("/v1/messages", json=body).text.splitlines():
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+        if event.get("type") == "content_block_delta":
+            written.setdefault(event["index"], []).append(event["delta"]["partial_json"])
+    broken, good = written.values()
+    assert "".join(broken) == SLIPS[0] and json.loads("".join(good)) == {"city": "Oslo"}
+    assert len(broken) > 1
+
+
 def test_tools_count_among_a_conversations_tokens(stand: AgentsStand) -> None:
     asked = {"model": NAME, "messages": ASK_A["messages"]}
     bare = stand.anthropic.messages.count_tokens(**asked).input_tokens

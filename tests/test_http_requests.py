@@ -74,9 +74,16 @@ def test_generation_config_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     assert found == GenerationDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05)
     assert params(completion(), repetition_penalty=1.05).repetition_penalty == 1.05
     assert params(completion(repetition_penalty=1), repetition_penalty=1.05).repetition_penalty == 1.0
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError):
-        GenerationDefaults.load(tmp_path)
+    for says, words in (
+        ("{", "JSON"),
+        ("[]", "JSON object"),
+        ('{"temperature": "0.6"}', "temperature.*a number from 0 to 100.*generation_config: openai"),
+        ('{"max_new_tokens": true}', "max_tokens.*at least 1"),
+    ):
+        (tmp_path / "generation_config.json").write_text(says)
+        with pytest.raises(CheckpointError, match=words) as refused:
+            GenerationDefaults.load(tmp_path)
+        assert refused.value.param == "generation_config"
 
 
 def test_max_completion_tokens_wins_and_is_named_when_it_is_wrong() -> None:

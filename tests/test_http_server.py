@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -246,8 +247,6 @@ def test_malformed_bodies_and_methods_are_answered_in_openais_shape(http: httpx.
         '"stop_token_ids": [2147483648]',
         '"temperature": NaN',
         '"temperature": Infinity',
-        '"cache_salt": "\\ud800"',
-        '"stop": "\\ud800"',
         '"truncate_prompt_tokens": 0',
     ],
 )
@@ -276,6 +275,27 @@ def test_extreme_values_that_are_allowed_are_served(http: httpx.Client, fields: 
     response = http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"prompt": "a\\ud83d"',
+        '"prompt": ["\\udfff", "\\ude00\\ud83d"]',
+        '"prompt": "x", "cache_salt": "\\ud800"',
+        '"prompt": "x", "stop": "\\ud800", "bad_words": ["\\udc00"]',
+        '"prompt": "x", "user": "\\ud800", "metadata": {"tenant": "\\udc00", "\\ud800": "x"}',
+    ],
+)
+def test_half_a_character_is_read_as_the_sign_for_it(http: httpx.Client, fields: str) -> None:
+    content = f'{{"max_tokens": 2, "temperature": 0, {fields}}}'
+    headers = {"content-type": "application/json"}
+    found = []
+    for written in (content, re.sub(r"\\ud[89a-f]..", r"\\ufffd", content)):
+        response = http.post("/v1/completions", content=written.encode(), headers=headers)
+        assert response.status_code == 200, response.text
+        found.append([choice["text"] for choice in response.json()["choices"]])
+    assert found[0] == found[1]
 
 
 def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:

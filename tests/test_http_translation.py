@@ -305,9 +305,21 @@ def test_a_refusal_calls_a_field_by_one_name_throughout() -> None:
 
 
 USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_1"}, {"id": "fc_1"}])
+def test_references_to_items_are_skipped_and_named(reference: dict[str, str]) -> None:
+    output = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+    given = [USER, reference, output, reference]
+    request = ResponsesRequest.model_validate({"input": given})
+    assert request.conversation().skipped == ["input.item_reference"]
+    assert said(responses(input=given)) == said(responses(input=[USER, output]))
+
+
 NAMESPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (responses, {"input": [USER, {"type": "item_reference", "id": "x"}]}, "input.1.type"),
+    (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    (responses, {"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input"),
     (responses, {"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
     (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     (responses, {"input": [{"type": "function_call_output", "call_id": 1}]}, "input.0.call_id"),

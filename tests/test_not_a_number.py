@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from manta import LLM, SamplingParams
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
 from manta.drafter.step import choice
 from safetensors.torch import load_file, save_file
 from test_device_runner import PLACE
+from text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
 from tiny import make_tiny_drafter, make_tiny_target
 
 BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
@@ -114,3 +122,65 @@ def test_loops_know_numbers_as_their_definition_does(dtype: torch.dtype) -> None
     z[7] = -math.inf
     assert loops.are_numbers(z).tolist() == choice.are_numbers(z).tolist()
     assert choice.are_numbers(z).tolist() == [False] * 3 + [True] * 6
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": CHAT,
+}
+TEXTS: dict[str, tuple[str | int, ...]] = {  # where they stand in an answer
+    "/v1/completions": ("choices", 0, "text"),
+    "/v1/chat/completions": ("choices", 0, "message", "content"),
+    "/v1/responses": ("output", 0, "content", 0, "text"),
+    "/v1/messages": ("content", 0, "text"),
+}
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    target, drafter = make_pair_with_nan(tmp_path_factory.mktemp("pair"))
+    settings = {"model": str(target), "speculative_config": {"model": str(drafter)}, "dtype": "float32"}
+    config = EngineConfig.from_dict({**settings, "num_pages": 64, "num_threads": 1})
+    with (
+        LiveServer(config, ServerSettings()) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        yield http
+
+
+def body(path: str, content: str = "x", **fields: object) -> dict[str, Any]:
+    """A request that is answered, but for what its content or a field does."""
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    found = {**json.loads(json.dumps(BODIES[path]).replace('"x"', json.dumps(content)))}
+    return {**found, limit: 6, "temperature": 0, "ignore_eos": True, **fields}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_http_request_with_nan_is_answered_with_an_error_and_others_go_on(
+    http: httpx.Client, path: str
+) -> None:
+    """In its prompt it is a status; behind a first token, which is forced, an event of the API's own kind."""
+    good = http.post(path, json=body(path))
+    assert good.status_code == 200
+    forced = {"allowed_token_ids": http.post("/tokenize", json={"prompt": NOT_A_NUMBER}).json()["tokens"]}
+    for fields in ({"content": NOT_A_NUMBER}, forced):
+        whole = http.post(path, json=body(path, **fields))
+        assert whole.status_code == 500 and "not numbers" in whole.json()["error"]["message"]
+        assert "--dtype" in whole.text and '"x"' not in whole.text
+        stream = http.post(path, json=body(path, stream=True, **fields))
+        assert "not numbers" in stream.text
+        if fields is not forced:
+            assert stream.status_code == 500
+            continue
+        assert stream.status_code == 200
+        events = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
+        last = json.loads(events[-1])
+        assert len(events) > 1 and (last.get("error") or last["response"]["error"])["message"]
+    again = http.post(path, json=body(path))
+    assert again.status_code == 200
+    texts = [functools.reduce(lambda found, key: found[key], TEXTS[path], a.json()) for a in (good, again)]
+    assert texts[0] and texts[0] == texts[1]
+    assert http.get("/health").status_code == 200

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.outputs import OutputProcessor
-from manta.actors.prompts import Chat, EncodedPrompt, SeedSource, encode_prompt
+from manta.actors.prompts import Chat, EncodedPrompt, SeedSource, encode_bad_words, encode_prompt
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.engine import SequenceUpdate
 from manta.cluster.errors import CheckpointError, RequestError
@@ -192,6 +192,14 @@ def test_a_prompt_comes_as_text_ids_or_a_conversation(tokenizer: Tokenizer) -> N
     assert said.text == tokenizer.apply_chat_template(messages)
     assert list(said.token_ids) == tokenizer.encode(said.text, add_special_tokens=False)
     assert encode_prompt(said, None) is said
+
+
+def test_half_a_character_is_read_as_the_sign_for_it(tokenizer: Tokenizer) -> None:
+    for half, whole in (("a\ud83d", "a\ufffd"), ("\ude00\ud83d", "\ufffd\ufffd")):
+        assert tokenizer.encode(half) == tokenizer.encode(whole) == tokenizer.encode_unlocked(half).ids
+        assert encode_prompt(half, tokenizer).token_ids == encode_prompt(whole, tokenizer).token_ids
+        words = SamplingParams(bad_words=(half,))
+        assert encode_bad_words(words, tokenizer).bad_words_token_ids
 
 
 @pytest.mark.parametrize("messages", [[], ["hi"], [None]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import Executor
 from manta.cluster.step_watch import StepWatch
+from safetensors.torch import load_file, save_file
 from tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 384
@@ -47,6 +49,20 @@ def make_text_pair(
     backend.save(str(target / "tokenizer.json"))
     settings = {"eos_token": "<|endoftext|>", "chat_template": template}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return target, drafter
+
+
+NOT_A_NUMBER = "\x01"  # one token, which a broken pair cannot read
+
+
+def make_pair_with_nan(folder: Path) -> tuple[Path, Path]:
+    """A pair whose target computes NaN behind NOT_A_NUMBER, and never says it by itself."""
+    target, drafter = make_text_pair(folder, family="llama")  # whose head is a matrix of its own
+    (token_id,) = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json")).encode(NOT_A_NUMBER).ids
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][token_id] = math.nan
+    weights["lm_head.weight"][token_id] = 0.0
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
     return target, drafter
 
 

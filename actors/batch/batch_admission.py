@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ...cluster.caller import SERVER
 from ...cluster.errors import DatasetError, NotFoundError, shown, without_values
+from ..surrogates import loads
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject, StoredFile
 from .job_spec import JobSpec
@@ -219,7 +220,7 @@ def _line_error(
 ) -> tuple[str, str, str | None]:
     """Return code, message and param of a line's error; an empty code if there is none."""
     try:
-        record = orjson.loads(line)
+        record = loads(line)
     except orjson.JSONDecodeError as error:
         return "invalid_json_line", f"This line is not valid JSON: {error}.", None
     if not isinstance(record, Mapping):

@@ -30,6 +30,7 @@ from ..http.completion_request import CompletionRequest
 from ..http.completions import OPENAI_MAX_TOKENS
 from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ..http.fields import check_extra_fields
+from ..surrogates import loads, replace_escapes
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -125,13 +126,11 @@ def parse_line(line: str | bytes) -> Record:
 
 
 def _parse_python(line: str | bytes, error: ValueError) -> Any:
-    """Parse NaN and Infinity, which Python writes though they are not JSON."""
+    """Parse what orjson refuses: NaN, Infinity, and lone surrogates, which become U+FFFD."""
     try:
-        record = json.loads(line)
-        json.dumps(record, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        return json.loads(replace_escapes(line.encode() if isinstance(line, str) else line))
     except (ValueError, RecursionError):
         raise RequestError(f"The line is not valid JSON: {error}.") from None
-    return record
 
 
 def read_record(raw: Record, layout: Layout) -> Record:
@@ -286,7 +285,7 @@ def _meant(name: str, value: Any) -> Any:
         return _json(name, value)
     if isinstance(value, str) and name == "stop" and value.startswith("["):
         try:
-            several = orjson.loads(value)
+            several = loads(value)
         except ValueError:
             return value
         return several if several and all(isinstance(each, str) for each in several) else value
@@ -295,7 +294,7 @@ def _meant(name: str, value: Any) -> Any:
 
 def _json(name: str, text: str) -> Any:
     try:
-        return orjson.loads(text)
+        return loads(text)
     except ValueError as error:
         raise RequestError(f"{name}: the text is not valid JSON: {error}.", param=name) from None
 

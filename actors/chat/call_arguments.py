@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import orjson
-
 from ...cluster.errors import RequestError
+from ..surrogates import loads
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # Any: a message's content is a string or a list of parts
 # The key of an object that holds text in place of arguments; Anthropic's documentation recommends it.
@@ -33,7 +32,7 @@ def parse_arguments(messages: Messages) -> list[Mapping[str, Any]]:
 def read_object(arguments: str) -> dict[str, Any] | None:
     """Return the JSON object that a call's arguments are, or None; no arguments are an empty object."""
     try:
-        found = orjson.loads(arguments or "{}")
+        found = loads(arguments or "{}")
     except ValueError:
         return None
     return found if isinstance(found, dict) and _depth_fits(found, MAX_DEPTH) else None

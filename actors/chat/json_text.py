@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
+from ..surrogates import loads
 from .source import NotACallError, Sink, Source, Waiting
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # no JSON has "<" outside of a string: there a mark begins
@@ -27,7 +27,7 @@ def json_string(source: Source) -> Waiting[str]:
     if not (yield from _string(source, take)):
         raise NotACallError
     try:
-        return json.loads("".join(parts))
+        return loads("".join(parts))
     except ValueError:
         raise NotACallError from None
 

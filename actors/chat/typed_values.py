@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..surrogates import without_surrogates
+
 _MOST_REFERENCES = 8  # behind each other
 _MOST_PARTS = 1000  # of a property: branches that refer to branches multiply
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
@@ -36,7 +38,7 @@ def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
             pass
         else:
             if _type_of(value) in types or ("integer" in types and _is_whole(value)):
-                return json.dumps(value, ensure_ascii=False)
+                return without_surrogates(json.dumps(value, ensure_ascii=False))
     return json.dumps(raw, ensure_ascii=False)
 
 

@@ -11,6 +11,8 @@ from ...cluster.errors import RequestError, shown
 from ...cluster.request import MAX_LOGPROBS
 from ..chat.template import Message
 from ..prompts import Chat, needed
+from ..special_tokens import map_texts
+from ..surrogates import without_surrogates
 from ..tokenizer import Tokenizer
 from .numbers import Integer
 from .protocol import GenerationRequest
@@ -124,7 +126,7 @@ class ChatPrompt(ChatTemplateOptions):
     def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
         """Return it for the engine's door, read as a body is read. Raises RequestError."""
         try:
-            given = cls.model_validate({"messages": [dict(each) for each in messages], **options})
+            given = cls.model_validate({"messages": _as_dicts(messages), **options})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -204,6 +206,13 @@ def conversation(
         documents=options.documents,
         template=options.chat_template,
     )
+
+
+def _as_dicts(messages: object) -> object:
+    """Return messages as JSON brings them; what is no list of mappings as it is, for the model to refuse."""
+    if not isinstance(messages, Sequence):
+        return messages
+    return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]
 
 
 def _text(part: Mapping[str, Any], at: str) -> str:

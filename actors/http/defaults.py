@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ...cluster.errors import CheckpointError, ConfigError, RequestError, did_you_mean, shown
 from ...cluster.request import SamplingParams
+from ...drafter.compute.config_json import read_json
 
 DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
 # Keys of generation_config.json -> field of GenerationDefaults.
@@ -32,18 +32,19 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
-        path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
+        """Read them. Raises CheckpointError for a file that is no JSON object or has a wrong value."""
+        param = "generation_config"
+        found = read_json(folder, "generation_config.json", param=param, required=False)
+        fields = {field: found.get(key) for key, field in KEYS.items()}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            SamplingParams(**{field: value for field, value in fields.items() if value is not None})
+        except RequestError as error:
             raise CheckpointError(
-                f"generation_config: {path} is not valid JSON ({error}). Mend it, or set "
-                "generation_config: openai to do without it.",
-                param="generation_config",
+                f"{param}: {folder / 'generation_config.json'}: {error} Mend it, or set generation_config: "
+                "openai to do without it.",
+                param=param,
             ) from error
-        return cls(**{field: found.get(key) for key, field in KEYS.items()})
+        return cls(**fields)
 
     def overridden(self, values: Mapping[str, Any]) -> GenerationDefaults:  # Any: JSON
         """Return the defaults with other values for some keys of that file.
@@ -64,6 +65,6 @@ class GenerationDefaults:
         fields = {KEYS[key]: value for key, value in values.items()}
         try:
             SamplingParams(**fields)
-        except (RequestError, TypeError) as error:
+        except RequestError as error:
             raise ConfigError(f"{param}={shown(dict(values))}: {error}", param=param) from None
         return replace(self, **fields)

@@ -21,6 +21,7 @@ from ...cluster.errors import (
     EngineGoneError,
     EngineStalledError,
     MantaError,
+    NotANumberError,
     OutputProcessingError,
     RequestError,
     StorageError,
@@ -72,7 +73,7 @@ def public_error(error: BaseException) -> MantaError:
         return EngineGoneError(ENGINE_GONE)
     if isinstance(error, EngineDeadError) and not isinstance(error, EngineStalledError):
         return EngineDeadError(ENGINE_DEAD)
-    if isinstance(error, MantaError) and error.status != 500:
+    if isinstance(error, NotANumberError) or (isinstance(error, MantaError) and error.status != 500):
         return error
     return MantaError(INTERNAL)
 

@@ -1,7 +1,7 @@
 """JSON as it comes and goes.
 
-Bodies are parsed by orjson, which refuses what Python's parser lets through: NaN, infinities, and strings
-with half a character (a lone surrogate), which no tokenizer takes.
+Bodies are parsed by orjson, which refuses what Python's parser lets through: NaN and infinities. Half a
+character (a lone surrogate), which no tokenizer takes, becomes U+FFFD (`actors/surrogates.py`).
 
 Parsing holds Python's lock, so every stream waits for it: about 2 ms per MB of text, but 25 ms per million
 numbers and far more per million strings or objects, which then are checked one by one. Long bodies are
@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..surrogates import loads
 from .gate import take_request_id
 from .json_slices import Bytes, end_of_string, loads_in_slices
 
@@ -94,9 +95,9 @@ def _validated(model: type[BaseModel], found: Any) -> Any:
 async def parsed(body: Bytes) -> Any:  # Any: JSON.
     """A body of JSON; a long one is parsed beside the event loop. Raises what orjson raises, and 413."""
     if len(body) <= SHORT_BODY_BYTES:
-        return orjson.loads(body)
+        return loads(body)
     await asyncio.to_thread(check_pieces, body)
-    return await asyncio.to_thread(loads_in_slices, body)
+    return await asyncio.to_thread(loads, body, loads_in_slices)
 
 
 def check_pieces(body: Bytes) -> None:

@@ -78,9 +78,10 @@ class Tool(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    eager_input_streaming: bool | None = None
 
     def for_chat(self) -> JsonObject:
-        function = self.model_dump(exclude_none=True)
+        function = self.model_dump(exclude_none=True, exclude={"eager_input_streaming"})
         function["parameters"] = function.pop("input_schema")
         return {"type": "function", "function": function}
 
@@ -150,6 +151,11 @@ class CountRequest(BaseModel):
         known = {name: value for name, value in extra.items() if name not in NEVER and name not in SILENT}
         with said_of({**NAMES, **conversation.names, **self._tool_names()}):
             return chat_request({**known, **self._fields(conversation, heeds)})
+
+    @property
+    def eager_tools(self) -> frozenset[str]:
+        """Names of the tools whose arguments are to be streamed unchecked."""
+        return frozenset(tool.name for tool in self.tools or () if tool.eager_input_streaming)
 
     def _tool_names(self) -> dict[str, str]:
         """Chat's paths into a tool, of which this body's are flat."""

@@ -37,7 +37,7 @@ def message_routes(frontend: Frontend) -> APIRouter:
                 ends_with_context=True,
             )
             run = Run(frontend, work)
-            writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics)
+            writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
             return await answer(run, reading, writer, http)
 
     @router.post(f"{ROUTES}/count_tokens")

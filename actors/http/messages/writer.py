@@ -5,13 +5,19 @@ message_start, ping
     content_block_delta (thinking_delta and, last, signature_delta; text_delta; input_json_delta)
   content_block_stop
 message_delta, message_stop
+
+The arguments of a call go out at its end as one delta, which is always a JSON object: Anthropic's SDKs parse
+deltas as they come, and raise for what is no JSON. Those of tools with `eager_input_streaming` go out as the
+model writes them.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import orjson
 
 from ....cluster.request import FinishReason
 from ...chat.call_arguments import invalid_json, read_object
@@ -30,13 +36,20 @@ class MessageWriter(SectionWriter):
         id, model: of the message.
         max_tokens: that the request allows; an answer that was cut off earlier has filled the context.
         metrics: called at the end, for what stands beside `usage`.
+        eager_tools: names of tools whose arguments are streamed unchecked.
     """
 
     def __init__(
-        self, id: str, model: str, max_tokens: int, metrics: Callable[[], JsonObject | None] = lambda: None
+        self,
+        id: str,
+        model: str,
+        max_tokens: int,
+        metrics: Callable[[], JsonObject | None] = lambda: None,
+        eager_tools: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._max_tokens = max_tokens
+        self._eager_tools = eager_tools
         self._metrics = metrics
         self._message: JsonObject = {
             "id": id,
@@ -58,6 +71,8 @@ class MessageWriter(SectionWriter):
         return [{"type": "content_block_start", "index": section.at, "content_block": block}]
 
     def grown(self, section: Section, text: str) -> Events:
+        if section.kind == "call" and section.name not in self._eager_tools:
+            return []
         kind, name = {
             "reasoning": ("thinking_delta", "thinking"),
             "content": ("text_delta", "text"),
@@ -69,10 +84,13 @@ class MessageWriter(SectionWriter):
         text = _object(section.text) if section.kind == "call" else section.text
         signature = _signature(section.text)
         self._message["content"].append(_block(section, text, signature=signature))
-        stop: JsonObject = {"type": "content_block_stop", "index": section.at}
-        if section.kind != "reasoning":
-            return [stop]
-        return [_delta(section, {"type": "signature_delta", "signature": signature}), stop]
+        events: Events = [{"type": "content_block_stop", "index": section.at}]
+        if section.kind == "reasoning":
+            events.insert(0, _delta(section, {"type": "signature_delta", "signature": signature}))
+        elif text and section.kind == "call" and section.name not in self._eager_tools:
+            json = orjson.dumps(text).decode()
+            events.insert(0, _delta(section, {"type": "input_json_delta", "partial_json": json}))
+        return events
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
         whole = reason != "length"

@@ -3,7 +3,8 @@
 An answer comes as several items (its reasoning, its text, each of its calls), and clients send them back like
 that; a chat has one message for all. Calls of all tools that a client runs are read, with what the tools
 returned. Items that say nothing here (calls that OpenAI's servers answered, what another server has
-encrypted, unknown types) are skipped, and named to the client: a session goes on with them in it.
+encrypted, references to items that it keeps, unknown types) are skipped, and named to the client: a session
+goes on with them in it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Reader:
         self.conversation = Conversation()
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
-        kind = _string(item, "type", at) if item.get("type") is not None else "message"
+        kind = _string(item, "type", at) if item.get("type") is not None else _kind_without_type(item)
         if kind == "message":
             self._read_message(item, at)
         elif kind == "reasoning":
@@ -68,11 +69,6 @@ class _Reader:
         elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
             id = _call_id(item) or _string(item, "call_id", at)
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
-        elif kind == "item_reference":
-            raise RequestError(
-                f"{at}: this server keeps no items that could be referred to. Send the item itself.",
-                param=f"{at}.type",
-            )
         elif f"input.{kind}" not in self.conversation.skipped:
             self.conversation.skipped.append(f"input.{kind}")
 
@@ -109,6 +105,10 @@ class _Reader:
         if last["role"] != "assistant" or any(last.get(name) for name in without):
             self.conversation.add({"role": "assistant", "content": ""}, at)
         return messages[-1]
+
+
+def _kind_without_type(item: Mapping[str, Any]) -> str:
+    return "item_reference" if item.keys() == {"id"} else "message"
 
 
 def text_of(content: Any, at: str) -> str:  # Any: JSON.

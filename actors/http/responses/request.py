@@ -143,6 +143,12 @@ class ResponsesRequest(BaseModel):
         for name, (nothing, remedy) in NEVER.items():
             if extra.get(name) is not None and extra[name] not in nothing:
                 raise RequestError(f"{name} is not supported. {remedy}", param=name)
+        if not conversation.messages:
+            raise RequestError(
+                f"input: nothing of it is read here ({', '.join(conversation.skipped)}). This server keeps "
+                "no items: send the messages, calls and outputs themselves.",
+                param="input",
+            )
         if self.truncation == "auto":
             raise RequestError(
                 "truncation: this server drops no items of a conversation that is too long. Shorten `input`, "

@@ -24,7 +24,9 @@ def profile(kind: str) -> None:
     assert figures["request_count"]["avg"] == COUNT and not figures["error_summary"], figures["error_summary"]
     assert figures["output_sequence_length"]["avg"] == TOKENS
     assert 1 <= figures["spec_decode_acceptance_length"]["avg"] <= TOKENS
-    metrics = json.loads((folder / "server_metrics_export.json").read_text())
+    export = folder / "server_metrics_export.json"
+    assert export.is_file(), f"answers were read, but aiperf wrote no {export.name}"
+    metrics = json.loads(export.read_text())
     assert "vllm:spec_decode_num_accepted_tokens" in json.dumps(metrics)
 
 
