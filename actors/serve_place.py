@@ -30,8 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .haproxy.front import RETRY_HEADER
 from .http.errors import json_error
-from .http.gate import ID_HEADER, acceptable_id, new_id
-from .http.keys import OPEN_PATHS
+from .http.request_ids import ID_HEADER, acceptable_id, new_id
+from .http.settings import OPEN_PATHS
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"

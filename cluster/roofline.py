@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from .acceptance import expected_acceptance_length
 from .errors import ConfigError
@@ -131,39 +130,3 @@ class Roofline:
         """Return the rows per request with the most tokens per second."""
         most = len(survival) + 1
         return max(range(1, most + 1), key=lambda rows: self.speedup(batch, rows, context, survival))
-
-
-def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:
-    """Return the survival curve if each draft is accepted with the same probability after those before it."""
-    return tuple(acceptance**j for j in range(1, num_drafts + 1))
-
-
-def survival_of_length(length: float, num_drafts: int) -> tuple[float, ...]:
-    """Return the geometric survival curve with mean acceptance length `length`.
-
-    Raises:
-        ConfigError: blocks of `num_drafts` drafts cannot have that length.
-    """
-    if not 1.0 <= length <= num_drafts + 1:
-        raise ConfigError(
-            f"acceptance={length:g} must be a mean acceptance length from 1 to {num_drafts + 1}: the bonus "
-            f"token, and at most {num_drafts} drafts.",
-            param="acceptance",
-        )
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        survival = geometric_survival(middle, num_drafts)
-        low, high = (middle, high) if 1.0 + sum(survival) < length else (low, middle)
-    return geometric_survival(high, num_drafts)
-
-
-def check_survival(survival: Sequence[float], num_drafts: int, *, param: str) -> None:
-    """Raise ConfigError unless there is one probability per draft, and they never increase."""
-    falls = all(after <= before for before, after in pairwise(survival))
-    if len(survival) != num_drafts or not falls or not all(0.0 <= p <= 1.0 for p in survival):
-        raise ConfigError(
-            f"{param}={list(survival)} must be {num_drafts} probabilities, one per draft, that never rise: "
-            "how likely each draft and all before it are accepted (vLLM's meaning).",
-            param=param,
-        )

@@ -14,6 +14,7 @@ from benchmarks.simulate.fleet import OurPolicy, percentiles, run_fleet
 from benchmarks.simulate.replica import ReplicaModel
 from benchmarks.simulate.replicas import Arrivals, Fleet, FleetReport
 from benchmarks.simulate.traffic import Day, make_day, read_arrivals
+from manta.cluster.acceptance import geometric_survival
 from manta.cluster.autoscaling import FleetLoad, ScalingRules
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
@@ -21,7 +22,6 @@ from manta.cluster.errors import DatasetError
 from manta.cluster.executor import ExecutorInfo
 from manta.cluster.replica_figures import ReplicaFigures
 from manta.cluster.request import Request, SamplingParams
-from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 
 COST = LinearCost(0.02, 0.0001, 0.002)

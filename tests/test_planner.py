@@ -15,6 +15,7 @@ from manta.actors.targets.loading.memory import page_bytes as engine_page_bytes
 from manta.actors.targets.loading.plan import plan_models
 from manta.actors.targets.model.parallel import Sharding
 from manta.actors.targets.model.spec import Axis, ModelSpec
+from manta.cluster.acceptance import survival_of_length
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.planner.choice import check_fitting, choose
@@ -25,7 +26,7 @@ from manta.cluster.planner.pair import Demand
 from manta.cluster.planner.playing import Arrival, Played, Slo, play
 from manta.cluster.planner.room import PAGE_SIZE, find_room, page_bytes, page_plan
 from manta.cluster.planner.step_time import StepTimes
-from manta.cluster.roofline import Roofline, survival_of_length
+from manta.cluster.roofline import Roofline
 from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.models import ReadPair, read_pair

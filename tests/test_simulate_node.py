@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manta.cluster.acceptance import survival_of_length
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import ConfigError, PlacementError
@@ -23,7 +24,7 @@ from manta.cluster.planner.pareto import frontier, throughput_at
 from manta.cluster.planner.plan_cost import PlanCost
 from manta.cluster.planner.step_time import LAUNCH_S
 from manta.cluster.planner.texts import Texts
-from manta.cluster.roofline import Device, survival_of_length
+from manta.cluster.roofline import Device
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance

@@ -29,9 +29,9 @@ from ..http.completions import CompletionShape
 from ..http.defaults import GenerationDefaults
 from ..http.errors import error_body
 from ..http.figures import usage_of
-from ..http.gate import new_id
 from ..http.generation import whole_choice
 from ..http.prompt_parts import PromptParts, without_answer
+from ..http.request_ids import new_id
 from ..http.work import operation_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..telemetry import EndedRow

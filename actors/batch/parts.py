@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ...cluster.errors import ConfigError
 from ...cluster.inner_names import inner_name
 from ...cluster.row_ranges import RowRanges, count, of_rows
-from ..http.gate import new_id
+from ..http.request_ids import new_id
 from .answering import RESULT_SCHEMA, Result, wire_schema
 from .columns import is_member
 from .row_stats import Failures, RowStats, failures_in

@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from ...cluster.caller import Caller
 from ...cluster.known_prefixes import hash_chain
-from ..http.gate import take_request_id
 from ..http.keys import caller_of
+from ..http.request_ids import take_request_id
 from ..http.wire import parsed
 
 SESSION_HEADER = "x-session-id"

@@ -6,8 +6,6 @@ Plain ASGI, so that streams pass through untouched. It knows one endpoint: the o
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -25,10 +23,10 @@ from ..haproxy.front import UNFINISHED, UNFINISHED_HEADER
 from ..process_log import about_request
 from .bodies import BUDGET_BODIES, BodyBudget, BodyLimit
 from .errors import INTERNAL, json_error
-from .keys import OPEN_PATHS, Keys
-from .protocol import REQUEST_ID
+from .keys import Keys
 from .refusals import Refusal, ignore, log_refusal, refusal_of
-from .settings import ServerSettings
+from .request_ids import ID_HEADER, acceptable_id, new_id
+from .settings import OPEN_PATHS, ServerSettings
 from .stalls import StallGuard
 from .traffic import Traffic
 
@@ -36,31 +34,8 @@ logger = logging.getLogger(__name__)
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 * 1024  # of an upload, beside its file
-ID_HEADER = "x-request-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
-_REQUEST_ID = re.compile(REQUEST_ID)
-
-
-def new_id(prefix: str = "") -> str:
-    return prefix + secrets.token_hex(16)
-
-
-def acceptable_id(asked: object) -> str | None:
-    """A client's own id for its request, if that fits a header and a log line."""
-    return asked if isinstance(asked, str) and _REQUEST_ID.fullmatch(asked) else None
-
-
-def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
-    """Log and answer a request under the id in its body, which wins over its header's.
-
-    Not where others have fixed it: a gateway, which has read the body, or Serve, which echoes the header's.
-    """
-    state = scope["state"]
-    asked = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
-    if asked is not None and state["may_rename"] and "origin" not in state:
-        state["request_id"] = asked
-        about_request(asked)
 
 
 class Observer(Protocol):

@@ -24,13 +24,13 @@ from ..outputs import CompletionOutput, RequestOutput
 from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
-from .gate import new_id
 from .keys import caller_of
 from .logprobs import token_lengths
 from .origin import Origin, told
 from .prompt_parts import PromptParts
 from .protocol import GenerationRequest
 from .refusals import logged_elsewhere, trace_headers
+from .request_ids import new_id
 from .run import Run
 from .whole import ChoicesBody
 from .wire import JsonObject

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...cluster.caller import Caller, domain_of, owner_of
 from ...cluster.errors import ConfigError
 from ...cluster.label_values import ANY
-from .settings import ServerSettings
+from .settings import OPEN_PATHS, ServerSettings
 
 if TYPE_CHECKING:  # commands that know keys run without a web server
     from starlette.types import Scope
@@ -32,10 +32,6 @@ ENVIRONMENT = {
 }
 # Asks for a key where there is one of any kind: labels name tenants and models.
 METRICS_PATH = "/metrics"
-# No request of a model: passes queues, and is neither counted nor logged. Open to all, but for the metrics.
-OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/metrics", "/version", "/", "/ui"}
-)  # the page asks for the key itself
 # What is the operators' own; all else needs a key of either kind.
 ADMIN_PATHS = frozenset({"/load"})
 # Show a key its own, and an admin key all: closed without a key wherever there is one of either kind.

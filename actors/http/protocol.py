@@ -16,10 +16,10 @@ from ...cluster.errors import RequestError
 from ...cluster.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
 from .numbers import Integer, Number, TokenIds, no_booleans, types_of
+from .request_ids import REQUEST_ID
 from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
-REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1 << 13
 

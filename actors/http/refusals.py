@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from ...cluster.errors import MantaError, printable, without_values
 from ..process_log import Event
-from .keys import OPEN_PATHS
+from .settings import OPEN_PATHS
 
 logger = logging.getLogger("manta.requests")
 

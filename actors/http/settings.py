@@ -51,6 +51,10 @@ LEAST = {
     "capture_max_bytes": 2**20,
 }
 
+# Requests to these need no key (`/metrics` needs one where any is set; the page `/ui` asks for the key
+# itself). They pass queues, and are neither counted nor logged.
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/", "/ui"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:

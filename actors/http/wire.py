@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..surrogates import loads
-from .gate import take_request_id
 from .json_slices import Bytes, end_of_string, loads_in_slices
+from .request_ids import take_request_id
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..acceptance import survival_of_length
 from ..plan import BoolArray, FloatArray, IntArray
-from ..roofline import survival_of_length
 
 Doubles = NDArray[np.float64]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from ...actors.files import write_json
 from ...actors.targets.loading.plan import LoadPlan, plan_models
-from ...cluster.acceptance import expected_acceptance_length
+from ...cluster.acceptance import check_survival, expected_acceptance_length, geometric_survival
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
-from ...cluster.roofline import Roofline, check_survival, geometric_survival
+from ...cluster.roofline import Roofline
 from ..shapes import drafter_shape, target_shape
 from ..tables import print_table
 from .device_rates import find_device

@@ -16,11 +16,11 @@ from ...actors.targets.loading.plan import find_max_model_len
 from ...actors.targets.model.parallel import Sharding
 from ...actors.targets.model.spec import ModelSpec
 from ...actors.targets.model.weights import open_checkpoint
+from ...cluster.acceptance import check_survival, survival_of_length
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.planner.layouts import TP_SIZES
 from ...cluster.planner.pair import Pair
-from ...cluster.roofline import check_survival, survival_of_length
 from ...drafter.card import least_card_length
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig

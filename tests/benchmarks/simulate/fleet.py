@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from manta.actors.files import write_json
+from manta.cluster.acceptance import geometric_survival
 from manta.cluster.autoscaling import ReplicaCount, ScalingRules
 from manta.cluster.config import from_mapping
 from manta.cluster.planner.gpus import find_gpu
-from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost
 from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.methods import Method
