@@ -60,10 +60,9 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
 
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     """A line for a shell that asks the server at `url` something."""
-    from ..actors.targets.loading.plan import plan_load
     from ..actors.tokenizer_config import read_chat_templates
 
-    folder = plan_load(config).target_folder
+    folder = target_folder(config)
     body: dict[str, object] = {
         "model": settings.model_names(config.model)[0],
         "max_tokens": 64,

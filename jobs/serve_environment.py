@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from ..actors.haproxy.connections import MOST_CONNECTIONS, PROBE_PORT, Connections
 from ..actors.haproxy.folder import HAProxyFolder
 from ..actors.haproxy.front import RETRY_ON
-from ..actors.machine import owned_cores
-from .serve_checks import free_port
+from ..actors.machine import free_port, owned_cores
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
 HAPROXY_HARD_STOP_S = 3600

@@ -6,6 +6,7 @@ import typer
 
 from ...cluster.config import EngineConfig
 from ..flags import Model, with_flags
+from ..progress import counting, say
 from .options import AuditOptions
 
 
@@ -16,7 +17,8 @@ def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> 
     Both in one engine, in other company: what runs beside an answer must not matter either. Exit code 1 if
     any token differs.
     """
-    from .run import print_certificate, run_audit
+    with counting("loading PyTorch", say, begin=False):
+        from .run import print_certificate, run_audit
 
     certificate = run_audit(config, options)
     print_certificate(certificate)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..progress import counting, say
+
 
 def doctor(
     model: Annotated[str, typer.Option("--model", "-m", help="Target checkpoint.")] = "models/target",
@@ -25,7 +27,8 @@ def doctor(
     Kernels against fp64, speculation on against off token by token, bandwidth. Needs neither Ray nor HTTP.
     Exit code 1 if anything failed; the table says what to do.
     """
-    from .run import DoctorOptions, print_report, run_doctor
+    with counting("loading PyTorch and the compiled loops", say):
+        from .run import DoctorOptions, print_report, run_doctor
 
     report = run_doctor(DoctorOptions(model=model, spec_model=spec_model, quick=quick, output=output))
     if as_json:

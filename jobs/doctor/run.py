@@ -17,7 +17,6 @@ In this process, without Ray or HTTP. Called by `cli.py`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
 from ..bench.provenance import provenance
+from ..progress import Wait, counting, say
 from ..tables import print_table
 from .cases.operators import operator_checks
 from .cases.subject import Place
@@ -66,7 +66,8 @@ class DoctorOptions:
 def run_doctor(options: DoctorOptions) -> Report:
     """Look, telling on standard error what is being looked at, and write what the options ask for."""
     torch.set_num_threads(owned_cores())
-    findings = [_examine(check) for check in _checks(options)]
+    with counting("looking at the machine", say) as wait:
+        findings = [_examine(check, wait) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
@@ -99,8 +100,8 @@ def print_report(report: Report) -> None:
     print(f"{report['failed'] or 'Nothing'} failed of {len(findings)} lines, in {seconds:.0f} s.")
 
 
-def _examine(check: Check) -> Finding:
-    print(f"{check.group}: {check.name}", file=sys.stderr, flush=True)
+def _examine(check: Check, wait: Wait) -> Finding:
+    wait.turn_to(f"{check.group}: {check.name}")
     return examine(check)
 
 
