@@ -15,7 +15,7 @@ from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 
 # Rough, and called so: processes, imports and warm-up; then bytes at the rate of a common disk.
-START_S = {"cpu": 15.0, "cuda": 60.0}
+START_S = {"cpu": 8.0, "cuda": 60.0}
 BYTES_PER_S = 1e9
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 

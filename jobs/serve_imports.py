@@ -27,7 +27,7 @@ Models = Sequence[tuple[EngineConfig, ServerSettings]]
 LIBRARIES = (
     *("numpy", "grpc", "google.protobuf.any_pb2", "jsonschema", "requests", "psutil", "aiohttp", "uvicorn"),
     *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
-    *("opentelemetry.trace", "filelock", "yaml", "cloudpickle"),
+    *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
 )
 HTTP = ("actors.http.app", "actors.http.first_request", "actors.engine", "actors.drafter_trial")
 TARGET = ("actors.torch_threads", "actors.targets.loading.rank", "actors.targets.loading.swap")

@@ -112,6 +112,7 @@ def _serve_first(stages: Stages, listener: socket.socket, where: Path, owner: in
         _in_child(lambda: _serve_second(stages, where, owner, answer))
     os.close(answer)
     _fork_workers(listener, owner)
+    shutil.rmtree(where.parent, ignore_errors=True)  # of an owner that was killed
 
 
 def _serve_second(stages: Stages, where: Path, owner: int, answer: int) -> None:
