@@ -1,7 +1,7 @@
 """What the processes of `manta serve` import, for the fork servers from which they start, and its checks.
 
-Serve's processes come first: controller and proxies need no more than Ray Serve. Then replicas and workers:
-HTTP, the engine and, where there is no GPU, PyTorch.
+Serve's processes come first: controller and proxies need no more than Ray Serve's libraries. Then replicas and
+workers: HTTP, the engine and, where there is no GPU, PyTorch and Numba.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LIBRARIES = (
 )
 HTTP = ("actors.http.app", "actors.http.first_request", "actors.engine", "actors.drafter_trial")
 TARGET = ("actors.torch_threads", "actors.targets.loading.rank", "actors.targets.loading.swap")
+LOOPS = ("numba", "numba.typed")  # what compiled loops are loaded with, on a CPU
 SERVE_UTILS = "ray.serve._private.utils"
 
 
@@ -41,8 +42,9 @@ def fork_server(models: Models) -> ForkServer | None:
     gpu = any(Path("/dev").glob("nvidia[0-9]*")) and any(config.device != "cpu" for config, _ in models)
     return ForkServer(
         Stages(
-            first=_import_libraries,
+            first=_import_first,
             second=lambda: _import(HTTP if gpu else (*HTTP, *TARGET)),
+            third=None if gpu else lambda: _import_libraries(LOOPS),
             errand=lambda: b"" if gpu else _checked(models),
         )
     )
@@ -65,9 +67,13 @@ class ServeWithoutPandas(MetaPathFinder):
             raise ImportError("Ray Serve works without pandas", name=name)
 
 
-def _import_libraries() -> None:
+def _import_first() -> None:
     ServeWithoutPandas.install()
-    for name in LIBRARIES:
+    _import_libraries(LIBRARIES)
+
+
+def _import_libraries(names: Sequence[str]) -> None:
+    for name in names:
         with contextlib.suppress(ImportError):  # of another version of Ray
             importlib.import_module(name)
 

@@ -24,7 +24,10 @@ def first():
 def second():
     import wave
 
-servers = ForkServer(Stages(first=first, second=second, errand=lambda: b"checked"))
+def third():
+    import sched
+
+servers = ForkServer(Stages(first=first, second=second, third=third, errand=lambda: b"checked"))
 print(json.dumps([servers.worker_command(), servers.answer().decode()]), flush=True)
 sys.stdin.read()
 servers.close()

@@ -37,7 +37,7 @@ def test_checkpoints_are_found_without_pytorch_and_ray() -> None:
 def test_fork_servers_import_all_but_ray() -> None:
     modules = modules_after(
         "from manta.jobs import serve_imports as imports\n"
-        "imports._import_libraries()\n"
+        "imports._import_first()\n"
         "imports._import((*imports.HTTP, *imports.TARGET))"
     )
     assert "torch" in modules and "manta.actors.http.app" in modules

@@ -1,14 +1,15 @@
 """A process with its imports done that becomes Ray's workers by forking, so that each import is paid once.
 
-    manta serve ── fork ──▶ first server (Ray Serve's libraries) ── fork ──▶ second server (HTTP, PyTorch)
-                                 │ fork                                         │ fork
-    raylet ── fork_client ──▶ worker                                         worker
+    manta serve ── fork ──▶ first server ── fork ──▶ second server ── fork ──▶ third server
+                            Serve's libraries        HTTP, PyTorch             Numba
+                                 │ fork                   │ fork                    │ fork
+    raylet ── fork_client ──▶ worker                   worker                    worker
 
 Serve's controller, proxies and replicas and the engine's workers are Python processes, each of which imports
 for one to two seconds. A server listens on a Unix socket that its owner alone may reach. The client
-(`fork_client.py`), which Ray starts in place of a worker, passes on what the worker is to be given. The
-second server takes the place of the first on the socket when it has imported more. Both end when the process
-that started them ends or calls `close`.
+(`fork_client.py`), which Ray starts in place of a worker, passes on what the worker is to be given. A server
+that has imported more takes the place of the one before it on the socket. All end when the process that
+started them ends or calls `close`.
 
 Ray itself is imported by each worker: it reads its worker's environment when it is imported, and its random
 numbers, of which it makes ids, would be the same in all forks. Linux only. CUDA must not be initialized
@@ -50,17 +51,18 @@ class Stages:
     """What servers import: all but Ray.
 
     Attributes:
-        first, second: of either server.
+        first, second, third: of each server; None: there is no third one.
         errand: run in a fork of the second server; `answer` reads what it returns.
     """
 
     first: Imports
     second: Imports
+    third: Imports | None
     errand: Callable[[], bytes]
 
 
 class ForkServer:
-    """The two servers of this process."""
+    """The servers of this process."""
 
     def __init__(self, stages: Stages) -> None:
         assert self.is_possible()
@@ -120,10 +122,27 @@ def _serve_second(stages: Stages, where: Path, owner: int, answer: int) -> None:
     if os.fork() == 0:
         _in_child(lambda: _run_errand(stages, answer))
     os.close(answer)
-    beside = where.with_name(f"{os.getpid()}")
-    listener = _listen(beside)
-    beside.replace(where)
+    listener = _take_place(where)
+    if (third := stages.third) is not None and os.fork() == 0:
+        listener.close()
+        _in_child(lambda: _serve_third(third, where, owner))
     _fork_workers(listener, owner)
+
+
+def _serve_third(imports: Imports, where: Path, owner: int) -> None:
+    imports()
+    _fork_workers(_take_place(where), owner)
+
+
+def _take_place(where: Path) -> socket.socket:
+    """Listen in place of the server before this one."""
+    beside = where.with_name(f"{os.getpid()}")
+    try:
+        listener = _listen(beside)
+        beside.replace(where)
+    except FileNotFoundError:  # the owner has ended meanwhile
+        raise SystemExit(0) from None
+    return listener
 
 
 def _run_errand(stages: Stages, answer: int) -> None:
