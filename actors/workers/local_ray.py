@@ -107,8 +107,8 @@ def _lean(flag: str, worker_command: Sequence[str]) -> str:
     """Return a flag of the raylet, changed where it is the command of an agent or of workers."""
     name, _, value = flag.partition("=")
     if name == "--dashboard_agent_command":
-        shell = subprocess.list2cmdline(["/bin/sh", "-c", f'sleep {AGENT_DELAY_S}; exec "$@"', "agent"])
-        return f"{name}={shell} {value}"
+        late = f"import os, sys, time; time.sleep({AGENT_DELAY_S}); os.execv(sys.argv[1], sys.argv[1:])"
+        return f"{name}={subprocess.list2cmdline([sys.executable, '-IS', '-c', late])} {value}"
     python = subprocess.list2cmdline([sys.executable]) + " "
     if name == "--python_worker_command" and worker_command:
         assert value.startswith(python), "Ray is another version than this was made for"
