@@ -29,9 +29,9 @@ from ..machine import free_port
 
 AUTH_MODE = "RAY_AUTH_MODE"
 OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # that Ray takes before its file
-# Ray's dashboard agent exports Ray's own metrics, which are empty in the beginning. Its 1 s of CPU time is
-# better spent on loading. Processes look for it for 30 s.
-AGENT_DELAY_S = 15
+# Of Ray's dashboard agent, whose 1 s of CPU time competes with the loading of models. It exports Ray's own
+# metrics, and counters lose what they count before it runs: so it starts at once.
+AGENT_NICENESS = 10
 _PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -78,7 +78,8 @@ def _without_head_services() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lean_raylet(worker_command: Sequence[str]) -> Iterator[None]:
-    """Have a Ray that starts meanwhile start its dashboard agent late and its workers by `worker_command`.
+    """Have a Ray that starts meanwhile start its workers by `worker_command`, and its dashboard agent
+    with less priority.
 
     The agents' ports are chosen here: a raylet that does not know them waits until its agents have started.
     """
@@ -107,8 +108,8 @@ def _lean(flag: str, worker_command: Sequence[str]) -> str:
     """Return a flag of the raylet, changed where it is the command of an agent or of workers."""
     name, _, value = flag.partition("=")
     if name == "--dashboard_agent_command":
-        late = f"import os, sys, time; time.sleep({AGENT_DELAY_S}); os.execv(sys.argv[1], sys.argv[1:])"
-        return f"{name}={subprocess.list2cmdline([sys.executable, '-IS', '-c', late])} {value}"
+        nice = f"import os, sys; os.nice({AGENT_NICENESS}); os.execv(sys.argv[1], sys.argv[1:])"
+        return f"{name}={subprocess.list2cmdline([sys.executable, '-IS', '-c', nice])} {value}"
     python = subprocess.list2cmdline([sys.executable]) + " "
     if name == "--python_worker_command" and worker_command:
         assert value.startswith(python), "Ray is another version than this was made for"
