@@ -162,9 +162,9 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
     spec = config.speculative_config
     return replace(
         config,
-        model=_absolute(config.model),
-        tokenizer=None if config.tokenizer is None else _absolute(config.tokenizer),
-        chat_template=None if config.chat_template is None else _absolute(config.chat_template),
+        model=absolute_path(config.model),
+        tokenizer=None if config.tokenizer is None else absolute_path(config.tokenizer),
+        chat_template=None if config.chat_template is None else absolute_path(config.chat_template),
         download_dir=None if config.download_dir is None else str(Path(config.download_dir).absolute()),
         speculative_config=None if spec is None else _with_absolute_model(spec),
     )
@@ -179,14 +179,15 @@ def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
             f"This engine {how}: there is no drafter to swap. Start it with speculative_config.model.",
             param="speculative_config",
         )
-    return replace(config, speculative_config=replace(spec, model=_absolute(model), revision=None))
+    return replace(config, speculative_config=replace(spec, model=absolute_path(model), revision=None))
 
 
 def _with_absolute_model(spec: SpeculativeConfig) -> SpeculativeConfig:
-    return spec if spec.model is None else replace(spec, model=_absolute(spec.model))
+    return spec if spec.model is None else replace(spec, model=absolute_path(spec.model))
 
 
-def _absolute(name: str) -> str:
+def absolute_path(name: str) -> str:
+    """Return the absolute path of a local checkpoint or file; hub ids are returned unchanged."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 

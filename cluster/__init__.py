@@ -1,1 +1,1 @@
-"""Decides: requests, pages, scheduling, metrics. Plain Python and NumPy; neither torch nor Ray."""
+"""Decisions: requests, pages, scheduling and metrics. Plain Python and NumPy, without torch and Ray."""

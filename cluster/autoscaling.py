@@ -1,16 +1,17 @@
-"""How many replicas there should be, from what the replicas say of themselves. Arithmetic and a short memory.
+"""Computes the number of replicas from the load that they report.
 
-    need(share) = slots or pages in use / share  +  seconds that backlogs take / drain_s       [replicas]
+    need(share) = slots or pages in use / share  +  seconds to drain backlogs / drain_s       [replicas]
 
-The first part follows what runs, the second what waits: a backlog is worth replicas only if the rate at which
-its replica decodes, drafts and all, does not drain it soon enough. More replicas are wanted when
-need(load_high) is above what is wanted already, fewer when need(load_low) was below it for `down_after_s`; in
-between nothing changes, so a steady load never makes the number swing. Replicas that are starting count for
-what is wanted (they are not asked for twice), not for what there is: need is what runs and waits now, and no
-replica that serves is given up while others still start. Background work asks for nothing, but keeps the last
-replica.
+The first term follows running requests, the second waiting ones: a backlog only justifies replicas if its own
+replica, at its measured decode rate with drafts, does not drain it soon enough. Replicas are added when
+need(load_high) exceeds the current target, and removed when need(load_low) was below it for `down_after_s`.
+In between the number stays, so a steady load never makes it oscillate.
 
-Not Serve's protocol (`actors/autoscaling.py`), not a simulation (`tests/benchmarks/simulate/`): both call
+Starting replicas count towards the target, so that they are not requested twice, but not towards the
+capacity: need covers what runs and waits now, and no serving replica is removed while others start.
+Background work requests no replicas, but keeps the last one.
+
+Serve's protocol is in `actors/autoscaling.py`, a simulation in `tests/benchmarks/simulate/`; both call
 `ReplicaCount`.
 """
 
@@ -24,20 +25,21 @@ from dataclasses import dataclass, fields
 from .errors import ConfigError
 from .replica_figures import ReplicaFigures
 
-_ROUNDING = 1e-9  # so that 3.0000000001 replicas are three
+_ROUNDING = 1e-9  # so that 3.0000000001 replicas count as three
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRules:
-    """How eagerly the number of replicas follows the load.
+    """Parameters of how the number of replicas follows the load.
 
     Attributes:
-        load_high: share of a replica's slots (or K/V pages) in use above which there are more replicas.
-        load_low: share that must not be exceeded after replicas have gone. The wider the band, the calmer.
-        drain_s: a backlog is to be gone after so many seconds; shorter asks for more replicas.
-        up_after_s: more replicas only if they were wanted for so long.
-        down_after_s: fewer only if fewer were enough for so long; starts anew when some have gone.
-        idle_s: without any request for so long the last replica goes too, where none is allowed.
+        load_high: share of a replica's slots (or K/V pages) in use above which replicas are added.
+        load_low: share that must not be exceeded after replicas are removed. A wider band changes less often.
+        drain_s: seconds in which a backlog should be drained; a shorter time adds more replicas.
+        up_after_s: replicas are added only after they were needed for this long.
+        down_after_s: replicas are removed only after fewer sufficed for this long; restarts after each
+            removal.
+        idle_s: the last replica is removed after this long without requests, if zero replicas are allowed.
         growth: most replicas at once, as a multiple of those that serve.
     """
 
@@ -57,7 +59,7 @@ class ScalingRules:
         if not 0.0 < self.load_low < self.load_high <= 1.0:
             raise ConfigError(
                 f"load_low={self.load_low:g} and load_high={self.load_high:g} must be shares with "
-                "0 < load_low < load_high <= 1, as 0.60 and 0.75.",
+                "0 < load_low < load_high <= 1, such as 0.60 and 0.75.",
                 param="load_low",
             )
         if self.drain_s <= 0.0:
@@ -66,18 +68,18 @@ class ScalingRules:
             if getattr(self, name) < 0.0:
                 raise ConfigError(f"{name}={getattr(self, name):g} must be 0 or more seconds.", param=name)
         if self.growth <= 1.0:
-            raise ConfigError(f"growth={self.growth:g} must be above 1, as 2 for twice.", param="growth")
+            raise ConfigError(f"growth={self.growth:g} must be above 1, such as 2 to double.", param="growth")
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """What all replicas of a deployment say together.
+    """The combined load of all replicas of a deployment.
 
     Attributes:
         there: replicas that serve.
-        heard: of them, those whose figures are known.
-        busy: replicas' worth of slots or pages in use, whichever is scarcer in each.
-        backlog_s: seconds that the replicas need for what waits in them, each for its own, summed up.
+        heard: those of them that have reported.
+        busy: slots or pages in use, whichever is scarcer on each replica, in units of replicas.
+        backlog_s: sum of the seconds that each replica needs for its own waiting requests.
         queued: requests that wait in front of the replicas.
         background: requests of background work.
     """
@@ -91,7 +93,7 @@ class FleetLoad:
 
     @classmethod
     def of(cls, replicas: Iterable[ReplicaFigures], there: int, queued: float = 0.0) -> FleetLoad:
-        """Of the figures of some replicas; those not heard of are taken to be as busy as the others."""
+        """Combine the reports of some replicas; the others are assumed to be equally busy."""
         heard, busy, backlog_s, background, slots = 0, 0.0, 0.0, 0.0, 0.0
         for replica in replicas:
             heard += 1
@@ -100,7 +102,7 @@ class FleetLoad:
             background += replica.background
             if replica.waiting and replica.waiting_tokens and replica.decode_tokens_per_s:
                 backlog_s += replica.waiting_tokens / replica.decode_tokens_per_s
-            else:  # how long they will be is not known yet: they need slots, at least
+            else:  # Their length is not known yet, so they count as slots.
                 busy += replica.waiting / replica.max_num_seqs
         if heard:
             busy = busy * max(there, heard) / heard + queued / slots
@@ -111,69 +113,69 @@ class FleetLoad:
         return self.busy == self.backlog_s == self.queued == self.background == 0.0
 
     def need(self, share: float, drain_s: float) -> int:
-        """Replicas of which each has `share` of itself in use; one at least."""
+        """Return the replicas needed if each has `share` of itself in use; at least one."""
         return max(1, math.ceil(self.busy / share + self.backlog_s / drain_s - _ROUNDING))
 
 
 class ReplicaCount:
-    """The number that is wanted of one deployment. Call it every second or oftener."""
+    """The target number of replicas of one deployment. Call it at least once per second."""
 
     def __init__(self, rules: ScalingRules) -> None:
         self._rules = rules
-        # Lowest of the last moments: the highest of the negative numbers.
-        self._more = _Highest(rules.up_after_s)
+        # The minimum over recent values, as the maximum of their negatives.
+        self._needed = _Highest(rules.up_after_s)
         self._enough = _Highest(rules.down_after_s)
         self._idle = _Highest(rules.idle_s)
 
     def wanted(self, load: FleetLoad, target: int, fewest: int, most: int, now_s: float) -> int:
-        """How many replicas there should be.
+        """Return the number of replicas that there should be.
 
         Args:
-            load: of those that serve.
-            target: that were wanted last; those that are starting are among them.
-            fewest, most: bounds of the answer.
-            now_s: on a clock that only grows.
+            load: load of the serving replicas.
+            target: the last result, which includes starting replicas.
+            fewest, most: bounds of the result.
+            now_s: monotonic time in seconds.
         """
-        free = self._within_rules(load, target, now_s)
+        free = self._unbounded(load, target, now_s)
         return min(max(free, fewest), most)
 
-    def _within_rules(self, load: FleetLoad, target: int, now_s: float) -> int:
+    def _unbounded(self, load: FleetLoad, target: int, now_s: float) -> int:
         rules = self._rules
         if load.there == 0:
-            self._idle.forget()  # loading may take longer than a replica may idle
+            self._idle.forget()  # loading a replica may take longer than it may idle
             return max(target, 1) if load.queued else target
         if load.heard == 0:
             return target
         active = self._idle(now_s, 0 if load.is_idle else 1)
-        more = self._more(now_s, -load.need(rules.load_high, rules.drain_s))
+        needed = self._needed(now_s, -load.need(rules.load_high, rules.drain_s))
         enough = self._enough(now_s, load.need(rules.load_low, rules.drain_s))
-        if more is not None and -more > target:
-            return max(target, min(-more, math.ceil(load.there * rules.growth)))
+        if needed is not None and -needed > target:
+            return max(target, min(-needed, math.ceil(load.there * rules.growth)))
         if enough is not None and enough < target:
             self._enough.forget()
-            kept = load.there if load.there < target else 0
-            return max(enough, kept, target // 2)
+            serving = load.there if load.there < target else 0
+            return max(enough, serving, target // 2)
         return 0 if active == 0 and target == 1 else target
 
 
 class _Highest:
-    """The highest of the values of the last `seconds`; None until as many have passed."""
+    """The maximum of the values of the last `seconds`; None until that much time has passed."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since_s: float | None = None
-        self._kept: deque[tuple[float, int]] = deque()  # later ones are lower
+        self._values: deque[tuple[float, int]] = deque()  # decreasing values
 
     def __call__(self, now_s: float, value: int) -> int | None:
         if self._since_s is None:
             self._since_s = now_s
-        while self._kept and self._kept[-1][1] <= value:
-            self._kept.pop()
-        self._kept.append((now_s, value))
-        while self._kept[0][0] < now_s - self._seconds:
-            self._kept.popleft()
-        return self._kept[0][1] if now_s - self._since_s >= self._seconds else None
+        while self._values and self._values[-1][1] <= value:
+            self._values.pop()
+        self._values.append((now_s, value))
+        while self._values[0][0] < now_s - self._seconds:
+            self._values.popleft()
+        return self._values[0][1] if now_s - self._since_s >= self._seconds else None
 
     def forget(self) -> None:
         self._since_s = None
-        self._kept.clear()
+        self._values.clear()

@@ -1,7 +1,8 @@
-"""The key behind a request: what it owns and may see, its tenant, and which prompts it shares a cache with.
+"""The identity behind a request: its objects, its tenant, and the prompts with which it shares a cache.
 
-Keys themselves are nowhere here: an owner is a digest of one. Made by `actors/http/keys.py` for each request,
-handed from a gateway to its replicas, and kept with what a request leaves behind (files, batches, lives).
+Keys themselves are not stored: an owner is a digest of a key. Created by `actors/http/keys.py` for each
+request, passed from a gateway to its replicas, and stored with what a request leaves behind (files, batches,
+timelines).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from .label_values import ANY, OTHER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the key of a request may do and see.
+    """Permissions and identity of a request, by its key.
 
     Attributes:
-        owner: of what the request makes (`owner_of`); None without a key.
-        sees_all: may see what others own: an admin key, or any request where no keys are configured.
-        tenant: for which all its requests count, whatever they say; None if the key has none.
-        names_tenants: its requests may count for any tenant that they name, as those of a trusted proxy.
-        domain: prompts share their beginnings with those of the same domain alone; None shares with all.
+        owner: owner of the objects that the request creates (`owner_of`); None without a key.
+        sees_all: may see objects of any owner: an admin key, or any request if no keys are configured.
+        tenant: the tenant of all its requests, whatever they name; None if the key has none.
+        names_tenants: its requests may name any tenant, as those of a trusted proxy do.
+        domain: prompts share cached prefixes only within a domain; None shares with all.
     """
 
     owner: str | None = None
@@ -31,33 +32,33 @@ class Caller:
     domain: str | None = None
 
     def may_see(self, owner: str | None) -> bool:
-        """Return whether an object of that owner exists for this caller."""
+        """Return whether an object of this owner is visible to this caller."""
         return self.sees_all or owner == self.owner
 
     def tenant_of(self, named: str | None, allowed: tuple[str, ...]) -> str | None:
         """Return the tenant that a request counts for.
 
         Args:
-            named: by the request itself.
-            allowed: names that every request may count for; ANY for all.
+            named: the tenant that the request names.
+            allowed: tenants that every request may name; ANY for all.
         """
         if self.tenant is not None or named is None:
             return self.tenant
         return named if self.names_tenants or named in allowed or ANY in allowed else OTHER
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """Return the prefix cache's salt of a request that asks for `cache_salt`.
+        """Return the prefix cache's salt of a request that sends `cache_salt`.
 
-        Both go through one hash, so that no client can choose a salt of another domain.
+        Domain and salt are hashed together, so that no client can choose a salt of another domain.
         """
         return cache_salt if self.domain is None else _digest("salt", self.domain, cache_salt or "")
 
 
-SERVER = Caller(sees_all=True)  # of the server's own work
+SERVER = Caller(sees_all=True)  # for the server's own work
 
 
 def owner_of(key: str) -> str:
-    """Return a key's digest under which what it makes is kept."""
+    """Return the digest of a key that identifies the owner of its objects."""
     return _digest("owner", key)
 
 
@@ -67,6 +68,6 @@ def domain_of(kind: str, name: str) -> str:
 
 
 def _digest(*parts: str) -> str:
-    """128 bits of parts that cannot run into one another."""
+    """Return 128 bits of the parts, with lengths so that they cannot run into each other."""
     text = b"".join(b"%d:%b" % (len(each), each) for part in parts for each in [part.encode()])
     return blake2b(text, digest_size=16, person=b"manta caller").hexdigest()

@@ -1,27 +1,28 @@
-"""Is another drafter better than the one that drafts? A trial on traffic, and when it may end.
+"""Statistical test whether a candidate drafter is better than the current one, on live traffic.
 
-Tokens do not depend on who drafts, so a trial costs nobody an answer: what is compared is how many drafts
-stand per decoding step of a request, steps that verified none among them. Each request is given one of the
-two drafters by lot; or, in the shadow, answers that have ended are decoded once more by both, and nobody
+Tokens do not depend on the drafter, so a trial changes no answer. It compares the accepted drafts per
+decoding step of a request, including steps that verified none. Each request is assigned one of the two
+drafters at random. In a shadow trial, finished answers are instead decoded again by both, and no request
 waits for that.
 
-Whoever looks at a difference as often as he likes will find one some day: so the evidence is an *e-process*,
-which may be looked at, and stopped, at any time. It is a bettor's wealth that starts at 1 and does not grow
-in the mean as long as the candidate is not better; that it ever reaches 1 / alpha has a chance of at most
-alpha (Ville 1939). The bets are those of Waudby-Smith and Ramdas, "Estimating means of bounded random
-variables by betting" (JRSS-B 86, 2024), on the lot's estimate of the difference, as in Waudby-Smith et al.,
-"Anytime-valid off-policy inference for contextual bandits" (2024). A twin bets on the candidate being worse.
-Wealths of replicas that draw lots of their own are multiplied: the product is wealth, too.
+Checking a difference repeatedly until it looks significant inflates false positives, so the evidence is an
+*e-process*, which may be checked and stopped at any time. It is a bettor's wealth that starts at 1 and does
+not grow in expectation unless the candidate is better; the probability that it ever reaches 1 / alpha is at
+most alpha (Ville 1939). The bets are those of Waudby-Smith and Ramdas, "Estimating means of bounded random
+variables by betting" (JRSS-B 86, 2024), on the importance-weighted estimate of the difference, as in
+Waudby-Smith et al., "Anytime-valid off-policy inference for contextual bandits" (2024). A second bettor bets
+that the candidate is worse. The wealths of replicas with independent assignments are multiplied; the product
+is again a wealth.
 
-    request i   lot T_i (1: candidate, with chance p)      score d_i = (y_i - m_i) / (4 s_i), within [-1, 1]
+    request i   arm T_i (1: candidate, with prob. p)       score d_i = (y_i - m_i) / (4 s_i), within [-1, 1]
     bet         x_i = d_i              if T_i              wealth x (1 + c x_i)   for "better", c in (0, 1)
                       -d_i p / (1-p)   else                wealth x (1 - c x_i)   for "worse"   (p <= 1/2)
 
-y_i are the drafts that stood per step, m_i and s_i mean and deviation of the requests before: where drafters
-are alike x_i is 0 in the mean, whatever m_i, s_i and the traffic are. A request counts in the order in
-which requests *began*: in that of their ends the quick ones, and so those with good drafts, would come first.
+y_i is the accepted drafts per step, m_i and s_i are mean and deviation over earlier requests. If the drafters
+are equal, x_i has mean 0 whatever m_i, s_i and the traffic are. Requests count in the order in which they
+*began*: in the order of their ends, quick ones with good drafts would come first.
 
-Pure: knows no clock, and nothing of engines. Used by `actors/drafter_trial.py`.
+Knows neither a clock nor engines. Used by `actors/drafter_trial.py`.
 """
 
 from __future__ import annotations
@@ -35,29 +36,32 @@ from typing import Literal, NamedTuple
 
 from .errors import ConfigError
 
-# What came of a trial. better: that would be promoted, but nobody asked for it to happen by itself.
+# Result of a trial. better: it would be promoted, but auto_promote is off.
 Verdict = Literal["promoted", "better", "rolled_back", "undecided"]
 Role = Literal["incumbent", "candidate"]
 
-_BETS = (0.05, 0.1, 0.2, 0.4, 0.8)  # of the wealth; each gets a fifth of it, for the best is not known
-_OUTLIER = 4.0  # deviations; what lies further counts as much
-_FIRST = 20  # requests that only teach mean and deviation
-_MEMORY = 64  # requests, over which these are taken
-_MOST_OPEN = 4096  # requests that have ended, or run, behind one that has not; others are not tried
+# shares of the wealth that are bet; each share gets a fifth of the wealth, as the best one is unknown
+_BETS = (0.05, 0.1, 0.2, 0.4, 0.8)
+_OUTLIER = 4.0  # deviations beyond which a score is clipped
+_WARM_UP = 20  # requests that only estimate mean and deviation
+_WINDOW = 64  # requests over which mean and deviation are averaged
+# tracked requests, including finished ones behind one that has not; further ones take no part
+_MAX_OPEN = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRules:
-    """How a candidate is tried, and what ends that.
+    """Parameters of a trial.
 
     Attributes:
-        fraction: of the requests that the candidate drafts for, above 0, at most 0.5; in the shadow, of the
-            answers that are decoded once more by both.
-        shadow: the candidate drafts for no request that somebody waits for.
-        auto_promote: a better candidate takes the drafter's place by itself.
-        alpha: the chance of promoting one that is not better, and of taking out one that is not worse.
-        min_requests: of the candidate, before any verdict.
-        max_duration_s: after so many seconds without a verdict it is taken out.
+        fraction: share of requests for which the candidate drafts, above 0 and at most 0.5; in a shadow
+            trial, share of the answers that both decode again.
+        shadow: the candidate drafts for no live request.
+        auto_promote: a better candidate replaces the drafter automatically.
+        alpha: the probability of promoting a candidate that is not better, and of dropping one that is not
+            worse.
+        min_requests: requests of the candidate before any verdict.
+        max_duration_s: the candidate is dropped after this many seconds without a verdict.
     """
 
     fraction: float = 0.1
@@ -73,9 +77,9 @@ class TrialRules:
             ("alpha", 0.0, 0.5),
             ("max_duration_s", 0.0, math.inf),
         ):
-            value, told = getattr(self, name), "" if most == math.inf else f" and at most {most:g}"
+            value, upper_bound = getattr(self, name), "" if most == math.inf else f" and at most {most:g}"
             ok = _is_number(value, float) and least < value <= most
-            _require(ok, name, value, f"a number above {least:g}{told}")
+            _require(ok, name, value, f"a number above {least:g}{upper_bound}")
         ok = _is_number(self.min_requests, int) and self.min_requests >= 1
         _require(ok, "min_requests", self.min_requests, "an integer of at least 1")
         for name in ("shadow", "auto_promote"):
@@ -84,7 +88,7 @@ class TrialRules:
 
 
 class Tally(NamedTuple):
-    """What a drafter has brought: requests, their decoding steps, drafts that stood in these."""
+    """Counts for one drafter: requests, their decoding steps, and drafts accepted in these."""
 
     requests: int = 0
     steps: int = 0
@@ -92,11 +96,11 @@ class Tally(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of all requests together, the target's own token included; None where there was none."""
+        """Mean over all steps, including the target's own token; None without steps."""
         return 1.0 + self.accepted / self.steps if self.steps else None
 
     def plus(self, other: Tally) -> Tally:
-        return Tally(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 NOTHING = Tally()
@@ -104,12 +108,11 @@ NOTHING = Tally()
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Where a trial stands: a value that replicas tell each other.
+    """The state of a trial, as replicas send it to each other.
 
     Attributes:
-        log_better, log_worse: natural logarithms of the wealth of who bets that the candidate is better, and
-            worse.
-        incumbent, candidate: what each has brought.
+        log_better, log_worse: natural logarithms of the wealths of the bettors on "better" and "worse".
+        incumbent, candidate: counts of each drafter.
     """
 
     log_better: float = 0.0
@@ -119,7 +122,7 @@ class Evidence:
 
     @staticmethod
     def pooled(each: Iterable[Evidence]) -> Evidence:
-        """Of replicas that drew lots for themselves."""
+        """Combine the evidence of replicas with independent assignments."""
         every = list(each)
         return Evidence(
             sum(one.log_better for one in every),
@@ -133,7 +136,7 @@ NO_EVIDENCE = Evidence()
 
 
 def verdict(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | None:
-    """What the evidence says of a trial that is so old; None if it goes on. May be asked at any time."""
+    """Return the result of a trial that is `age_s` seconds old; None if it goes on. Call at any time."""
     if evidence.candidate.requests >= rules.min_requests:
         enough = -math.log(rules.alpha)
         if evidence.log_worse >= enough:
@@ -148,8 +151,8 @@ class Ticket:
     """A request's part in a trial.
 
     Attributes:
-        role: who drafts for it.
-        brought: what that was worth; None while it runs.
+        role: the drafter that drafts for it.
+        brought: counts of its drafter; None while the request runs.
     """
 
     role: Role
@@ -160,8 +163,8 @@ class Trial:
     """One engine's part in a trial.
 
     Args:
-        rules: its own.
-        draw: numbers in [0, 1), for the lots.
+        rules: rules of the trial.
+        draw: source of random numbers in [0, 1) for the assignments.
     """
 
     def __init__(self, rules: TrialRules, draw: random.Random | None = None) -> None:
@@ -177,21 +180,21 @@ class Trial:
         return Evidence(self._better.log, self._worse.log, **self._tallies)
 
     def begin(self) -> Ticket | None:
-        """Draw a request's lot, as it begins; None if it takes no part, and the incumbent drafts."""
-        if self.rules.shadow or len(self._open) >= _MOST_OPEN:
+        """Assign a drafter to a request that begins; None if it takes no part and the incumbent drafts."""
+        if self.rules.shadow or len(self._open) >= _MAX_OPEN:
             return None
         ticket = Ticket("candidate" if self._draw.random() < self.rules.fraction else "incumbent")
         self._open.append(ticket)
         return ticket
 
     def end(self, ticket: Ticket, brought: Tally) -> None:
-        """A request has ended, however."""
+        """Record that a request has ended for any reason."""
         ticket.brought = brought
         while self._open and (first := self._open[0].brought) is not None:
             self._count(self._open.popleft().role, first)
 
     def compare(self, incumbent: Tally, candidate: Tally) -> None:
-        """In the shadow: an answer was decoded by both."""
+        """Record an answer that both drafters decoded in a shadow trial."""
         self._tally("incumbent", incumbent)
         self._tally("candidate", candidate)
         if not (incumbent.steps and candidate.steps):
@@ -201,7 +204,7 @@ class Trial:
         self._scale.learn(gain)
 
     def _count(self, role: Role, brought: Tally) -> None:
-        if not brought.steps:  # it says nothing
+        if not brought.steps:  # no information
             return
         self._tally(role, brought)
         value, fraction = brought.accepted / brought.steps, self.rules.fraction
@@ -219,13 +222,13 @@ class Trial:
 
 @dataclass(slots=True)
 class _Wealth:
-    """Of a bettor who has put a part of it on each size of bet."""
+    """A bettor's wealth, split evenly over all bet sizes."""
 
     logs: list[float] = field(default_factory=lambda: [0.0] * len(_BETS))
 
     def bet(self, x: float) -> None:
-        """On what lies in [-1, 1], and is at most 0 in the mean if the bettor is wrong."""
-        assert -1.0 <= x <= 1.0, "a bet may not lose more than all"
+        """Bet on a value in [-1, 1] with a mean of at most 0 if the hypothesis is wrong."""
+        assert -1.0 <= x <= 1.0, "a bet may lose at most the whole wealth"
         self.logs = [log + math.log1p(size * x) for log, size in zip(self.logs, _BETS, strict=True)]
 
     @property
@@ -236,7 +239,7 @@ class _Wealth:
 
 @dataclass(slots=True)
 class _Scale:
-    """Mean and variance of what came before; what is long past counts less, for traffic drifts."""
+    """Mean and variance of earlier values, with old values discounted, as traffic drifts."""
 
     count: int = 0
     mean: float = 0.0
@@ -244,21 +247,21 @@ class _Scale:
 
     def learn(self, value: float) -> None:
         self.count += 1
-        rate = max(1.0 / self.count, 1.0 / _MEMORY)
+        rate = max(1.0 / self.count, 1.0 / _WINDOW)
         before, self.mean = self.mean, self.mean + rate * (value - self.mean)
         self.variance += rate * ((value - before) * (value - self.mean) - self.variance)
 
     def of_value(self, value: float) -> float:
-        """How far from the mean, within [-1, 1]."""
+        """Return the distance from the mean, scaled and clipped to [-1, 1]."""
         return self._score(value - self.mean, self.variance)
 
     def of_difference(self, value: float) -> float:
-        """How far from 0."""
+        """Return the distance from 0, scaled and clipped to [-1, 1]."""
         return self._score(value, self.variance + self.mean**2)
 
     def _score(self, distance: float, variance: float) -> float:
         unit = _OUTLIER * math.sqrt(variance)
-        if self.count < _FIRST or not distance:
+        if self.count < _WARM_UP or not distance:
             return 0.0
         return max(-1.0, min(1.0, distance / unit)) if unit else math.copysign(1.0, distance)
 
@@ -271,7 +274,6 @@ def _sum(tallies: Iterable[Tally]) -> Tally:
 
 
 def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    """From YAML comes anything."""
     return isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 

@@ -1,8 +1,9 @@
 """Engine settings: read once, frozen, passed down.
 
-One dataclass for the engine and one for speculation. Names are vLLM's where vLLM has them. An unknown key
-is an error that proposes the nearest known one. What can be derived is not a setting. Flags are made of the
-fields (`jobs/flags.py`): `--help` shows the first sentence of what `Attributes:` says of each.
+One dataclass for the engine and one for speculation, with vLLM's names where vLLM has the setting. An unknown
+key is an error that proposes the nearest known one. Values that can be derived are not settings. Flags are
+generated from the fields (`jobs/flags.py`): `--help` shows the first sentence of a field's entry in
+`Attributes:`.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are proposed.
+    """Settings of speculative decoding.
 
     Attributes:
         model: folder or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators' format,
             EAGLE-3's in Speculators' or SGLang's. None with "ngram", which has no model.
-        method: "dflash" drafts a block in one pass; "eagle3" a chain, a pass for each token; "ngram" copies
-            what followed the same tokens earlier in the sequence, and costs no pass.
-        num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, its default (SGLang
-            counts one more); by default 5 with "eagle3" and 8 with "ngram".
+        method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token; "ngram" copies
+            what followed the same tokens earlier in the sequence, without a pass.
+        num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
+            (SGLang counts one more); by default 5 with "eagle3" and 8 with "ngram".
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
-            whose death costs drafts alone; "shared" in one for all engines on the node that have the same
-            target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
-        adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
+            whose death only costs drafts; "shared" in one actor for all engines on the node with the same
+            target, drafter and dtype. A shared drafter serves the engines in turn and exits when no engine
+            uses it.
+        adaptive: draft fewer tokens, or none, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
-        revision: as the engine's, of the drafter on the hub.
-        hf_overrides: as the engine's, for the drafter's config.json.
-        input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
-            says, or else as the target scales its own. A wrong one costs acceptance, never a token.
-        quantization: as the engine's, of the drafter's weights; never inherited. It changes no token.
-        prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest run of tokens that is
-            looked for; by default 4 and 2. Shorter ones are found more often and are right less often.
+        revision: branch, tag or commit of the drafter on the hub.
+        hf_overrides: other values for keys of the drafter's config.json.
+        input_embedding_scale: factor of the embedding rows that the drafter reads. None: the value in its
+            config.json, or else the target's own scale. A wrong value costs acceptance, but changes no token.
+        quantization: quantization of the drafter's weights, never inherited from the engine's. It changes no
+            token.
+        prompt_lookup_max, prompt_lookup_min: with "ngram", the longest and the shortest n-gram that is looked
+            up; by default 4 and 2. Shorter ones match more often and are right less often.
     """
 
     model: str | None = None
@@ -69,27 +72,27 @@ class SpeculativeConfig:
         one_of("speculative_config.method", self.method, get_args(DraftMethod))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
-        _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+        _positive_integer("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
-            _at_least(f"speculative_config.{name}", getattr(self, name), 1)
+            _positive_integer(f"speculative_config.{name}", getattr(self, name))
         self._check_method()
 
     @property
     def drafter(self) -> str:
-        """What drafts, as it was named."""
+        """The drafter's model as it was named, or else the method."""
         return self.model or self.method
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The shortest and the longest run of tokens that is looked for."""
+        """Lengths of the shortest and the longest n-gram that is looked up."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if most is None:
             most = max(_LOOKUP_MAX, least or 0)
         return (min(_LOOKUP_MIN, most) if least is None else least), most
 
     def _check_method(self) -> None:
-        """ConfigError if a setting is not of this method, or is missing for it."""
+        """Raise ConfigError if a setting does not apply to this method, or is missing for it."""
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(
@@ -106,16 +109,16 @@ class SpeculativeConfig:
         for name in _NOT_WITH[self.method]:
             if (value := getattr(self, name)) not in (None, "colocated"):
                 raise ConfigError(
-                    f'speculative_config.{name}={value!r} is not served with method="{self.method}". '
-                    "Drop it, or choose another method.",
+                    f'speculative_config.{name}={value!r} is not supported with method="{self.method}". '
+                    "Remove it, or choose another method.",
                     param=f"speculative_config.{name}",
                 )
 
 
-# What `prompt_lookup_min` and `prompt_lookup_max` are where absent.
+# Defaults of `prompt_lookup_min` and `prompt_lookup_max`.
 _LOOKUP_MIN, _LOOKUP_MAX = 2, 4
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
-# Settings that a method has no use for; "placement" has only its default there.
+# Settings that do not apply to a method; "placement" may only have its default there.
 _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
     "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
@@ -125,66 +128,66 @@ _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine: a target, perhaps a drafter, and how they are run.
+    """One engine: a target, optionally a drafter, and how they run.
 
     Attributes:
         model: target checkpoint: folder or Hugging Face id.
-        revision: branch, tag or commit of the target on the hub; the newest by default. It is the
-            tokenizer's, too.
-        download_dir: folder that keeps snapshots from the hub; the hub's own cache (HF_HOME) by default.
+        revision: branch, tag or commit of the target on the hub, which also applies to the tokenizer; the
+            newest by default.
+        download_dir: folder for snapshots from the hub; the hub's own cache (HF_HOME) by default.
         tokenizer: folder or Hugging Face id of the tokenizer; the target's by default.
         chat_template: file with a Jinja template that replaces the tokenizer's own.
-        default_chat_template_kwargs: variables for the chat template where a request sets none:
+        default_chat_template_kwargs: variables for the chat template that a request does not set:
             '{"enable_thinking": false}'.
         trust_request_chat_template: accept chat templates in requests; they are code, and can use up memory.
             The number of steps of a template is bounded, its memory is not.
         split_special_tokens: encode special tokens that messages contain as text, so that no user can forge a
             role. This covers messages, tools and documents: only the chat template's special tokens are
-            control tokens. Prompts that are not conversations stay as they are. Costs a second tokenizer in
+            control tokens. Prompts that are not conversations are unchanged. Costs a second tokenizer in
             memory.
-        skip_tokenizer_init: work in token ids only; no text comes in or out.
+        skip_tokenizer_init: work with token ids only, without text input or output.
         load_format: "auto" reads the checkpoints' weights; "dummy" makes random weights of the right shapes
-            and reads none. Dummy weights of target and drafter are made where they run, and are the same on
-            all ranks and in every start. The output is noise: for trying shapes, memory and speed.
+            instead. Dummy weights of target and drafter are created on their device, and are the same on all
+            ranks and in every start. The output is noise: for trying shapes, memory and speed.
         hf_overrides: other values for keys of the target's config.json: '{"num_hidden_layers": 4}'. Objects
             are merged, anything else is replaced. A smaller num_hidden_layers keeps the first entries of
-            lists that have one per layer.
-        speculative_config: None decodes plainly.
+            per-layer lists.
+        speculative_config: how tokens are proposed; None decodes plainly.
         dtype: data type of weights and K/V. "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where
             that is native and exact (a row's bits do not depend on its batch), else float32.
         device: where the models run. "auto" takes CUDA if there is a device.
         attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
             a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
-            same with that package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a
-            CPU with instructions for it; "torch" PyTorch's own kernels, driven from the host.
-        quantization: "fp8" keeps the target's weights in eight bits, on GPUs; outputs are the quantized
-            target's. Weights are e4m3 with a scale for each row, made at load: half the bytes of bf16 are
-            read in each step. Embedding, head, routers and experts stay as they are.
-        batch_invariant: give a row the same bits in any batch; refused where that cannot hold. Speculation
+            same with that package's attention (page_size 256); "compiled" a whole pass in one call, in
+            bfloat16 on a CPU with instructions for it; "torch" PyTorch's own kernels, driven from the host.
+        quantization: "fp8" quantizes the target's weights to eight bits, on GPUs; outputs are the quantized
+            target's. Weights are e4m3 with a scale per row, made at load: a step reads half the bytes of
+            bf16. Embedding, head, routers and experts are not quantized.
+        batch_invariant: give a row the same bits in any batch; refused where that is impossible. Speculation
             and other requests then change no token in half precision either. Checked at start. On a GPU a
-            product reads its weights once per 64 rows, of prompts, too.
+            product reads its weights once per 64 rows, for prompts as well.
         tensor_parallel_size: ranks over which the target is sharded; more than 1 runs under Ray.
         max_model_len: longest sequence in tokens; the checkpoint's limit by default. Bounds the size of page
             tables.
         max_num_seqs: most requests that run at once. Each costs a slot of device memory.
         max_num_batched_tokens: most rows in one step. Bounds activation memory and a step's duration.
-        enable_chunked_prefill: split long prompts over steps. False gives a prompt only whole steps (it must
-            fit the token budget).
-        enable_prefix_caching: reuse the pages of finished requests for prompts that begin alike.
+        enable_chunked_prefill: split long prompts over steps. False computes a prompt in a single step (it
+            must fit the token budget).
+        enable_prefix_caching: reuse the pages of earlier requests for prompts with the same beginning.
         page_size: tokens per K/V page; by default 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
             pages are read faster, waste more at the ends of sequences, and are shared by fewer prompts.
         kv_cache_memory_bytes: memory of a rank's K/V pools and recurrent states together; derived by default.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
-        num_pages: number of K/V pages in each pool; overrides what memory allows. For tests and fairness.
-        num_states: recurrent states where the target has such layers, of requests and prefixes. Each running
-            request takes one, the others hold prefixes; by default two for each of max_num_seqs, as far as
-            half the memory goes.
+        num_pages: number of K/V pages in each pool; overrides what memory allows. For tests and fair
+            comparisons.
+        num_states: number of recurrent states, for targets with such layers. Each running request uses one,
+            the others hold prefixes; by default two for each of max_num_seqs, within half of the memory.
         scheduling_policy: which request runs first: "fcfs", or "priority" (Request.priority, lower first).
-        async_scheduling: plan the next step while one is computed; by default on a GPU. A sequence that ends
-            costs one step more. On a GPU host work would otherwise leave it idle.
+        async_scheduling: plan the next step while one is computed; by default on a GPU, which would otherwise
+            idle during host work. A sequence that ends costs one more step.
         max_num_queued_reqs: refuse requests beyond this many waiting ones, with a retryable error; no limit
-            by default. A request that arrives between two steps and will find a slot does not count.
-        num_threads: threads of each CPU worker; by default the cores it owns are shared.
+            by default. A request that arrives between two steps and will find a free slot does not count.
+        num_threads: threads of each CPU worker; by default an even share of the cores.
         seed: makes requests without a seed reproducible; by default their seeds are random.
     """
 
@@ -240,7 +243,7 @@ class EngineConfig:
             "num_states",
             "num_threads",
         ):
-            _at_least(name, getattr(self, name), 1)
+            _positive_integer(name, getattr(self, name))
         example = "{enable_thinking: false}"
         _is_mapping("default_chat_template_kwargs", self.default_chat_template_kwargs, example)
         _is_mapping("hf_overrides", self.hf_overrides, "{num_hidden_layers: 4}")
@@ -252,15 +255,15 @@ class EngineConfig:
 
     @property
     def needs_ray(self) -> bool:
-        """Whether the workers live in other processes (and so under Ray)."""
+        """Whether the workers run in other processes, and so under Ray."""
         spec = self.speculative_config
         return self.tensor_parallel_size > 1 or (spec is not None and spec.placement != "colocated")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:  # Any: values come from YAML or flags.
-        """Build from plain data (YAML, keyword arguments); `speculative_config` may be a mapping.
+        """Create a config from plain data (YAML, keyword arguments); `speculative_config` may be a mapping.
 
-        What vLLM calls otherwise, or has alone, is answered by `vllm_settings.py`.
+        `vllm_settings.py` handles settings that vLLM names differently or that only vLLM has.
         """
         known = accept(settings)
         spec = known.get("speculative_config")
@@ -272,7 +275,7 @@ class EngineConfig:
 
 
 def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") -> T:
-    """Make dataclass `cls` from a mapping; an unknown or missing key is a ConfigError that names it."""
+    """Create dataclass `cls` from a mapping. Raises ConfigError that names an unknown or missing key."""
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in settings:
         if key not in names:
@@ -287,14 +290,13 @@ def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") ->
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ConfigError unless a setting has one of the values that it may have."""
+    """Raise ConfigError unless a setting has an allowed value."""
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)
 
 
 def _is_mapping(name: str, value: object, example: str) -> None:
-    """From YAML comes anything."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r} must be a mapping, as {example}.", param=name)
 
@@ -306,8 +308,8 @@ def _positive(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive number.", param=name)
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def _positive_integer(name: str, value: object) -> None:
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.", param=name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1.", param=name)

@@ -1,4 +1,4 @@
-"""Cumulative figures of a scheduler, for metrics. Only ever grow; `engine.py` snapshots them."""
+"""Cumulative counts of a scheduler, for metrics. They only grow; `engine.py` takes snapshots."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .request import FinishReason
 
 
 class Counters:
-    """What happened so far.
+    """Counts of everything so far.
 
     Args:
-        num_speculative_tokens: length of the count per draft position.
+        num_speculative_tokens: length of the counts per draft position.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.steps = 0
-        self.target_rows = 0  # of all passes
+        self.target_rows = 0  # over all passes
         self.step_tokens = Histogram(STEP_TOKENS)
         self.preemptions = 0
         self.rejected: Counter[str] = Counter()
@@ -30,40 +30,40 @@ class Counters:
         self.generation_tokens = 0
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0  # tokens
-        self.num_drafts = 0  # requests x steps that verified drafts
+        self.num_drafts = 0  # (request, step) pairs that verified drafts
         self.num_proposed_tokens = 0  # drafts that were made
-        self.num_trimmed_tokens = 0  # that were not verified
-        self.num_draft_tokens = 0  # that were verified
+        self.num_trimmed_tokens = 0  # drafts that were not verified
+        self.num_draft_tokens = 0  # drafts that were verified
         self.num_accepted_tokens = 0
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
         self.drafter_losses = 0  # drafters that failed or were replaced
-        self.drafter_refilled_tokens = 0  # computed anew for the next one's context
-        self.drafter_rests = 0  # times that its context was not written any more
-        self.drafter_unwritten_tokens = 0  # computed meanwhile
-        self.drafter_use = DrafterUse()  # of one in a process of its own
-        self.experts_read = 0  # by routed layers, each for itself
-        self.routed_layers = 0  # that were run
+        self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
+        self.drafter_rests = 0  # times that writing its context was stopped
+        self.drafter_unwritten_tokens = 0  # tokens computed in the meantime
+        self.drafter_use = DrafterUse()  # of a remote drafter
+        self.experts_read = 0  # per routed layer
+        self.routed_layers = 0  # passes through routed layers
 
     def count_first_entry(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request runs for the first time here (what a preemption repeats does not count again, and of a
-        request that began elsewhere only the prompt counts)."""
+        """Count a request that runs for the first time here.
+
+        Preemptions do not count again; of a request that began elsewhere only the prompt counts.
+        """
         self.prompt_tokens += num_prompt_tokens
         self.prefix_cache_queries += num_prompt_tokens
         self.prefix_cache_hits += num_cached_tokens
 
     def count_experts(self, reads: ExpertReads | None) -> None:
-        """What a step read of them."""
         if reads is not None:
             self.experts_read += reads.experts
             self.routed_layers += reads.layers
 
     def count_drafter(self, use: DrafterUse | None) -> None:
-        """What has been heard of a drafter in a process of its own."""
         if use is not None:
             self.drafter_use += use
 
     def count_rows(self, plan: SchedulerOutput, result: StepResult) -> None:
-        """What the target computed, whoever has left since, and which drafts were made for it."""
+        """Count the target's rows, including those of requests that have left, and drafts made."""
         proposed = plan.num_draft_tokens
         num_known = plan.num_batched_tokens - proposed
         num_accepted = int(result.num_tokens.sum()) - int(np.count_nonzero(plan.samples))
@@ -76,7 +76,7 @@ class Counters:
         self.target_rows += num_known + verified
 
     def count_step(self, num_out_R: IntArray, num_drafts_R: IntArray, num_accepted_R: IntArray) -> None:
-        """A step is committed: tokens that came out, drafts verified, accepted drafts among the tokens."""
+        """Count a committed step: new tokens, verified drafts, and accepted drafts among the tokens."""
         self.steps += 1
         self.generation_tokens += int(num_out_R.sum())
         if not num_drafts_R.any():
@@ -84,6 +84,6 @@ class Counters:
         self.num_drafts += int(np.count_nonzero(num_drafts_R))
         self.num_draft_tokens += int(num_drafts_R.sum())
         self.num_accepted_tokens += int(num_accepted_R.sum())
-        # Position i was accepted where more than i drafts were: count from above.
+        # Position i was accepted if more than i drafts were, so count from above.
         ends = np.bincount(num_accepted_R, minlength=len(self.accepted_per_pos) + 1)
         self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

@@ -1,8 +1,9 @@
-"""Which requests replicas died under, by digest: suspected after a first death, poisonous after a second one.
+"""Digests of requests under which replicas died: suspect after the first death, poisonous after the second.
 
-The counterpart for online requests of the poison search of batch jobs (`leases.py`, `trials.py`). A suspected
-request is tried once more, as the only suspect on its replica; if that replica dies, too, it is poisonous and
-refused for a while. Pure, and bounded in number and time. Gateways hold one (`actors/gateway/isolation.py`).
+This is the online counterpart of the poison search of batch jobs (`leases.py`). A suspect
+request is tried once more as the only suspect on its replica. If that replica dies too, the request is
+poisonous and refused for a while. Bounded in number and time. Each gateway has one
+(`actors/gateway/isolation.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ Standing = Literal["clear", "suspect", "poisonous"]
 T = TypeVar("T")
 
 TTL_S = 600.0
-MAX_RECORDS = 1000  # of suspects, and as many of poisonous requests
-# Deaths after which a request is poisonous even if it outlived its trials: it may kill late.
+MAX_RECORDS = 1000  # of suspects, and of poisonous requests
+# Deaths after which a request is poisonous even if it outlived its trials, as it may kill late.
 MAX_DEATHS = 3
 
 
 @dataclass(slots=True)
 class _Record:
     since_s: float
-    replicas: set[str] = field(default_factory=set[str])  # that died under the request
+    replicas: set[str] = field(default_factory=set[str])  # replicas that died under the request
     suspect: bool = True
-    lived_s: float = 0.0  # the longest that it ran on one of them
+    lived_s: float = 0.0  # the longest time that it ran on one of them
 
 
 class DeathRecords:
     """Records deaths of replicas under requests.
 
     Args:
-        clock: seconds, monotonic.
-        ttl_s: a record is dropped so long after the last death that it holds.
-        max_records: suspects that are remembered, and poisonous requests; the oldest are dropped first.
+        clock: monotonic seconds.
+        ttl_s: a record is dropped this long after its last death.
+        max_records: most suspects, and most poisonous requests; the oldest are dropped first.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class DeathRecords:
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_records = max_records
-        self._suspects: OrderedDict[bytes, _Record] = OrderedDict()  # oldest first, as the next
-        self._poisonous: OrderedDict[bytes, float] = OrderedDict()  # since when
+        self._suspects: OrderedDict[bytes, _Record] = OrderedDict()  # oldest first, like the next one
+        self._poisonous: OrderedDict[bytes, float] = OrderedDict()  # time since which each is poisonous
 
     def __bool__(self) -> bool:
         return bool(self._suspects or self._poisonous)
@@ -63,17 +64,17 @@ class DeathRecords:
         return "suspect" if record is not None and record.suspect else "clear"
 
     def lived_s(self, digest: bytes) -> float:
-        """Return the longest that the request ran on a replica that died, in seconds."""
+        """Return the longest time that the request ran on a replica that died, in seconds."""
         record = self._suspects.get(digest)
         return 0.0 if record is None else record.lived_s
 
     def record_death(self, digest: bytes, replica: str, *, alone: bool, lived_s: float) -> Standing:
-        """Record that `replica` died under a request; return what the request is now.
+        """Record that `replica` died under a request; return the request's new standing.
 
         Args:
             replica: name of the process; the same digest may have run there several times.
-            alone: the request was the only suspect there.
-            lived_s: seconds between its start there and the death.
+            alone: whether the request was the only suspect there.
+            lived_s: seconds from its start there to the death.
         """
         self._expire()
         record = self._suspects.pop(digest, None) or _Record(0.0)
@@ -90,12 +91,12 @@ class DeathRecords:
         return "suspect"
 
     def outlive(self, digest: bytes) -> None:
-        """A suspect has run beyond the point at which a replica died: it need not be alone any longer."""
+        """Record that a suspect ran longer than on a replica that died; it need not run alone any more."""
         if (record := self._suspects.get(digest)) is not None:
             record.suspect = False
 
     def complete(self, digest: bytes) -> None:
-        """A suspect has its whole answer: forget its deaths."""
+        """Forget a suspect's deaths once its answer is complete."""
         self._suspects.pop(digest, None)
 
     def _expire(self) -> None:

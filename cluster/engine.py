@@ -1,8 +1,8 @@
-"""The engine: requests in, updates out, one step after the other. `step` is all there is to it.
+"""The engine: takes requests, runs steps and returns updates.
 
-Checks requests, times the parts of a step, snapshots figures. Decisions are the scheduler's; computing is the
-executor's. Not thread-safe but for `stats`, `lives`, `spent` and `has_unfinished`, which only read. Used by
-`LLM`, by `AsyncEngine` and by simulations.
+It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
+executor computes. Not thread-safe except for `stats`, `lives`, `spent` and `has_unfinished`, which only read.
+Used by `LLM`, `AsyncEngine` and simulations.
 """
 
 from __future__ import annotations
@@ -34,28 +34,39 @@ STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` are of now.
+    """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` are current.
 
-    `background_running` and `background_waiting` are among `running` and `waiting`; who runs may pause.
-    `kv_usage` (0 to 1) is of the fullest pool. `prefix_cache_*` count tokens. `num_drafts` counts requests
-    x steps that verified drafts, and `accepted_per_pos[i]` in how many of them draft i was accepted.
-    `num_proposed_tokens` counts drafts that were made, `num_trimmed_tokens` those that were cut for their
-    margins before they were verified. `target_rows` counts rows of the target's passes, prompts' too.
-    `calibration_error[i]` is how far the foreseen chances of draft i are from what came; empty if none are.
-    `speculating_s` sums up seconds of steps in which all decode and which were free to draft (of steps
-    that are all alike some stand for the others), `plain_s` what the tokens that they brought would have
-    taken plainly, by the seconds of plain steps that were measured at such a load: `plain_s` by
-    `speculating_s` is the speed-up. `undrafted_s` sums up, by reason, the seconds of steps in which
-    requests decoded and none had drafts. `draft_length` is how long the blocks are that were chosen last.
-    `rejected` counts requests that were not let in, by reason; `step_tokens` steps, by the tokens by
-    which they got on: of prompts, and those that came out.
-    `step_seconds` sums up the STEP_PARTS; "execute" holds draft, verify, sample and inject. `finished` counts
-    ended requests by reason. `drafter_up` says whether drafts may be asked for; `drafter_losses` counts how
-    often a drafter failed or was replaced, `drafter_refilled_tokens` what was computed anew to give one its
-    context, `drafter_rests` how often that was not written any more, and `drafter_unwritten_tokens` what was
-    computed meanwhile; `drafter_use` is of one in a process of its own. `experts_read` by `routed_layers` is
-    how many experts' weights a routed layer reads in a step. The last three are of a sample of pages
-    (`page_ages.py`).
+    Attributes:
+        background_running, background_waiting: included in `running` and `waiting`; running ones may be
+            paused.
+        kv_usage: of the fullest pool, 0 to 1.
+        prefix_cache_queries, prefix_cache_hits: tokens.
+        num_drafts: (request, step) pairs that verified drafts.
+        accepted_per_pos: [i] counts those of them in which draft i was accepted.
+        step_seconds: seconds by STEP_PARTS; "execute" includes draft, verify, sample and inject.
+        finished: ended requests by reason.
+        drafter_up: whether drafts can be requested.
+        drafter_losses: times that a drafter failed or was replaced.
+        drafter_refilled_tokens: tokens computed again to give a drafter its context.
+        drafter_rests: times that writing the drafter's context was stopped.
+        drafter_unwritten_tokens: tokens computed in the meantime.
+        drafter_use: use of a remote drafter.
+        experts_read, routed_layers: their quotient is the number of experts that a routed layer reads in a
+            step.
+        num_proposed_tokens: drafts that were made.
+        num_trimmed_tokens: drafts that were dropped for their margins before verification.
+        target_rows: rows of the target's passes, including prompts.
+        calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
+            if nothing is predicted.
+        speculating_s: seconds of steps in which all requests decode and may draft (of identical steps a
+            sample represents all).
+        plain_s: seconds that plain decoding would have taken for these steps' tokens, by plain steps measured
+            at such a load. `plain_s` / `speculating_s` is the speed-up.
+        undrafted_s: seconds, by reason, of steps in which requests decoded without drafts.
+        draft_length: drafts per block, as chosen last.
+        rejected: requests that were not admitted, by reason.
+        step_tokens: steps by their progress in tokens: computed prompt tokens and new tokens.
+        page_lifetimes, page_idle_times, page_reuse_gaps: of a sample of pages (`page_ages.py`).
     """
 
     running: int
@@ -105,7 +116,7 @@ class Engine:
         config: settings.
         executor: loaded and ready.
         clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
-        watch: is told of every step; whoever wants to know of stalls ticks it.
+        watch: is notified of every step; call its `tick` to detect stalls.
     """
 
     def __init__(
@@ -121,7 +132,7 @@ class Engine:
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
         self._roster = self._scheduler.roster
         self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
-        self._left_waiting = False  # whether the last plan had no room for somebody
+        self._left_waiting = False  # whether the last plan left an online request waiting
         self._clock = clock
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
@@ -132,9 +143,13 @@ class Engine:
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Queue the completions of one prompt, all or none.
 
-        They differ in id, seed and output so far; the rest is checked once. Raises RequestError if they can
-        never run, OverloadedError if they cannot now; background work waits as long as it takes. Who comes
-        between two steps waits for a plan, not for a seat: where there are seats it is not counted.
+        They differ in id, seed and previous output; everything else is checked once. Requests that arrive
+        between two steps and will find a free slot do not count as waiting. Background work may wait without
+        limit.
+
+        Raises:
+            RequestError: they can never run.
+            OverloadedError: the queue is full.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
@@ -153,9 +168,9 @@ class Engine:
         most = self._max_queued
         if most is None:
             return
-        seats = 0 if self._left_waiting else self._max_running - self._roster.num_online_running
-        waiting = max(self._roster.num_online_waiting - seats, 0)
-        if self._roster.num_online_waiting + count > most + seats:
+        free_slots = 0 if self._left_waiting else self._max_running - self._roster.num_online_running
+        waiting = max(self._roster.num_online_waiting - free_slots, 0)
+        if self._roster.num_online_waiting + count > most + free_slots:
             self._roster.counters.rejected["queue_full"] += count
             raise OverloadedError(
                 f"{waiting} requests are waiting and {count} would join them (max_num_queued_reqs={most}). "
@@ -163,17 +178,19 @@ class Engine:
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """End a request before the next plan; False if it is not here. Its tokens in flight are dropped.
+        """End a request before the next plan, dropping its tokens in flight; False if it is not here.
 
         Args:
-            request_id: whose; the caller knows it ended, so no update follows.
-            reason: "stop" when a stop string was found in its text.
+            request_id: the request; no update follows, as the caller knows that it ended.
+            reason: "stop" if a stop string was found in its text.
         """
         return self._roster.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
-        """Finish one step, after starting as many as may be in flight; an empty list if there is nothing to
-        do, or if it brought no tokens."""
+        """Start as many steps as may be in flight and finish the oldest one.
+
+        Returns an empty list if there is nothing to do or the step yielded no tokens.
+        """
         while self._scheduler.num_in_flight < self._executor.info.max_in_flight:
             plan = self.plan()
             if plan is None:
@@ -196,8 +213,7 @@ class Engine:
         self._seconds["execute"] += passed_s
 
     def plan(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to do before one in flight ends. Plans are committed
-        in their order."""
+        """Plan the next step; None if nothing can be done now. Plans are committed in order."""
         begin_s = self._clock()
         health = self._executor.drafter_health
         if health.generation != self._drafter_generation:
@@ -210,7 +226,7 @@ class Engine:
         return plan
 
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what came of the oldest plan in flight."""
+        """Commit the result of the oldest plan in flight."""
         begin_s = self._clock()
         updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings
@@ -270,47 +286,47 @@ class Engine:
         )
 
     def lives(self, name: str) -> list[Life]:
-        """What became of the last requests of this name, the engine's or the client's."""
+        """Return the timelines of recent requests with this name, which is the engine's or the client's."""
         return self._scheduler.journal.lives(name)
 
     @property
     def costs(self) -> StepCostModel | None:
-        """What steps take, to be kept between starts; None where drafts do not depend on it."""
+        """Step costs, to be saved between starts; None if drafts do not depend on them."""
         return self._scheduler.controller.costs
 
     @property
     def acceptance(self) -> AcceptanceModel | None:
-        """How likely drafts are to stand, to be kept as well."""
+        """Acceptance model, to be saved as well."""
         return self._scheduler.controller.acceptance
 
     @property
     def speculation_pays(self) -> bool:
-        """Whether one request would have drafts, by what is known; True where nothing is."""
+        """Whether a single request would get drafts, by what is known; True if nothing is."""
         return self._scheduler.controller.pays
 
     def forget_speculation(self) -> None:
-        """Forget all that was learned of drafts and of the costs of steps."""
+        """Forget everything learned about drafts and step costs."""
         self._scheduler.controller.forget(costs=True)
 
     def end_warm_up(self) -> None:
-        """Leave the requests so far out of all figures, and forget what became of their drafts."""
+        """Remove the requests so far from all counts, and forget the acceptance of their drafts."""
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
     def spent(self) -> dict[Account, Spent]:
-        """What steps were for whom, so far; nothing before a request names an account."""
+        """Return what steps were used for, by account; empty until a request names an account."""
         return self._scheduler.spending.totals()
 
     def begin_trial(self) -> None:
-        """The executor has a candidate beside its drafter from the next plan on (`TriesDrafters`)."""
+        """Begin a trial: the executor has a candidate drafter from the next plan on (`TriesDrafters`)."""
         self._scheduler.drafter.begin_trial()
 
     def end_trial(self, *, promoted: bool) -> None:
-        """It has one no more; `promoted`: that is the drafter now."""
+        """End the trial; if `promoted`, the candidate is now the drafter."""
         self._scheduler.drafter.end_trial(promoted=promoted)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the content of all pages; what runs goes on."""
+        """Forget the content of all pages; running requests continue."""
         self._scheduler.books.cache.clear()
 
     def close(self) -> None:
@@ -318,5 +334,5 @@ class Engine:
         self._executor.close()
 
     def check_invariants(self) -> None:
-        """Assert that no page, slot or token is lost or doubled. For tests; costs a look at everything."""
+        """Assert that no page, slot or token is lost or duplicated. For tests; it checks everything."""
         self._roster.check_invariants()

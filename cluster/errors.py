@@ -3,38 +3,38 @@
     MantaError                    status 500, not retryable
     ├── RequestError              400  a request field is wrong; `param` names it
     │   ├── NotAllowedError       403  the request's key may not do this
-    │   ├── QuotaError            413  it would keep more than its key may; delete something first
-    │   ├── NotFoundError         404  what the request names is not here: a file, a batch
+    │   ├── QuotaError            413  it would store more than its key may; delete something first
+    │   ├── NotFoundError         404  what the request names does not exist here: a file, a batch
     │   │   └── ModelNotFoundError     ...the model is not served here
     │   └── UnprocessableError    422  valid, but can never be served (needs more pages than exist)
     │       └── PoisonousRequestError  ...replicas died each time they served it
     ├── ConfigError               500  a setting is wrong; raised before anything is loaded
     │   ├── InUseError            500  another job writes the output
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
-    │   └── PlacementError        500  the cluster cannot hold the topology that was asked for
+    │   └── PlacementError        500  the cluster cannot hold the requested topology
     ├── OutputProcessingError     500  processing the output of one request failed; others are not affected
     ├── DatasetError              400  an input file of a batch job cannot be read or understood
     ├── OutputError               500  results of a batch job cannot be written
     ├── NotOfferedError           501  a part of the API that this server was started without
     ├── OverloadedError           503  a queue is full; retry later
-    │   ├── TooManyRequestsError  503  as many requests are under way as may be; retry later
-    │   ├── RateLimitError        429  as many requests of this API key are under way as may be; retry later
-    │   └── NoReplicaError        503  no replica of the model is there; retry later
+    │   ├── TooManyRequestsError  503  the limit of concurrent requests is reached; retry later
+    │   ├── RateLimitError        429  the API key's limit of concurrent requests is reached; retry later
+    │   └── NoReplicaError        503  no replica of the model is available; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
-    ├── SlowReaderError           408  the client did not read its answer; a retry that reads may go well
+    ├── SlowReaderError           408  the client did not read its answer; a retry that reads may succeed
     ├── EngineDeadError           503  a worker died under the request; retry
     │   ├── EngineGoneError            ...before the request had reached it
     │   └── EngineStalledError    503  ...or does not end its step
-    ├── StorageError              503  where files and batches are kept cannot be used now; mend it, or retry
-    └── UnreachableError          503  a server that a command asks does not answer; start it, or retry
+    ├── StorageError              503  the storage of files and batches is unavailable; fix it, or retry
+    └── UnreachableError          503  a server that a command calls does not answer; start it, or retry
 
 A message names the field, the value and the remedy; for an unknown name that is the nearest known one
-(`did_you_mean`). What only we can get wrong is an `assert`.
+(`did_you_mean`). Mistakes that only our own code can make are `assert`s.
 
 Foreign text enters a message through one of three functions: `shown` (a value, as JSON), `shown_name` (a
-name, without quotes) and `shown_url` (a path or URL, without its secrets). All are bounded and escape what a
-terminal or a log file would act on. `MantaError` bounds and escapes whatever it is given, so that no message
-of the tree is long or breaks a line of a log.
+name, without quotes) and `shown_url` (a path or URL, without its secrets). All of them limit the length and
+escape what a terminal or log file would interpret. `MantaError` limits and escapes its whole message, so that
+no message of the tree is long or breaks a line of a log.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ import re
 from collections.abc import Iterable, Sized
 from typing import ClassVar
 
-# Exceptions that a request's edge lets pass. All others are that request's failure, also those that are no
-# `Exception`: panics of libraries written in Rust (`pyo3_runtime.PanicException`).
+# Exceptions that are not caught at a request's edge. All others are that request's failure, including those
+# that are not `Exception`: panics of libraries written in Rust (`pyo3_runtime.PanicException`).
 ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 MAX_MESSAGE = 4000  # characters of an error's message; lists of known names are the longest
 MAX_NAME = 256  # characters of a name, or of a field's path
 
 _NOT_ASCII = re.compile(r"[^ -~]")  # or a control character
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*("|$)', re.S)
-# key:secret@ in front of a bucket or host. A secret that is not percent-encoded may hold slashes and @.
+# key:secret@ before a bucket or host. A secret that is not percent-encoded may contain slashes and @.
 _SECRET = re.compile(r"^([^/@:]*):.*@", re.S)
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")  # pathlib makes one slash of two
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")  # pathlib reduces two slashes to one
 
 
 class MantaError(Exception):
@@ -78,11 +78,11 @@ class MantaError(Exception):
         self.param = None if param is None else shown_name(param)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process borders; keyword-only fields need help to be pickled."""
+        """Pickle keyword-only fields, as errors cross process boundaries."""
         return _rebuild, (type(self), self.message, self.param)
 
 
-# Any value; of what is no JSON the text.
+# Encodes any value; what is not JSON as its text.
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
@@ -112,7 +112,7 @@ class QuotaError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """What the request names is not here."""
+    """The request names something that does not exist here."""
 
     status = 404
     kind = "NotFoundError"
@@ -146,7 +146,7 @@ class CheckpointError(ConfigError):
 
 
 class PlacementError(ConfigError):
-    """The cluster cannot hold the topology that was asked for."""
+    """The cluster cannot hold the requested topology."""
 
 
 class OutputProcessingError(MantaError):
@@ -154,7 +154,7 @@ class OutputProcessingError(MantaError):
 
 
 class NotANumberError(MantaError):
-    """The target computed logits for a request that are not numbers."""
+    """The target computed logits for a request that are NaN or infinite."""
 
 
 class DatasetError(MantaError):
@@ -169,7 +169,7 @@ class OutputError(MantaError):
 
 
 class NotOfferedError(MantaError):
-    """This server was started without what the request needs."""
+    """The server was started without a part that the request needs."""
 
     status = 501
     kind = "NotImplementedError"
@@ -184,11 +184,11 @@ class OverloadedError(MantaError):
 
 
 class TooManyRequestsError(OverloadedError):
-    """As many requests are under way as may be."""
+    """The server's limit of concurrent requests is reached."""
 
 
 class RateLimitError(OverloadedError):
-    """As many requests of one API key are under way as may be."""
+    """The API key's limit of concurrent requests is reached."""
 
     status = 429
     kind = "RateLimitError"
@@ -226,7 +226,7 @@ class SlowReaderError(MantaError):
 
 
 class StorageError(MantaError):
-    """Where files and batches are kept cannot be read or written now."""
+    """The storage of files and batches cannot be read or written now."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -234,7 +234,7 @@ class StorageError(MantaError):
 
 
 class UnreachableError(MantaError):
-    """A server that a command of ours asks does not answer."""
+    """A server that one of our commands calls does not answer."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -242,7 +242,7 @@ class UnreachableError(MantaError):
 
 
 def no_unicode(param: str) -> RequestError:
-    """Return the refusal of a text that JSON's escapes, or a command line, made of half a character."""
+    """Return the error for text with half a surrogate pair, from JSON's escapes or a command line."""
     return RequestError(
         f"{param}: the text is not valid Unicode: it holds a lone surrogate (\\ud800 to \\udfff).",
         param=param,
@@ -250,7 +250,7 @@ def no_unicode(param: str) -> RequestError:
 
 
 def shown(value: object, most: int = 100) -> str:
-    """Return a foreign value for a message: JSON in one line, and of a long one `most` characters."""
+    """Return a foreign value for a message: JSON in one line, of which long values show `most` characters."""
     if isinstance(value, str):
         text, size = json.dumps(value[: most + 1], ensure_ascii=False), f"{len(value)} characters"
         is_whole = len(value) <= most
@@ -284,15 +284,15 @@ def shown_url(where: object) -> str:
 
 
 def without_values(message: str) -> str:
-    """Return a message of this tree for a log: without what stands in quotes, where `shown` puts values."""
+    """Return a message of this tree for a log, without the quoted parts, where `shown` puts values."""
     return _QUOTED.sub('"..."', message)
 
 
 def printable(text: str) -> str:
     """Return the text in one line, with JSON's escapes for what is not printable.
 
-    That is control characters (line breaks and terminal sequences among them), characters that change the
-    direction of text, other separators than the space, and lone surrogates.
+    That is control characters (including line breaks and terminal sequences), characters that change the
+    direction of text, separators other than the space, and lone surrogates.
     """
     return text if text.isprintable() else _NOT_ASCII.sub(_escaped, text)
 
@@ -305,16 +305,16 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def clipped(text: str, most: int) -> str:
-    """Return the text, of a long one its first `most` characters and a mark."""
+    """Return the text; if it is long, its first `most` characters with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say: str | None = None) -> str:
-    """The remedy for an unknown name: the nearest known one, or else all of them.
+    """Return the remedy for an unknown name: the nearest known one, or else all of them.
 
     Args:
-        prefix: before a name, where names are parts of a dotted path.
-        else_say: in place of a list that would be too long, where no known name is near.
+        prefix: put before a name, where names are parts of a dotted path.
+        else_say: replaces a list that would be too long, if no known name is near.
     """
     names, name = list(known), name[:MAX_NAME]
     if near := difflib.get_close_matches(name, names, n=1):

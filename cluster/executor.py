@@ -1,6 +1,6 @@
-"""The seam between deciding and doing: an `Executor` runs planned steps.
+"""The interface between decisions and computation: an `Executor` runs planned steps.
 
-`SimulatedExecutor` (simulator.py) computes nothing; `actors/executor.py` holds the real ones.
+`SimulatedExecutor` (simulator.py) computes nothing; `actors/executor.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .token_rules import RuleLimits
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What was learned while loading: the facts that the scheduler needs.
+    """Facts learned while loading that the scheduler needs.
 
     Attributes:
         num_pages: pages of `page_size` tokens in each K/V pool.
@@ -23,23 +23,23 @@ class ExecutorInfo:
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
         eos_token_ids: the model's end-of-sequence tokens.
-        num_speculative_tokens: most drafts per request and step (block size - 1); 0 = plain decoding.
-        dtype: of weights and K/V, e.g. "bfloat16".
-        device: e.g. "cpu", "cuda".
+        num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
+        dtype: data type of weights and K/V, such as "bfloat16".
+        device: such as "cpu" or "cuda".
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
-        max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
-        has_grammars: answers may be held to grammars.
-        rule_limits: most of a request's rules; None is no limit.
-        num_states: recurrent states, each of a sequence that runs or of a prefix that was saved; None where
-            the target has no recurrent layers.
-        page_groups: which layers see the same window, and from which pool their pages come.
-        halves: a plan is drafted while the one before it is verified, if they have no slot in common;
-            `max_in_flight` is at least 2 then. The scheduler chooses, by what it measures: two halves of the
-            running requests by turns, or all of them, and then one plan at a time. Plans by turns have a slot
-            in common only where one is given to another request while a step of the last one is in flight.
-        row_buckets: rows of a decoding pass, rising: a pass takes as long as the next of these, and rows of
-            prompts are computed in a pass apart. None: every row counts, in one pass.
+        max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
+        has_grammars: whether answers can be constrained by grammars.
+        rule_limits: limits of a request's rules; None for no limit.
+        num_states: recurrent states, each for a running sequence or a saved prefix; None if the target has no
+            recurrent layers.
+        page_groups: which layers have the same window, and from which pool their pages come.
+        halves: whether a plan is drafted while the previous one is verified, if they have no slot in common;
+            `max_in_flight` is at least 2 then. The scheduler measures which is faster: two alternating halves
+            of the running requests, or all of them with one plan at a time. Alternating plans only have a
+            slot in common if it is given to another request while a step of its last one is in flight.
+        row_buckets: rows of a decoding pass, ascending: a pass takes as long as the next larger bucket, and
+            prompts are computed in a separate pass. None: every row counts, in one pass.
     """
 
     num_pages: tuple[int, ...]
@@ -62,13 +62,13 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHealth:
-    """How an executor's drafter is.
+    """The state of an executor's drafter.
 
     Attributes:
-        ready: drafts may be asked for. Where one was lost in the middle of a step, the target has verified
-            arbitrary tokens in the place of its drafts, and lost nothing but time.
-        generation: counts drafters. A new one has no context of any step that was submitted before it was
-            reported; one that was away for a while and has missed nothing keeps its number.
+        ready: whether drafts may be requested. If a drafter was lost during a step, the target verified
+            arbitrary tokens instead of its drafts, which only costs time.
+        generation: counts drafters. A new one has no context of steps submitted before it was reported. One
+            that was away for a while and missed nothing keeps its number.
     """
 
     ready: bool = True
@@ -83,20 +83,23 @@ class Executor(Protocol):
 
     @property
     def drafter_health(self) -> DrafterHealth:
-        """How the drafter is now; always well where there is none of its own. Cheap; from any thread."""
+        """The drafter's state; always ready if there is no remote one. Cheap; callable from any thread."""
         ...
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a target's worker has
-        died; a drafter's death is told by `drafter_health` alone."""
+        """Start a step; at most `info.max_in_flight` at once.
+
+        Raises EngineDeadError if a target's worker has died. A drafter's death only shows in
+        `drafter_health`.
+        """
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step submitted. Raises EngineDeadError when a target's worker has died."""
+        """Wait for the oldest submitted step. Raises EngineDeadError if a target's worker has died."""
         ...
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a target's worker is gone. Cheap; may be called from any thread."""
+        """Raise EngineDeadError if a target's worker is gone. Cheap; callable from any thread."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""What a dataclass says of its fields' flags: a `Flag` beside a field's type, data alone.
+"""The declaration of a dataclass field's command-line flag: a `Flag` in the field's type annotation.
 
-`Annotated[int, Flag("-n")]` declares an option in the place where its name, type, default and description
-are. `jobs/flags.py` makes typer options of the fields; its module docstring follows an option from the
-terminal to the engine.
+`Annotated[int, Flag("-n")]` declares an option next to its name, type, default and description.
+`jobs/flags.py` makes typer options of the fields; its module docstring follows an option from the terminal to
+the engine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What a field's name, type and default do not say of its flag.
+    """Properties of a field's flag beyond the field's name, type and default.
 
     Attributes:
-        names: all spellings, separated by spaces; if all are short ("-m"), `--field-name` is one, too.
-        metavar: what stands for the value in `--help`.
-        parser: makes the value from the text. The message of its ValueError is a usage error.
+        names: all spellings, separated by spaces; if all are short ("-m"), `--field-name` is added.
+        metavar: name of the value in `--help`.
+        parser: converts the text to the value. The message of its ValueError is a usage error.
         least, most: bounds of a number.
         positional: the value is an argument without a flag.
         absent: the field can only be set in Python or YAML.
@@ -38,7 +38,7 @@ class Flag:
 
 
 def parse_size(text: str) -> int:
-    """Read an integer, perhaps with k, m, g (powers of 1000) or K, M, G (powers of 1024): 32k, 1.5G."""
+    """Parse an integer with an optional k, m, g (powers of 1000) or K, M, G (powers of 1024): 32k, 1.5G."""
     text = text.strip()
     factor = _SIZES.get(text[-1:], 1)
     try:
@@ -48,7 +48,7 @@ def parse_size(text: str) -> int:
 
 
 def absolute_path(text: str) -> str:
-    """Return the absolute path of a file or folder, for processes elsewhere; a URL stays as it is."""
+    """Return the absolute path of a file or folder, for other processes; a URL is unchanged."""
     return text if "://" in text else str(Path(text).absolute())
 
 

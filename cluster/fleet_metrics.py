@@ -1,8 +1,8 @@
-"""The catalogue beside the engines': what gateways, the autoscaler and batch jobs export.
+"""Metrics that gateways, the autoscaler and batch jobs export, in addition to the engines'.
 
-Gateways show theirs on their own `/metrics` (`actors/gateway/figures.py`); the autoscaler's policy, which
-lives in Serve's controller (`actors/scaling_metrics.py`), and a batch job's driver (`jobs/batch/gauges.py`)
-give theirs to Ray.
+Gateways export theirs on their own `/metrics` (`actors/gateway/figures.py`). The autoscaler's policy, which
+runs in Serve's controller (`actors/scaling_metrics.py`), and a batch job's driver (`jobs/batch/progress.py`)
+export theirs through Ray.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ GATEWAY_CATALOGUE: tuple[Metric, ...] = (
         "manta:gateway_requests",
         "counter",
         "requests",
-        "Requests that were sent to a replica, by what chose it: session, prefix or load.",
+        "Requests sent to a replica, by the reason for the choice: session, prefix or load.",
         ("gateway", "model_name", "reason"),
     ),
     Metric(
         "manta:gateway_resumed_streams",
         "counter",
         "requests",
-        "Times a stream that had begun went on at another replica.",
+        "Times that a started stream continued on another replica.",
         ("gateway", "model_name"),
     ),
     Metric(
         "manta:gateway_retried_requests",
         "counter",
         "requests",
-        "Times a request of which nothing had come out went to another replica.",
+        "Times that a request without any output was sent to another replica.",
         ("gateway", "model_name"),
     ),
     Metric(
         "manta:gateway_isolated_requests",
         "counter",
         "requests",
-        "Times a request under which a replica died went to another one as the only suspect there.",
+        "Times that a request under which a replica died was tried as the only suspect on another one.",
         ("gateway", "model_name"),
     ),
     Metric(
@@ -49,7 +49,7 @@ GATEWAY_CATALOGUE: tuple[Metric, ...] = (
         "manta:gateway_replica_up",
         "gauge",
         "replicas",
-        "Whether a replica that was heard of lately can get requests, 0 or 1.",
+        "Whether a replica that reported recently can get requests, 0 or 1.",
         ("gateway", "model_name", "replica"),
     ),
     Metric(
@@ -69,21 +69,21 @@ SCALING_CATALOGUE: tuple[Metric, ...] = (
         "manta_autoscaler_wanted_replicas",
         "gauge",
         "replicas",
-        "Replicas that the load is worth, within the bounds: what Serve is told.",
+        "Target number of replicas, within the bounds, as passed to Serve.",
         _DEPLOYMENT,
     ),
     Metric(
         "manta_autoscaler_busy_replicas",
         "gauge",
         "replicas",
-        "Replicas' worth of slots or pages in use, whichever is scarcer in each.",
+        "Slots or pages in use, whichever is scarcer on each replica, in units of replicas.",
         _DEPLOYMENT,
     ),
     Metric(
         "manta_autoscaler_backlog_seconds",
         "gauge",
         "seconds",
-        "That the replicas need for what waits in them, each for its own, summed up.",
+        "Sum of the seconds that each replica needs for its own waiting requests.",
         _DEPLOYMENT,
     ),
     Metric(
@@ -97,7 +97,7 @@ SCALING_CATALOGUE: tuple[Metric, ...] = (
         "manta_autoscaler_decisions",
         "counter",
         "decisions",
-        "Changes of the number of wanted replicas, up or down.",
+        "Changes of the target number of replicas, up or down.",
         (*_DEPLOYMENT, "direction"),
     ),
 )
@@ -106,33 +106,40 @@ _JOB = ("job",)
 
 BATCH_CATALOGUE: tuple[Metric, ...] = (
     Metric("manta_batch_rows", "gauge", "rows", "Rows of the dataset.", _JOB),
-    Metric("manta_batch_rows_done", "gauge", "rows", "Rows that are answered or failed, of all runs.", _JOB),
-    Metric("manta_batch_rows_failed", "gauge", "rows", "Rows that failed, of all runs.", _JOB),
-    Metric("manta_batch_prompt_tokens", "gauge", "tokens", "Prompt tokens so far, of all runs.", _JOB),
-    Metric("manta_batch_generation_tokens", "gauge", "tokens", "Tokens that came out, of all runs.", _JOB),
     Metric(
-        "manta_batch_tokens_per_second", "gauge", "tokens", "Tokens out per second over the last 10 s.", _JOB
+        "manta_batch_rows_done", "gauge", "rows", "Rows that were answered or failed, over all runs.", _JOB
+    ),
+    Metric("manta_batch_rows_failed", "gauge", "rows", "Rows that failed, over all runs.", _JOB),
+    Metric("manta_batch_prompt_tokens", "gauge", "tokens", "Prompt tokens so far, over all runs.", _JOB),
+    Metric("manta_batch_generation_tokens", "gauge", "tokens", "Generated tokens, over all runs.", _JOB),
+    Metric(
+        "manta_batch_tokens_per_second",
+        "gauge",
+        "tokens",
+        "Generated tokens per second over the last 10 s.",
+        _JOB,
     ),
     Metric(
         "manta_batch_seconds_left",
         "gauge",
         "seconds",
-        "Until all rows are done, at the pace of the last minute; no value before one can tell.",
+        "Estimated time until all rows are done, at the rate of the last minute; no value before that is "
+        "known.",
         _JOB,
     ),
     Metric(
         "manta_batch_mean_accepted_length",
         "gauge",
         "tokens",
-        "Mean acceptance length of this run, the bonus token included; no value before the first draft.",
+        "Mean acceptance length of this run, including the bonus token; no value before the first draft.",
         _JOB,
     ),
     Metric(
         "manta_batch_speedup",
         "gauge",
         "ratio",
-        "Tokens per second against the job's plain sample; no value unless it was measured.",
+        "Tokens per second relative to the job's plain sample; no value unless that was measured.",
         _JOB,
     ),
-    Metric("manta_batch_engines", "gauge", "engines", "Engines that live.", _JOB),
+    Metric("manta_batch_engines", "gauge", "engines", "Running engines.", _JOB),
 )

@@ -1,8 +1,8 @@
-"""What the text of an answer must be: as users ask for it, and as it is held to.
+"""Constraints on the text of an answer: as users request them, and as grammars.
 
-Values alone. They are read and checked at the door (`actors/grammars.py`), and held to where tokens are
-chosen (`drafter/grammars/`): both know llguidance, nothing here does. Carried by `SamplingParams` and, to
-workers, by `plan.SlotSampling`.
+Values only. `actors/grammars.py` parses and checks them; `drafter/grammars/` applies them where tokens are
+sampled. Both use llguidance, this module does not. Carried by `SamplingParams` and, to workers, by
+`plan.SlotSampling`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ WAYS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that an answer's text is a sentence of.
+    """A language to which an answer's text must belong.
 
     Attributes:
-        kind: how `text` is written, as llguidance takes it. What users write otherwise (choices, any JSON
-            object, structural tags, EBNF) has become one of these.
+        kind: the format of `text`, as llguidance takes it. Other formats (choices, any JSON object,
+            structural tags, EBNF) have been converted to one of these.
         text: a JSON schema, a regular expression, or a grammar in llguidance's dialect of Lark.
-        after_token_ids: it holds only behind the first place where these were generated, one after the other
-            (the end of reasoning); before, anything can come. () is from the first token on.
-        is_cheap: it compiles within milliseconds and little memory, as it was tried: a step may do it.
-        forces: a step may ask which tokens it forces. Not where these are many: they cost a step time.
+        after_token_ids: the grammar applies only after the first occurrence of these consecutive tokens (the
+            end of reasoning); text before is free. () applies from the first token on.
+        is_cheap: a trial compiled it within milliseconds and little memory, so a step may compile it.
+        forces: whether a step may query forced tokens; False if there are many, as each query takes time in a
+            step.
     """
 
     kind: GrammarKind
@@ -59,20 +60,20 @@ _FORMS: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must be, in vLLM's names; exactly one is set.
+    """Constraints on an answer, with vLLM's names; exactly one is set.
 
     Attributes:
-        json: a JSON schema, as text or as what JSON makes of it.
+        json: a JSON schema, as text or parsed.
         regex: a regular expression, in the syntax of Rust's `regex`.
-        choice: the texts of which it is one.
-        grammar: in Lark, or in the EBNF of llama.cpp (GBNF).
+        choice: the allowed texts.
+        grammar: a grammar in Lark, or in the EBNF of llama.cpp (GBNF).
         json_object: any JSON object.
-        structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [..]}, as text or as what
-            JSON makes of it: free text, in which what follows a trigger is one of the structures; or
-            {"format": ..}, XGrammar's formats in formats.
-        disable_any_whitespace: between the tokens of JSON; by default there may be some.
+        structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [..]}, as text or parsed:
+            free text in which a trigger is followed by one of the structures; or {"format": ..}, XGrammar's
+            nested formats.
+        disable_any_whitespace: forbid whitespace between the tokens of JSON, which is allowed by default.
         after_token_ids: see `Grammar`.
-        sent_as: the field that it came in, for messages; by default its name here.
+        sent_as: the field in which it was sent, for messages; by default its name here.
     """
 
     json: str | Mapping[str, Any] | bool | None = None  # Any: JSON
@@ -103,20 +104,20 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        asked = [name for name in WAYS if getattr(self, name) is not None]
-        if len(asked) != 1:
+        set_names = [name for name in WAYS if getattr(self, name) is not None]
+        if len(set_names) != 1:
             raise RequestError(
                 f"structured_outputs takes one of {', '.join(WAYS)}; "
-                + (f"{' and '.join(asked)} were sent." if asked else "none was sent."),
+                + (f"{' and '.join(set_names)} were sent." if set_names else "none was sent."),
                 param="structured_outputs",
             )
 
     @property
     def way(self) -> str:
-        """The name of what is set."""
+        """The name of the constraint that is set."""
         return next(name for name in WAYS if getattr(self, name) is not None)
 
     @property
     def field(self) -> str:
-        """What messages call it."""
+        """The field's name in messages."""
         return self.sent_as or f"structured_outputs.{self.way}"

@@ -1,6 +1,6 @@
-"""Observations counted by size. Cheaper than prometheus_client's, and takes several equal values at once.
+"""Histograms of observations. Cheaper than prometheus_client's, and can add several equal values at once.
 
-Counted where things happen (the engine's thread, the event loop) and read by whoever shows figures.
+Counted on the engine's thread or the event loop, and read where metrics are exported.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class HistogramCounts(NamedTuple):
-    """A snapshot.
+    """Snapshot of a histogram.
 
     Attributes:
-        cumulative: how many values were at most each bound, and last how many there were.
-        sum: of all values.
+        cumulative: number of values up to each bound, and then of all values.
+        sum: sum of all values.
     """
 
     cumulative: tuple[int, ...]
@@ -29,7 +29,7 @@ class Histogram:
     """Counts per bucket.
 
     Args:
-        bounds: upper ones, rising, without infinity.
+        bounds: ascending upper bounds, without infinity.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -38,7 +38,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """So many values."""
+        """Add `count` equal values."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

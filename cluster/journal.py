@@ -1,12 +1,12 @@
-"""What happened to the last requests, step by step: for whoever asks why one took so long.
+"""A flight recorder of the last requests, step by step, to explain why a request took long.
 
-Always on, so it must cost next to nothing: a step is one row of arrays for all its requests (microseconds,
-however many there are), and a request's own numbers are picked out when it leaves its slot. All is bounded:
-the last steps, the last requests. No token and no text is kept. Told by `roster.py` and `scheduler.py`, which
-own what happens; read by `engine.py`, from any thread: readers copy what the engine's thread only adds to.
-`lives.py` says what readers get.
+It is always on, so it must be almost free: a step is one row of arrays for all its requests (microseconds,
+whatever their number), and a request's own numbers are extracted when it leaves its slot. It is bounded to
+the last steps and the last requests, and holds neither tokens nor text. `roster.py` and `scheduler.py` report
+events. `engine.py` reads from any thread: readers copy what the engine's thread only appends to. `lives.py`
+defines what readers get.
 
-Shape legend: N steps that are kept, R requests in a step, S slots, C counts of a request in a step, T times.
+Shape legend: N recorded steps, R requests in a step, S slots, C counts of a request in a step, T times.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .outcome import StepOutcome
 from .plan import SchedulerOutput, StepTimings
 from .request import FinishReason, Request
 
-_MOST_CELLS = 1 << 18  # steps x slots
-_LEAST_STEPS, _MOST_STEPS = 256, 4096
-_MOST_ENDED = 4096  # requests
-_MOST_ENDED_STEPS = 1 << 17  # of theirs, together: about 11 MB
+_MAX_CELLS = 1 << 18  # steps x slots
+_MIN_STEPS, _MAX_STEPS = 256, 4096
+_MAX_ENDED = 4096  # requests
+_MAX_ENDED_STEPS = 1 << 17  # steps of ended requests, about 11 MB in total
 
 
 class StepRing:
-    """The last steps as they were committed, whoever they were for.
+    """A ring buffer of the last committed steps of all requests.
 
     Args:
-        num_slots: of the scheduler.
+        num_slots: slots of the scheduler.
 
     Attributes:
-        last: number of the newest step; -1 before the first. Steps are committed in their order.
+        last: number of the newest step; -1 before the first. Steps are committed in order.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.num_steps = min(max(_MOST_CELLS // num_slots, _LEAST_STEPS), _MOST_STEPS)
+        self.num_steps = min(max(_MAX_CELLS // num_slots, _MIN_STEPS), _MAX_STEPS)
         self._counts_NCS = np.zeros((self.num_steps, len(COUNTS), num_slots), dtype=np.int32)
         self._times_NT = np.zeros((self.num_steps, len(TIMES)))
         self.last = -1
@@ -52,11 +52,11 @@ class StepRing:
         timings: StepTimings,
         now_s: float,
     ) -> None:
-        """A step is committed; who has left meanwhile is not in its outcome."""
+        """Record a committed step; requests that have left are not in its outcome."""
         row = plan.step % self.num_steps
         counts_CS = self._counts_NCS[row]
         counts_CS.fill(0)
-        # One assignment: each would cost a microsecond.
+        # A single assignment, as each costs a microsecond.
         counts_CS[:, outcome.slots] = (
             *(outcome.num_known, outcome.num_planned, outcome.num_drafts),
             *(outcome.num_accepted, outcome.num_out),
@@ -68,43 +68,42 @@ class StepRing:
         self.last = plan.step
 
     def of(self, slot: int, first: int, last: int) -> SlotSteps:
-        """What a slot had of the steps from `first` to `last`, as far as they are kept."""
+        """Return what a slot had of the steps from `first` to `last`, as far as they are recorded."""
         begin = max(first, self.last - self.num_steps + 1)
         rows_N = np.arange(begin, last + 1) % self.num_steps
         counts_NC = self._counts_NCS[rows_N, :, slot]
-        took_part_N = counts_NC[:, 0] > 0  # a row of a known token at the least
+        took_part_N = counts_NC[:, 0] > 0  # at least one row of a known token
         return SlotSteps(counts_NC[took_part_N], self._times_NT[rows_N[took_part_N]], begin - first)
 
 
 class Waits:
-    """For how long the first of a queue was kept from entering, by what: who is behind waits for the same."""
+    """Seconds for which the head of a queue could not enter, by reason; the rest waits for the same."""
 
     def __init__(self) -> None:
         self._totals: dict[Reason, float] = {}
-        self._held: Reason | None = None
+        self._reason: Reason | None = None
         self._since_s = 0.0
 
     def hold(self, reason: Reason, now_s: float) -> None:
-        """It does not enter the plan that is being made."""
-        self._held, self._since_s = reason, now_s
+        """Record that the head does not enter the plan that is being made."""
+        self._reason, self._since_s = reason, now_s
 
     def settle(self, now_s: float) -> None:
-        """The next plan is being made."""
-        if self._held is not None:
-            self._totals[self._held] = self._totals.get(self._held, 0.0) + now_s - self._since_s
-            self._held = None
+        """Add up the time since the last plan."""
+        if self._reason is not None:
+            self._totals[self._reason] = self._totals.get(self._reason, 0.0) + now_s - self._since_s
+            self._reason = None
 
     def until(self, now_s: float) -> Mapping[Reason, float]:
-        """The totals of a moment."""
         totals = dict(self._totals)
-        if self._held is not None:
-            totals[self._held] = totals.get(self._held, 0.0) + max(now_s - self._since_s, 0.0)
+        if self._reason is not None:
+            totals[self._reason] = totals.get(self._reason, 0.0) + max(now_s - self._since_s, 0.0)
         return totals
 
 
 @dataclass(slots=True)
 class _Stay:
-    """A request in a slot; open as long as `left_s` is None."""
+    """A request's time in a slot; open while `left_s` is None."""
 
     slot: int
     first_step: int
@@ -118,7 +117,7 @@ class _Stay:
 
 @dataclass(slots=True)
 class _Life:
-    """A request so far. `queued_s` and `waits` are of its arrival, or of when it last lost its slot."""
+    """A request so far. `queued_s` and `waits` are those at its arrival, or when it last lost its slot."""
 
     request_id: str
     client_id: str | None
@@ -140,13 +139,15 @@ class _Life:
         return sum(len(stay.steps.counts_NC) for stay in self.stays if stay.steps is not None)
 
     def goes_by(self, name: str) -> bool:
-        """Whether this is the engine's name for it, that of the response it is a part of, or the client's."""
-        own = self.request_id
-        return name in (self.client_id, own) or (own.startswith(name) and own[len(name)] in "-.")
+        """Return whether this is the request's name in the engine, that of its response, or the client's."""
+        request_id = self.request_id
+        return name in (self.client_id, request_id) or (
+            request_id.startswith(name) and request_id[len(name)] in "-."
+        )
 
 
 class Journal:
-    """Of one scheduler.
+    """The flight recorder of one scheduler.
 
     Args:
         num_slots: most requests that run at once.
@@ -158,12 +159,12 @@ class Journal:
         self._ended: deque[_Life] = deque()
         self._num_ended_steps = 0
         self._waits = {background: Waits() for background in (False, True)}
-        self._step, self._now_s = 0, 0.0  # of the plan in the making, or of the last one
+        self._step, self._now_s = 0, 0.0  # of the plan being made, or of the last one
 
-    # Told by the roster and the scheduler.
+    # Called by the roster and the scheduler.
 
     def arrived(self, request: Request) -> None:
-        """A request waits."""
+        """Record a request that waits."""
         self._living[request.request_id] = _Life(
             request.request_id,
             request.client_id,
@@ -179,22 +180,24 @@ class Journal:
         )
 
     def planning(self, step: int, now_s: float) -> None:
-        """A plan is being made."""
+        """Record that a plan is being made."""
         self._step, self._now_s = step, now_s
         for waits in self._waits.values():
             waits.settle(now_s)
 
     def held(self, reason: Reason, *, background: bool) -> None:
-        """The first of those that wait does not enter it."""
+        """Record why the first waiting request does not enter the plan."""
         self._waits[background].hold(reason, self._now_s)
 
     def entered(self, request_id: str, slot: int, num_cached: int) -> None:
-        """A request runs from this plan on, with so many tokens computed already."""
+        """Record that a request runs from this plan on, with `num_cached` tokens already computed."""
         life = self._living[request_id]
-        before = life.waits
+        waits_before = life.waits
         totals = self._waits[life.background].until(self._now_s)
         waited: dict[Reason, float] = {
-            why: s - before.get(why, 0.0) for why, s in totals.items() if s > before.get(why, 0.0)
+            reason: s - waits_before.get(reason, 0.0)
+            for reason, s in totals.items()
+            if s > waits_before.get(reason, 0.0)
         }
         life.stays.append(_Stay(slot, self._step, self._now_s, num_cached, waited))
 
@@ -206,45 +209,45 @@ class Journal:
         timings: StepTimings,
         now_s: float,
     ) -> None:
-        """A step is committed; before those it ends are told to have left."""
+        """Record a committed step, before its ended requests are reported."""
         self._now_s = now_s
         self._ring.write(plan, planned_s, outcome, timings, now_s)
 
     def lost_slot(self, request_id: str, why: Why) -> None:
-        """A request goes back from running to waiting."""
+        """Record that a request goes back from running to waiting."""
         life = self._living[request_id]
         self._close(life, why)
         life.waits = self._waits[life.background].until(self._now_s)
 
     def ended(self, request_id: str, reason: FinishReason) -> None:
-        """A request leaves for good, from wherever it is."""
+        """Record that a request leaves for good, running or waiting."""
         life = self._living[request_id]
         self._close(life, "ended")
         life.ended_s, life.finish_reason = self._now_s, reason
         self._ended.append(life)
         del self._living[request_id]
         self._num_ended_steps += life.num_steps
-        while len(self._ended) > _MOST_ENDED or self._num_ended_steps > _MOST_ENDED_STEPS:
+        while len(self._ended) > _MAX_ENDED or self._num_ended_steps > _MAX_ENDED_STEPS:
             self._num_ended_steps -= self._ended.popleft().num_steps
 
     def _close(self, life: _Life, why: Why) -> None:
-        """Its stay in a slot is over, if it has one; of a very long life the last steps stay."""
+        """End the current slot interval, if any; very long requests only keep their last steps."""
         if not life.stays or life.stays[-1].left_s is not None:
             return
         stay = life.stays[-1]
         stay.steps = self._ring.of(stay.slot, stay.first_step, self._ring.last)
         stay.left_s, stay.why = self._now_s, why
-        while len(life.stays) > 1 and life.num_steps > _MOST_STEPS:
+        while len(life.stays) > 1 and life.num_steps > _MAX_STEPS:
             life.stays.pop(0)
 
-    # Asked from any thread.
+    # Called from any thread.
 
     def lives(self, name: str) -> list[Life]:
-        """The requests of this name, oldest first: of one HTTP request there may be several."""
+        """Return the requests with this name, oldest first; one HTTP request may have several."""
         known = [*self._ended.copy(), *self._living.copy().values()]
-        return [self._told(life) for life in known if life.goes_by(name)]
+        return [self._to_life(life) for life in known if life.goes_by(name)]
 
-    def _told(self, life: _Life) -> Life:
+    def _to_life(self, life: _Life) -> Life:
         return Life(
             request_id=life.request_id,
             client_id=life.client_id,
@@ -256,12 +259,12 @@ class Journal:
             priority=life.priority,
             background=life.background,
             max_draft_tokens=life.max_draft_tokens,
-            stays=tuple(map(self._stay_told, life.stays)),
+            stays=tuple(map(self._to_stay, life.stays)),
             ended_s=life.ended_s,
             finish_reason=life.finish_reason,
         )
 
-    def _stay_told(self, stay: _Stay) -> Stay:
+    def _to_stay(self, stay: _Stay) -> Stay:
         steps = stay.steps or self._ring.of(stay.slot, stay.first_step, self._ring.last)
         return Stay(
             entered_s=stay.entered_s,

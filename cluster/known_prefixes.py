@@ -1,7 +1,7 @@
-"""Which beginnings of prompts a replica has seen lately, as chains of hashes over blocks of their text.
+"""Prompt prefixes that a replica has seen recently, as chains of hashes over blocks of their text.
 
-A guess at what its prefix cache holds, made by who routes to it (`routing.py`) and has neither its tokens nor
-its pages. Hashes are of this process: nothing of a table may travel.
+An estimate of its prefix cache, made by the process that routes to it (`routing.py`) and has neither its
+tokens nor its pages. Hashes are only valid in this process, so a table must not be sent elsewhere.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK_BYTES = 128  # about two pages of 16 tokens
-MAX_CHAIN = 2048  # blocks; what comes later in a prompt decides nothing
+MAX_CHAIN = 2048  # blocks; later parts of a prompt do not matter for routing
 MAX_BLOCKS = 1 << 16
 
 
 def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
-    """A hash for each full block of a prompt, over it and all before it.
+    """Return a hash for each full block of a prompt, over it and all blocks before.
 
     Args:
-        text: the prompt, however it is written, as long as equal beginnings are written alike.
-        salt: prompts of other salts share nothing.
+        text: the prompt in any encoding that gives equal prefixes equal bytes.
+        salt: prompts with different salts share nothing.
     """
     chain: list[int] = []
     before = hash(salt)
@@ -30,10 +30,10 @@ def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
 
 
 class KnownPrefixes:
-    """What one replica has seen; the least recently seen is forgotten first.
+    """Prefixes that one replica has seen, dropping the least recently seen ones.
 
-    A block is always seen together with those before it, and they count as seen later: so they are never
-    forgotten before it, and a chain is known up to one place and not beyond.
+    A block is always seen together with those before it, and these count as seen later. So they are never
+    dropped before it, and the known blocks of a chain are always a prefix.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -44,7 +44,7 @@ class KnownPrefixes:
         return len(self._seen)
 
     def match(self, chain: Sequence[int]) -> int:
-        """How many blocks of a chain are known, from its beginning."""
+        """Return how many blocks of a chain are known, from its beginning."""
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) // 2
@@ -55,7 +55,7 @@ class KnownPrefixes:
         return low
 
     def add(self, chain: Sequence[int]) -> None:
-        """A prompt goes to the replica."""
+        """Record a prompt that is sent to the replica."""
         for block in reversed(chain):
             self._seen[block] = None
             self._seen.move_to_end(block)

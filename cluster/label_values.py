@@ -1,8 +1,8 @@
-"""Values of a label that strangers choose: a bounded number of them, each short, and one for all others.
+"""Bounded sets of label values that clients choose, with one value for all others.
 
-A series lives as long as its process and costs whoever stores it, and a place that is taken stays taken: to
-give it to another would make a counter fall. So only names that are configured get one (`allowed`), and where
-any name may, the first do. Used by `actors/telemetry.py` and `actors/receipts.py`.
+A time series exists as long as its process and costs memory wherever it is stored, and a value keeps its
+place, as reassigning it would make a counter fall. So only configured names get a place (`allowed`); if any
+name may, the first ones do. Used by `actors/telemetry.py` and `actors/receipts.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NONE, OTHER = "none", "other"
-ANY = "*"  # among names that are configured: any name
+ANY = "*"  # in a list of configured names: any name
 _FITS = re.compile(r"[\w.:@/+-]{1,64}")
 
 
 def is_label(name: str) -> bool:
-    """Whether a name can be the value of a label, and is not one of ours."""
+    """Return whether a name is valid as a label's value and is not reserved."""
     return _FITS.fullmatch(name) is not None and name not in (NONE, OTHER)
 
 
 class Account(NamedTuple):
-    """For whom a request is, of as many values as are told apart."""
+    """The tenant and category that a request counts for."""
 
     tenant: str = NONE
     category: str = NONE
@@ -32,7 +32,7 @@ class LabelValues:
     """The values of one label.
 
     Args:
-        most: different ones, beside NONE and OTHER.
+        most: number of different values, in addition to NONE and OTHER.
         allowed: names that may get a place; ANY for all.
     """
 
@@ -41,15 +41,15 @@ class LabelValues:
         self._allowed = None if ANY in allowed else frozenset(allowed)
         self._known: set[str] = set()
 
-    def of(self, asked: str | None) -> str:
-        """What stands for it: itself, if it fits and has or gets a place."""
-        if asked is None:
+    def of(self, name: str | None) -> str:
+        """Return the name if it is valid and has or gets a place, else OTHER."""
+        if name is None:
             return NONE
-        if asked in self._known:
-            return asked
-        if len(self._known) == self._most or not is_label(asked):
+        if name in self._known:
+            return name
+        if len(self._known) == self._most or not is_label(name):
             return OTHER
-        if self._allowed is not None and asked not in self._allowed:
+        if self._allowed is not None and name not in self._allowed:
             return OTHER
-        self._known.add(asked)
-        return asked
+        self._known.add(name)
+        return name

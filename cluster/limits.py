@@ -1,6 +1,6 @@
-"""What bounds an engine's work, derived once from settings and facts; and the requests that exceed it.
+"""Limits of an engine's work, derived once from settings and facts, and the checks of requests against them.
 
-`SchedulerConfig` is read by `scheduler.py`, `check_request` called by `engine.py` before anything is queued.
+`scheduler.py` reads `SchedulerConfig`; `engine.py` calls `check_request` before anything is queued.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from .token_rules import RuleLimits
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the scheduler needs of the settings and of the facts learned while loading.
+    """The scheduler's settings, derived from the engine's and from facts learned while loading.
 
     Attributes:
-        num_slots: most sequences that run at once; no more than rows, so that each gets one every step.
+        num_slots: most sequences that run at once; no more than rows, so that each gets one in every step.
         max_rows: the token budget of a step.
         by_priority: whether `Request.priority` counts.
-        adaptive_drafts: whether drafts follow what they bring.
+        adaptive_drafts: whether draft lengths follow the measured benefit.
         halves: whether one half of the requests can be drafted while the other is verified.
-        The rest is as in `EngineConfig` and `ExecutorInfo`.
+
+    The rest is as in `EngineConfig` and `ExecutorInfo`.
     """
 
     num_slots: int
@@ -74,13 +75,13 @@ class SchedulerConfig:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the pages hold, too."""
+        """The longest sequence within max_model_len that the pages hold."""
         pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
         return longest_sequence(*pages, self.max_model_len)
 
 
 def check_request(request: Request, limits: SchedulerConfig) -> None:
-    """Raise RequestError if the request can never be served, naming the field and what would be right."""
+    """Raise RequestError if the request can never be served; names the field and what would be right."""
     prompt, params = request.prompt_token_ids, request.params
     assert params.n == 1, "SamplingParams.child() splits n completions before the engine"
     length = len(prompt)
@@ -92,7 +93,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
     if limits.max_stop_token_ids is not None and num_stops > limits.max_stop_token_ids:
         raise RequestError(
-            f"stop_token_ids and the model's end tokens are {num_stops} tokens; this engine watches for at "
+            f"stop_token_ids and the model's end tokens are {num_stops} tokens; this engine checks at "
             f"most {limits.max_stop_token_ids}. Give fewer, or set attention_backend to torch.",
             param="stop_token_ids",
         )
@@ -115,7 +116,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
 
 
 def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
-    """Raise RequestError if nothing can follow what was generated before; after `check_request`."""
+    """Raise RequestError if nothing can follow the previous output; call after `check_request`."""
     tokens, params = request.output_token_ids, request.params
     if not tokens:
         return
@@ -140,7 +141,7 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
 
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
-    """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
+    """Check the request's token rules beyond `SamplingParams`' own checks."""
     if params.structured_outputs is not None or params.grammar is not None:
         _check_grammar(params, limits)
     excess = limits.rule_limits and limits.rule_limits.excess(params)
@@ -193,7 +194,7 @@ def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:
-    """The refusal of a prompt with `length` tokens; given before they are counted where that is certain."""
+    """Return the error for a prompt with `length` tokens, which may be an estimate."""
     return RequestError(
         f"The prompt has {length} tokens; with one to generate it must fit max_model_len={max_model_len}. "
         "Shorten it, or raise max_model_len.",
@@ -202,11 +203,11 @@ def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt"
 
 
 def check_room(prompt_tokens: int, limit: int | None, max_model_len: int, param: str = "max_tokens") -> None:
-    """Raise RequestError for a limit that the context has no room for; one that is left open is what is left.
+    """Raise RequestError if a limit of generated tokens exceeds the context.
 
     Args:
-        limit: of generated tokens, as a user gave it.
-        param: the field that holds it.
+        limit: as the user gave it; None for whatever fits.
+        param: the field with the limit.
     """
     if limit is not None and prompt_tokens + limit > max_model_len:
         raise RequestError(

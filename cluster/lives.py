@@ -1,6 +1,6 @@
-"""A request's life as it is told: when it came, what it waited for, what every step did for it, how it ended.
+"""A request's timeline: its arrival, its waiting, what every step did for it, and its end.
 
-Values alone; `journal.py` keeps what they are made of. Times are seconds on the engine's clock.
+Values only; `journal.py` records them. Times are seconds on the engine's clock.
 
 Shape legend: N steps of a request, C counts, T times.
 """
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from .plan import IntArray
 from .request import FinishReason
 
-# What keeps the first of a queue waiting: no slot is free; pages are lacking; those before it have taken the
-# step's rows; its prompt may not be cut, and the step has no room for the whole of it.
+# What keeps the head of a queue waiting. slots: no slot is free; pages: too few pages; rows: requests before
+# it have used the step's rows; whole_prompt: its prompt may not be chunked, and does not fit the step.
 Reason = Literal["slots", "pages", "rows", "whole_prompt"]
-# How a stay in a slot ends: its pages went to others; it is computed anew for the drafter; for good.
+# How a slot interval ends. preempted: its pages went to other requests; refilled: it is computed again for
+# the drafter's context; ended: for good.
 Why = Literal["preempted", "refilled", "ended"]
 StepKind = Literal["prefill", "verify", "plain"]
 
@@ -30,19 +31,19 @@ TIMES = ("planned_s", "ended_s", "draft_s", "verify_s", "sample_s", "inject_s", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeStep:
-    """A step that computed something of the request.
+    """A step that computed something for the request.
 
     Attributes:
-        kind: "prefill" computes tokens that are known (a prompt's, or others after a preemption), "verify"
-            drafts, "plain" one token.
-        planned_s, ended_s: when it was planned and committed; others may have been in flight meanwhile.
+        kind: "prefill" computes known tokens (a prompt's, or others after a preemption), "verify" drafts,
+            "plain" one token.
+        planned_s, ended_s: when it was planned and committed; other steps may have been in flight in between.
         num_known: rows of known tokens; 1 is the anchor.
-        num_drafted: drafts that were made, at the most.
-        num_verified: of these, after the step's trim.
-        num_accepted: of these, those that came out.
-        num_tokens: that came out; those that are no accepted drafts are the target's own (the bonus token).
+        num_drafted: most drafts that were made.
+        num_verified: drafts left after the step's trim.
+        num_accepted: verified drafts that were accepted.
+        num_tokens: new tokens; those that are not accepted drafts are the target's own (the bonus token).
         draft_s, verify_s, sample_s, inject_s: parts of the whole step, on the first rank.
-        num_requests, num_rows: of the whole step, as it was planned.
+        num_requests, num_rows: those of the whole step, as planned.
     """
 
     kind: StepKind
@@ -62,7 +63,7 @@ class LifeStep:
 
 
 class SlotSteps(NamedTuple):
-    """Steps of one request, as they are kept; `num_forgotten` steps of the engine came before them."""
+    """Recorded steps of one request; `num_forgotten` earlier steps are not recorded any more."""
 
     counts_NC: IntArray
     times_NT: NDArray[np.float64]
@@ -70,17 +71,17 @@ class SlotSteps(NamedTuple):
 
     def told(self) -> Iterator[LifeStep]:
         for counts, times in zip(self.counts_NC.tolist(), self.times_NT.tolist(), strict=True):
-            known, planned, verified, accepted, out = counts
+            num_known, num_planned, num_verified, num_accepted, num_out = counts
             planned_s, ended_s, draft_s, verify_s, sample_s, inject_s, num_requests, num_rows = times
             yield LifeStep(
-                kind="verify" if planned else "plain" if known == 1 and out else "prefill",
+                kind="verify" if num_planned else "plain" if num_known == 1 and num_out else "prefill",
                 planned_s=planned_s,
                 ended_s=ended_s,
-                num_known=known,
-                num_drafted=planned,
-                num_verified=verified,
-                num_accepted=accepted,
-                num_tokens=out,
+                num_known=num_known,
+                num_drafted=num_planned,
+                num_verified=num_verified,
+                num_accepted=num_accepted,
+                num_tokens=num_out,
                 draft_s=draft_s,
                 verify_s=verify_s,
                 sample_s=sample_s,
@@ -92,13 +93,13 @@ class SlotSteps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stay:
-    """A time in which the request had a slot.
+    """An interval in which the request had a slot.
 
     Attributes:
-        num_cached: tokens that were found in the prefix cache.
-        waited: seconds that it waited before, by what held the queue; the rest was for a step to end.
+        num_cached: tokens found in the prefix cache.
+        waited: seconds that it waited before, by what held the queue; the rest was waiting for a step to end.
         left_s, why: None while it runs.
-        num_forgotten: steps of the engine at its beginning that are not kept any more.
+        num_forgotten: steps of the engine at its beginning that are not recorded any more.
     """
 
     entered_s: float
@@ -116,8 +117,8 @@ class Life:
 
     Attributes:
         request_id, client_id, owner, arrival_s, priority, background, max_draft_tokens: as in `Request`.
-        num_begun: output that it came with.
-        ended_s, finish_reason: None while it lives.
+        num_begun: output tokens that it came with.
+        ended_s, finish_reason: None until it has ended.
     """
 
     request_id: str

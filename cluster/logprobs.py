@@ -1,9 +1,9 @@
-"""Log probabilities that come back with tokens: of rows, as arrays; of a token, as a value.
+"""Log probabilities returned with tokens: arrays over rows, and values per token.
 
-Of the target's own distribution, before temperature, filters and rules. Made by `drafter/step/logprobs.py`,
-carried by `StepResult`, cut and handed out by `outcome.py`.
+They are of the target's own distribution, before temperature, filters and rules. Made by
+`drafter/step/logprobs.py`, carried by `StepResult`, cut and distributed by `outcome.py`.
 
-Legend: A requests of a step that asked, Y rows that tell, L likeliest tokens at most.
+Legend: A requests of a step that requested them, Y rows with log probabilities, L most likely tokens per row.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token in its place.
+    """Log probabilities at the position of one token.
 
     Attributes:
-        logprob, rank: its own, and its place among all tokens of the vocabulary, from 1.
-        top_ids, top_logprobs: as many likeliest tokens in its place as were asked for, likeliest first.
+        logprob, rank: the token's own, and its rank in the vocabulary, from 1.
+        top_ids, top_logprobs: the requested number of most likely tokens, most likely first.
     """
 
     logprob: float
@@ -32,7 +32,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Of the tokens in consecutive places; fp32 and int32."""
+    """Log probabilities of tokens at consecutive positions; fp32 and int32."""
 
     logprobs_Y: NDArray[np.float32]
     ranks_Y: NDArray[np.int32]
@@ -43,14 +43,14 @@ class RowLogprobs:
         return len(self.logprobs_Y)
 
     def cut(self, begin: int, end: int, num_top: int) -> RowLogprobs:
-        """Some of the rows, with so many likeliest tokens at most."""
+        """Return some of the rows, with at most `num_top` likely tokens."""
         rows = slice(begin, end)
         top = (self.top_ids_YL[rows, :num_top], self.top_logprobs_YL[rows, :num_top])
         return RowLogprobs(self.logprobs_Y[rows], self.ranks_Y[rows], *top)
 
     @staticmethod
     def joined(runs: Sequence[RowLogprobs]) -> RowLogprobs:
-        """One behind the other, all with as many likeliest tokens."""
+        """Join consecutive runs, all with the same number of likely tokens."""
         return RowLogprobs(
             np.concatenate([run.logprobs_Y for run in runs]),
             np.concatenate([run.ranks_Y for run in runs]),
@@ -59,7 +59,7 @@ class RowLogprobs:
         )
 
     def tokens(self) -> tuple[TokenLogprobs, ...]:
-        """Each as a value."""
+        """Return each row as a value."""
         return tuple(
             TokenLogprobs(logprob, rank, tuple(ids), tuple(logprobs))
             for logprob, rank, ids, logprobs in zip(
@@ -74,11 +74,10 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Of a step's rows for the requests that asked, request after request; the rows of rejected drafts say
-    nothing.
+    """Log probabilities of a step's rows, request by request; rows of rejected drafts are meaningless.
 
     Attributes:
-        requests_A, counts_A: int32, their places in the plan, and how many rows each has.
+        requests_A, counts_A: int32, indices in the plan and numbers of rows of the requests.
     """
 
     requests_A: NDArray[np.int32]
@@ -86,7 +85,7 @@ class StepLogprobs:
     rows: RowLogprobs
 
     def of(self, request: int, num_rows: int, num_top: int) -> RowLogprobs:
-        """The first rows of a request that asked, by its place in the plan."""
+        """Return the first rows of a request, given its index in the plan."""
         (place,) = np.flatnonzero(self.requests_A == request)
         begin = int(self.counts_A[:place].sum())
         return self.rows.cut(begin, begin + num_rows, num_top)

@@ -1,14 +1,14 @@
 """A transformer by its sizes: what its passes move and multiply, and what it holds. Plain arithmetic.
 
-Norms, biases and rotations, less than a thousandth of the rest, are left out. Read by `roofline.py` and
-`planner/`; made of checkpoints by `jobs/shapes.py`.
+Norms, biases and rotations, under 0.1 % of the rest, are ignored. Used by `roofline.py` and `planner/`;
+`jobs/shapes.py` makes shapes of checkpoints.
 
 Symbols: E experts of a layer, k of them chosen for a row, I inner size of each, w bytes of a weight.
 
     dense products, n rows   all weights are read, each with 2 n operations
-    recurrent states         each is read and written once in a pass, its records likewise
-    experts, n rows          those that some row chose are read; 2 n k/E operations for a weight of all E
-    distinct experts         E (1 - (1 - k/E)^n): rows are taken to choose evenly, and each for itself
+    recurrent states         each is read and written once in a pass, as are its records
+    experts, n rows          those chosen by some row are read; 2 n k/E operations for a weight of all E
+    distinct experts         E (1 - (1 - k/E)^n), if rows choose uniformly and independently
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from functools import cached_property
 from .page_groups import KVGeometry
 from .state_shape import StateGeometry
 
-_RULE_FLOP = 7  # of a row, for each element of a state: decay, what it says of a key, what is added, read
+_RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What products ask of a device: bytes to move, and floating-point operations."""
+    """The demands of products on a device: bytes to move, and floating-point operations."""
 
     num_bytes: float
     flop: float
@@ -37,13 +37,13 @@ class ExpertShape:
     """The routed experts of a layer.
 
     Attributes:
-        count: E, of all ranks together.
+        count: E, over all ranks.
         chosen: k.
         inter: I, of this rank's part.
-        held: how many this rank has, or has a part of.
-        shared_inter: inner size of an expert that every row has; 0: there is none.
-        weight_bytes: w, as the engine keeps them: 2; 17/32 of MXFP4 and 18/32 of INT4, with a scale for 32.
-        inner_multiple: what a rank's part of I must be a multiple of; ranks that cannot have whole experts.
+        held: experts of which this rank has all or a part.
+        shared_inter: inner size of a shared expert; 0 for none.
+        weight_bytes: w in the engine: 2; 17/32 for MXFP4 and 18/32 for INT4, with a scale per 32 weights.
+        inner_multiple: a rank's part of I must be a multiple of this; otherwise ranks have whole experts.
     """
 
     count: int
@@ -55,24 +55,24 @@ class ExpertShape:
     inner_multiple: int = 1
 
     def distinct(self, rows: float) -> float:
-        """Of those that are held, how many some of so many rows chose, on average."""
+        """Return the mean number of held experts that at least one of `rows` rows chooses."""
         return self.held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
 
     def rank(self, ranks: int) -> ExpertShape:
-        mine = replace(self, shared_inter=self.shared_inter // ranks)
+        shape = replace(self, shared_inter=self.shared_inter // ranks)
         if self.inter % (ranks * self.inner_multiple):
-            return replace(mine, held=self.held // ranks)
-        return replace(mine, inter=self.inter // ranks)
+            return replace(shape, held=self.held // ranks)
+        return replace(shape, inter=self.inter // ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """What attention over latents has beside them (`drafter/compute/latent.py` says what they are).
+    """Additional sizes of latent attention (see `drafter/compute/latent.py`).
 
     Attributes:
-        q_rank: of the queries' bottleneck; None: there is none.
-        nope_dim, rope_dim, v_dim: of a head's queries and keys, not rotated and rotated; of its values.
-        rank: of a latent.
+        q_rank: size of the queries' bottleneck; None without one.
+        nope_dim, rope_dim, v_dim: sizes per head: queries and keys without and with rotation; values.
+        rank: size of a latent.
     """
 
     q_rank: int | None
@@ -82,7 +82,7 @@ class LatentShape:
     rank: int
 
     def params(self, heads: int, hidden: int) -> int:
-        """Weights of all products of attention; what goes down to latents is whole on every rank."""
+        """Return the number of attention weights; the down projections are whole on every rank."""
         q_inputs, q_dim = self.q_rank or hidden, self.nope_dim + self.rope_dim
         down = hidden * ((self.q_rank or 0) + self.rank + self.rope_dim)
         return down + heads * (
@@ -90,25 +90,27 @@ class LatentShape:
         )
 
     def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> Work:
-        """Scores and values of so many pairs of a row and a key, over heads' own keys and values, which are
-        made of so many latents: these are gathered, and what is made of them is written and read."""
-        made = self.nope_dim + self.v_dim
-        flop = 2 * heads * (pairs * (made + self.rope_dim) + keys * made * self.rank)
-        return Work(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * made), flop)
+        """Return the work of expanded attention (MLA) over (row, key) pairs and `keys` latents.
+
+        Latents are gathered and expanded to heads' keys and values, which are written and read.
+        """
+        kv_dim = self.nope_dim + self.v_dim
+        flop = 2 * heads * (pairs * (kv_dim + self.rope_dim) + keys * kv_dim * self.rank)
+        return Work(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * kv_dim), flop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """A block: grouped-query attention or a delta rule, then a dense MLP, routed experts, or both.
+    """A block: grouped-query attention or a delta net, then a dense MLP, routed experts, or both.
 
     Attributes:
-        heads, kv_heads: 0 where there is a delta rule.
-        head_dim, v_head_dim: values of a query or key, and of a value; of latents, as they are cached.
-        window: how many tokens back a row sees; None sees all.
-        inter: inner size of the dense MLP; 0: there is none.
-        gated: what was attended is multiplied by a projection of its size.
-        latent: keys and values are latents; None: they are heads' own.
-        state: of a delta rule, which is in attention's place.
+        heads, kv_heads: 0 for a delta net.
+        head_dim, v_head_dim: sizes of a query or key, and of a value; with latents, as they are cached.
+        window: tokens that a row sees; None for all.
+        inter: inner size of the dense MLP; 0 for none.
+        gated: the attention output is multiplied by a projection of its size.
+        latent: sizes of latent attention; None if keys and values are per head.
+        state: state sizes of a delta net, which replaces attention.
     """
 
     heads: int = 0
@@ -124,11 +126,11 @@ class LayerShape:
 
     @property
     def kv(self) -> KVGeometry:
-        """What a token leaves in this layer."""
+        """K/V sizes of a token in this layer."""
         return KVGeometry(self.kv_heads, self.head_dim, self.v_head_dim, v_in_k=self.latent is not None)
 
     def dense_params(self, hidden: int) -> int:
-        """Weights that every row passes: attention or delta rule, dense MLP, router and shared expert."""
+        """Return the number of weights that every row uses, including router and shared expert."""
         inner = self.inter if self.experts is None else self.inter + self.experts.shared_inter
         router = 0 if self.experts is None else self.experts.count
         return self._attention_params(hidden) + hidden * (3 * inner + router)
@@ -138,20 +140,20 @@ class LayerShape:
             return self.latent.params(self.heads, hidden)
         attended = self.heads * self.v_head_dim
         outputs = self.heads * self.head_dim + self.kv.width + attended + attended * self.gated
-        if self.state is not None:  # convolved, gate and output, two numbers a head
+        if self.state is not None:  # convolution channels, gate and output, two values per head
             heads = self.state.num_value_heads
             outputs += self.state.channels + 2 * heads * (self.state.value_dim + 1)
         return hidden * outputs
 
     def attention(self, rows: float, context: float, itemsize: int) -> Work:
-        """Scores and values of a request's rows, over all its keys; of latents absorbed."""
+        """Return the work of a request's scores and values over all its keys; latents absorbed."""
         keys = rows + (context if self.window is None else min(context, self.window))
-        # Absorbed, a latent is key and value at once.
+        # Absorbed, a latent is both key and value.
         flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
         return Work(keys * self.kv.width * itemsize, flop)
 
     def prompt_attention(self, rows: float, context: float, itemsize: int) -> Work:
-        """The same on a GPU that promises no bits: latents in whichever form is fewer operations."""
+        """Return the work for a prompt on a GPU, with latents in the cheaper of both forms."""
         absorbed = self.attention(rows, context, itemsize)
         if self.latent is None:
             return absorbed
@@ -170,15 +172,15 @@ class LayerShape:
         )
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: sums over layers are kept
+@dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a __dict__
 class ModelShape:
     """A target, or a drafter (`taps` > 0).
 
     Attributes:
-        taps: tapped blocks that the drafter's fc takes in.
+        taps: tapped blocks that the drafter's fc reads.
         itemsize: bytes of a weight and of an element of K/V.
-        product_itemsize: of a weight of its blocks' dense products and of fc, if it is another: 1 in FP8. Of
-            experts' weights see `ExpertShape`.
+        product_itemsize: bytes of a weight in the blocks' dense products and in fc, if different: 1 for FP8.
+            `ExpertShape` has those of experts.
     """
 
     layers: tuple[LayerShape, ...]
@@ -204,9 +206,11 @@ class ModelShape:
         product_itemsize: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
-        """Dense layers that differ by their windows alone; without any, all see all."""
-        like = LayerShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter)
-        blocks = tuple(replace(like, window=window) for window in windows or (None,) * layers)
+        """Return a model of dense layers that differ only in their windows; all are full by default."""
+        layer = LayerShape(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter
+        )
+        blocks = tuple(replace(layer, window=window) for window in windows or (None,) * layers)
         return cls(
             layers=blocks,
             hidden=hidden,
@@ -218,7 +222,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a weight of a dense product."""
+        """Bytes of a weight in dense products."""
         return self.product_itemsize or self.itemsize
 
     @property
@@ -227,12 +231,12 @@ class ModelShape:
 
     @property
     def kv_geometries(self) -> tuple[KVGeometry, ...]:
-        """Of each layer with K/V."""
+        """K/V sizes of each attention layer."""
         return tuple(layer.kv for layer in self.layers if layer.state is None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer with K/V."""
+        """Window of each attention layer."""
         return tuple(layer.window for layer in self.layers if layer.state is None)
 
     @cached_property
@@ -240,7 +244,7 @@ class ModelShape:
         return tuple(Counter(layer.state for layer in self.layers if layer.state is not None).items())
 
     def state_bytes(self, drafts: float) -> float:
-        """Of a request's state in all recurrent layers, with the records of so many drafts; 0 without any."""
+        """Return the bytes of a request's states in all layers, with `drafts` records; 0 without any."""
         size = self.itemsize
         return sum(n * (g.state_bytes(size) + drafts * g.record_bytes(size)) for g, n in self._states)
 
@@ -250,32 +254,32 @@ class ModelShape:
 
     @cached_property
     def routed(self) -> tuple[tuple[ExpertShape, int], ...]:
-        """Kinds of experts, and how many layers have them."""
+        """The different experts, each with its number of layers."""
         return tuple(Counter(layer.experts for layer in self.layers if layer.experts is not None).items())
 
     @cached_property
     def widest_inter(self) -> int:
-        """Most inner states that a row has at once: of a dense MLP, or of the experts that it chose."""
+        """Most inner activations of a row at once: of a dense MLP, or of its chosen experts."""
         chosen = [e.chosen * e.inter + e.shared_inter for e, _ in self.routed]
         return max([*chosen, *(layer.inter for layer in self.layers)])
 
     @cached_property
     def linear_params(self) -> int:
-        """Weights of all blocks, but for routed experts."""
+        """Number of weights of all blocks except routed experts."""
         return sum(times * layer.dense_params(self.hidden) for layer, times in self._kinds)
 
     def expert_params(self, experts: ExpertShape) -> int:
-        """Of one expert, or of the part that is held."""
+        """Return the number of weights of one expert, or of the held part of it."""
         return 3 * self.hidden * experts.inter
 
     @cached_property
     def expert_bytes(self) -> float:
-        """Of all routed experts that are held."""
+        """Bytes of all routed experts that are held."""
         return sum(n * e.held * self.expert_params(e) * e.weight_bytes for e, n in self.routed)
 
     @cached_property
     def kv_params(self) -> int:
-        """Weights that make K and V."""
+        """Number of weights of the K and V projections."""
         return self.hidden * sum(layer.kv.width for layer in self.layers)
 
     @property
@@ -288,20 +292,20 @@ class ModelShape:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """K and V of a token, all layers."""
+        """Bytes of a token's K and V over all layers."""
         return self.itemsize * sum(layer.kv.width for layer in self.layers)
 
     def rank(self, ranks: int) -> ModelShape:
-        """What one of so many tensor-parallel ranks holds; K/V heads are repeated where there are fewer."""
+        """Return the part of one of `ranks` ranks; K/V heads are replicated if there are fewer."""
         layers = tuple(layer.rank(ranks) for layer in self.layers)
         return replace(self, layers=layers, vocab=-(-self.vocab // ranks))
 
     def linears(self, rows: float) -> Work:
-        """All dense products of the blocks."""
+        """Return the work of all dense products of the blocks."""
         return Work(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
 
     def experts(self, rows: float) -> Work:
-        """Routed experts, of which only those are read that a row chose."""
+        """Return the work of routed experts, of which only the chosen ones are read."""
         num_bytes = flop = 0.0
         for experts, times in self.routed:
             params = times * self.expert_params(experts)
@@ -313,31 +317,30 @@ class ModelShape:
         return Work(self.head_params * self.itemsize, 2 * self.head_params * rows)
 
     def attention(self, batch: int, rows: float, context: float) -> Work:
-        """`rows` of each request; where requests differ, their means."""
+        """Return the work of attention for `rows` rows of each request, or for means over requests."""
         works = [
             (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
         ]
         return _sum_of(works)
 
     def prompt_attention(self, rows: float, context: float) -> Work:
-        """Of a prompt's rows on a GPU; see `LayerShape.prompt_attention`."""
+        """Return the work of attention for a prompt on a GPU, see `LayerShape.prompt_attention`."""
         works = [
             (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
         ]
         return _sum_of(works)
 
     def states(self, batch: int, rows: float) -> Work:
-        """Recurrent layers over `rows` of each request: its state and as many records, in and out again."""
+        """Return the work of recurrent layers: states and records of `rows` rows, read and written."""
         elements = sum(n * g.num_value_heads * g.key_dim * g.value_dim for g, n in self._states)
         return Work(2 * batch * self.state_bytes(rows - 1), _RULE_FLOP * batch * rows * elements)
 
     def context(self, rows: float) -> Work:
-        """A drafter's context K/V from taps. The weights of K and V are read by its blocks already."""
+        """Return the work of a drafter's context from taps; its blocks already read K and V weights."""
         return Work(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
 
 
 def _sum_of(works: Sequence[tuple[Work, int]]) -> Work:
-    """Each so many times."""
     return Work(
-        sum(times * work.num_bytes for work, times in works), sum(times * work.flop for work, times in works)
+        sum(count * work.num_bytes for work, count in works), sum(count * work.flop for work, count in works)
     )

@@ -1,8 +1,8 @@
-"""What a step's result means for its sequences: how many tokens come out, and who ends. Pure; edits nothing.
+"""Interprets a step's result for its sequences: how many tokens are new, and which sequences end.
 
-The workers already make stop tokens impossible before `min_length`, and never send more tokens than planned;
-all that is left is to find the first token that ends a sequence. Few do, so a look-up per token in a table of
-"would this end anybody?" picks the rows that are worth a closer look. Called by `scheduler.py`.
+Workers already prevent stop tokens before `min_length`, and never return more tokens than planned, so only
+the first token that ends a sequence must be found. A table of tokens that would end any sequence selects the
+few rows that need a closer look. Changes nothing itself. Called by `scheduler.py`.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -22,20 +22,19 @@ from .sequence import SlotTable
 
 
 class SequenceUpdate(NamedTuple):
-    """What a step brought to a sequence. (A tuple, since hundreds are made per step.)
+    """The result of a step for one sequence. (A tuple, as hundreds are made per step.)
 
     Attributes:
-        request_id: whose.
-        token_ids: new tokens, cut at the end of the sequence; a token that ends it is the last of them.
-        finish_reason: why it ended, None if it goes on.
-        stop_reason: the stop token that ended it, None if that was the model's own end token.
-        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        request_id: the request.
+        token_ids: new tokens, up to the end of the sequence; includes a token that ends it.
+        finish_reason: why it ended; None if it continues.
+        stop_reason: the stop token that ended it; None if that was the model's own end token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
-        queue_s: from its arrival until it first ran.
-        logprobs: of each of `token_ids`, where they were asked for.
-        prompt_logprobs: with the first tokens, where they were asked for: of all of the prompt's but
-            its first.
+        queue_s: time from its arrival until it first ran.
+        logprobs: of each of `token_ids`, if requested.
+        prompt_logprobs: with the first tokens, if requested: of all prompt tokens but the first.
     """
 
     request_id: str
@@ -55,19 +54,19 @@ class StepOutcome:
     """Arrays of length R, as in the plan, but without the sequences that have left since it was made.
 
     Attributes:
-        slots, samples: of the plan.
+        slots, samples: from the plan.
         num_known: rows of known tokens.
-        num_planned: most drafts, of the plan.
-        num_drafts: drafts that were verified.
-        token_ids: [R, W], of the result.
-        num_out: tokens that come out, cut at the end of the sequence.
+        num_planned: most drafts, from the plan.
+        num_drafts: verified drafts.
+        token_ids: [R, W], from the result.
+        num_out: new tokens, up to the end of the sequence.
         num_accepted: accepted drafts among them.
         num_computed: tokens of the sequence whose K/V exist now.
-        stopped: the last token that came out is a stop token.
-        full: the sequence has reached its greatest length.
-        failed: the logits behind the tokens that come out, or log probabilities, are not numbers.
-        logprobs: by slot, as far as they were asked for: of the tokens that come out.
-        prompt_logprobs: by slot, of rows of prompts.
+        stopped: the last new token is a stop token.
+        full: the sequence has reached its maximum length.
+        failed: logits after the new tokens, or log probabilities, are NaN or infinite.
+        logprobs: by slot, of the new tokens, if requested.
+        prompt_logprobs: by slot, of prompt rows, if requested.
     """
 
     slots: IntArray
@@ -89,17 +88,17 @@ class StepOutcome:
 def read_result(
     table: SlotTable, plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
 ) -> StepOutcome:
-    """Judge a step, for the sequences of the plan that have not left since."""
+    """Interpret a step's result for the sequences of the plan that have not left since."""
     assert result.step == plan.step, f"result of step {result.step} for plan {plan.step}"
     verified_R = plan.num_drafts if result.num_drafts is None else result.num_drafts
     assert (verified_R <= plan.num_drafts).all(), "more drafts than planned"
     assert (result.num_tokens <= np.where(plan.samples, verified_R + 1, 0)).all(), "more than planned"
     assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
-    stays = slice(None) if staying_R.all() else staying_R  # a slice costs next to nothing
+    stays = slice(None) if staying_R.all() else staying_R  # a slice costs almost nothing
     slots_R, drafts_R = plan.slots[stays], plan.num_drafts[stays]
     known_R = plan.num_rows[stays] - drafts_R
     token_ids_RW, num_tokens_R = result.token_ids[stays], result.num_tokens[stays]
-    failed_R, num_tokens_R = _numbers_only(result, staying_R, token_ids_RW, num_tokens_R)
+    failed_R, num_tokens_R = _find_failed(result, staying_R, token_ids_RW, num_tokens_R)
     num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
     return StepOutcome(
         slots=slots_R,
@@ -110,7 +109,7 @@ def read_result(
         token_ids=token_ids_RW,
         num_out=num_out_R,
         num_accepted=np.minimum(num_out_R, np.maximum(num_tokens_R - 1, 0)),
-        # All rows of known tokens, and of those that came out all but the last: it is the new anchor.
+        # All rows of known tokens, and all new tokens but the last, which is the new anchor.
         num_computed=table.num_computed_S[slots_R] + known_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
         full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
@@ -121,7 +120,7 @@ def read_result(
 
 
 def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]:
-    """One update for each sequence that got tokens or failed."""
+    """Return one update for each sequence that got tokens or failed."""
     updates: list[SequenceUpdate] = []
     ends_R = outcome.stopped | outcome.full
     columns = (
@@ -132,7 +131,7 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
         outcome.num_drafts,
         outcome.num_accepted,
     )
-    # Plain lists: reading NumPy scalars one by one would cost more than all the rest.
+    # Plain lists, as reading NumPy scalars one by one would take longer than everything else.
     flags = (outcome.stopped.tolist(), outcome.failed.tolist())
     rows = zip(*(column.tolist() for column in columns), *flags, strict=True)
     for slot, token_ids, count, ends, num_drafted, num_accepted, stopped, failed in rows:
@@ -152,7 +151,9 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 num_accepted,
                 sequence.queue_s,
                 outcome.logprobs.get(slot, ()),
-                RowLogprobs.joined(told) if (told := sequence.prompt_logprobs) else None,
+                RowLogprobs.joined(prompt_logprobs)
+                if (prompt_logprobs := sequence.prompt_logprobs)
+                else None,
             )
         )
     return updates
@@ -161,49 +162,49 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
 def _logprobs(
     table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, result: StepResult
 ) -> Mapping[int, tuple[TokenLogprobs, ...]]:
-    """By slot, of those who asked and stay."""
+    """Return the log probabilities by slot, of the requests that want them and have not left."""
     if result.logprobs is None:
         return {}
-    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     places = np.flatnonzero(staying_R).tolist()
     for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
-        asked = table.sequences[slot].sampling.logprobs
-        if asked is not None and count:
-            found[slot] = result.logprobs.of(place, count, asked).tokens()
-    return found
+        num_top = table.sequences[slot].sampling.logprobs
+        if num_top is not None and count:
+            logprobs[slot] = result.logprobs.of(place, count, num_top).tokens()
+    return logprobs
 
 
 def _prompt_logprobs(
     plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
 ) -> Mapping[int, RowLogprobs]:
-    """By slot, of those who asked and stay."""
-    told = result.prompt_logprobs
-    if told is None:
+    """Return the prompt log probabilities by slot, of the requests that want them and have not left."""
+    logprobs = result.prompt_logprobs
+    if logprobs is None:
         return {}
-    num_top = told.rows.top_ids_YL.shape[1]
+    num_top = logprobs.rows.top_ids_YL.shape[1]
     return {
-        int(plan.slots[place]): told.of(place, count, num_top)
-        for place, count in zip(told.requests_A.tolist(), told.counts_A.tolist(), strict=True)
+        int(plan.slots[place]): logprobs.of(place, count, num_top)
+        for place, count in zip(logprobs.requests_A.tolist(), logprobs.counts_A.tolist(), strict=True)
         if staying_R[place]
     }
 
 
-def _numbers_only(
+def _find_failed(
     result: StepResult, staying_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Which sequences have logits or log probabilities that are not numbers, and how many tokens come before.
+    """Return which sequences have invalid logits or log probabilities, and the number of valid tokens before.
 
-    Grammars hide such logits, so log probabilities may be the only place where they are seen.
+    Grammars hide invalid logits, so they may show only in the log probabilities.
     """
     failed_RW = token_ids_RW == NOT_A_NUMBER
-    told = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
-    is_told = any(np.isnan(each.rows.logprobs_Y).any() for each in told)
-    if not (is_told or failed_RW.any()):  # as in all but broken models
+    step_logprobs = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
+    any_nan = any(np.isnan(each.rows.logprobs_Y).any() for each in step_logprobs)
+    if not (any_nan or failed_RW.any()):  # the usual case
         return np.zeros(len(num_tokens_R), dtype=np.bool_), num_tokens_R
     failed_R = failed_RW.any(axis=1)
     num_tokens_R = np.where(failed_R, failed_RW.argmax(axis=1), num_tokens_R).astype(np.int32)
     place_of = {place: row for row, place in enumerate(np.flatnonzero(staying_R).tolist())}
-    for each in told:
+    for each in step_logprobs:
         for place, count in zip(each.requests_A.tolist(), each.counts_A.tolist(), strict=True):
             if place in place_of and count and np.isnan(each.of(place, count, 0).logprobs_Y).any():
                 failed_R[place_of[place]], num_tokens_R[place_of[place]] = True, 0
@@ -215,12 +216,12 @@ def _cut_at_stops(
 ) -> tuple[IntArray, BoolArray]:
     num_out_R, stopped_R = num_tokens_R.copy(), np.zeros(len(slots_R), dtype=np.bool_)
     real_RW: BoolArray = np.arange(token_ids_RW.shape[1], dtype=np.int32) < num_tokens_R[:, None]
-    suspect_RW: BoolArray = (table.stop_uses_V[token_ids_RW] > 0) & real_RW
-    for row in np.flatnonzero(suspect_RW.any(axis=1)).tolist():
+    may_stop_RW: BoolArray = (table.stop_uses_V[token_ids_RW] > 0) & real_RW
+    for row in np.flatnonzero(may_stop_RW.any(axis=1)).tolist():
         slot = int(slots_R[row])
         sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
-        for column in np.flatnonzero(suspect_RW[row]).tolist():
-            # An end that comes too early was all that a grammar and the other rules left.
+        for column in np.flatnonzero(may_stop_RW[row]).tolist():
+            # An end token before min_length was the only one that the grammar and other rules allowed.
             too_early = begin + column < sequence.sampling.min_length
             may_stop = not too_early or sequence.sampling.grammar is not None
             if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:

@@ -1,21 +1,21 @@
-"""The books of pages: which are free, which sequence holds which, and which can be found again.
+"""Manages pages: which are free, which sequence holds which, and which can be found again.
 
-Each group of layers has a page table. A sequence's row in it begins where the group still sees and ends where
-rows are planned:
+Each group of layers has a page table. A sequence's row in it begins at the first page that the group still
+sees and ends where rows are planned:
 
     a group with a window    index   0 1 2 3 4 5 6 7 8
                              page    . . . . x x x . .       first = 4, end = 7
 
-Pages below `first` were given back or never taken; whatever the row says there is behind every mask, for
-good: `first` follows from a position that the sequence reaches in any case. Steps run in order, so whoever
-gets such a page writes it after every step in flight that reads it.
+Pages below `first` were freed or never allocated; their stale entries are always masked, as `first` follows
+from a position that the sequence reaches in any case. Steps run in order, so the next owner of such a page
+writes it after every step in flight that reads it.
 
-Recurrent states lie beside the pages (`states.py`): who enters gets one, too.
+Recurrent states are managed next to the pages (`states.py`): a sequence that enters also gets one.
 
-Decides nothing about sequences: `scheduler.py`, its only caller, says who grows and who leaves.
+Makes no decisions about sequences: `scheduler.py`, its only caller, decides which ones grow and leave.
 
-Shape legend: G groups, S slots, P pages of the longest sequence, R sequences asked for, K pairs of group and
-sequence that get or give pages, M pages they get or give.
+Shape legend: G groups, S slots, P pages of the longest sequence, R requested sequences, K (group, sequence)
+pairs that get or free pages, M pages that they get or free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .prefix_cache import PrefixCache, PrefixHit
 from .sequence import Sequence, SlotTable
 from .states import StateBooks
 
-_NEVER_FULL = np.iinfo(np.int32).max  # pages told to the cache: as if all were
+_NOT_CACHED = np.iinfo(np.int32).max  # number of hashed pages that keeps a sequence's pages out of the cache
 
 
 class PageEntries(NamedTuple):
@@ -47,13 +47,13 @@ class PageEntries(NamedTuple):
 
 
 class PageBooks:
-    """See the module's text. The workers' page tables follow by way of the plans.
+    """Manages pages and page tables. The workers' page tables follow through the plans.
 
     Args:
-        config: how many pages there are, and what the groups see.
+        config: numbers of pages, and the groups' windows.
 
     Attributes:
-        states: None where the target has no recurrent layers.
+        states: None if the target has no recurrent layers.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -71,11 +71,11 @@ class PageBooks:
         self.table_GSP = np.zeros(shape, dtype=np.int32)
         self.first_GS = np.zeros(shape[:2], dtype=np.int32)
         self.end_GS = np.zeros(shape[:2], dtype=np.int32)
-        self._num_hashed_S = np.zeros(config.num_slots, dtype=np.int32)  # leading pages told to the cache
+        self._num_hashed_S = np.zeros(config.num_slots, dtype=np.int32)  # leading pages that the cache has
         self._pool_of = tuple(self.pools[group.pool] for group in self.groups)
         self._num_groups_of = [sum(g.pool == p for g in self.groups) for p in range(len(self.pools))]
         self._windows = [(g, group.window) for g, group in enumerate(self.groups) if group.window is not None]
-        self._new_entries: list[IntArray] = []  # [4, M] each, of the plan in the making
+        self._new_entries: list[IntArray] = []  # [4, M] each, of the plan being made
 
     @property
     def has_windows(self) -> bool:
@@ -83,17 +83,17 @@ class PageBooks:
 
     @property
     def usage(self) -> float:
-        """The share of its pages that the fullest pool has in use; of its states, if these are scarcer."""
+        """Share of pages in use in the fullest pool, or share of states if they are scarcer."""
         pages = max(1.0 - pool.num_free / pool.num_pages for pool in self.pools)
         return pages if self.states is None else max(pages, self.states.usage)
 
     # A sequence enters.
 
     def find_prefix(self, sequence: Sequence) -> PrefixHit:
-        """What is computed already. At least one token stays to be computed, for its row brings the next."""
+        """Return a sequence's cached prefix, without its last token, whose row yields the next one."""
         request = sequence.request
-        asks = self._config.enable_prefix_caching and request.uses_cache
-        if not asks or sequence.lacks_prompt_logprobs:
+        uses_cache = self._config.enable_prefix_caching and request.uses_cache
+        if not uses_cache or sequence.lacks_prompt_logprobs:
             return self.cache.no_hit
         usable = (len(sequence.token_ids) - 1) // self.page_size
         self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, request.cache_salt)
@@ -105,26 +105,31 @@ class PageBooks:
         return self.states is None or self.states.has_room
 
     def has_room_to_enter(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
-        """Whether a sequence can enter and leave everybody who runs a page to grow, in every group: or who
-        comes in would soon be preempted again."""
+        """Return whether a sequence can enter and leave every running one a page to grow in every group.
+
+        Otherwise it would soon be preempted again.
+        """
         needed = [num_running * count for count in self._num_groups_of]
         for group, pages, (first, end) in zip(
             self.groups, hit.pages, self._spans(hit, num_tokens), strict=True
         ):
             pool = self.pools[group.pool]
             needed[group.pool] += end - first - len(pages) + pool.num_idle(pages)
-        return self._are_free(needed)
+        return self._fits(needed)
 
     def enter(self, slot: int, hit: PrefixHit, sequence: Sequence) -> StateEntry | None:
-        """Take the pages of a prefix and of the tokens behind it: of all of them where nothing is given back,
-        so that a prompt never lacks any, else of as many as the sequence can hold at once. And a state."""
+        """Allocate the pages of a prefix and of the tokens after it, and a state.
+
+        In groups that free no pages these are all pages of the tokens, so that a prompt never lacks any; in
+        the others as many as the sequence can hold at once.
+        """
         num_tokens, entry = len(sequence.token_ids), None
-        remember = sequence.request.uses_cache
+        is_cached = sequence.request.uses_cache
         if self.states is not None:  # before a page is evicted, and its state with it
             entry = self.states.enter(slot, sequence.digests, hit.num_pages, hit.num_shared, num_tokens)
         for pool, pages in zip(self._pool_of, hit.pages, strict=True):
             pool.share(pages)
-        self._num_hashed_S[slot] = hit.num_pages if remember else _NEVER_FULL
+        self._num_hashed_S[slot] = hit.num_pages if is_cached else _NOT_CACHED
         for g, (first, end) in enumerate(self._spans(hit, num_tokens)):
             pages = hit.pages[g] + self._pool_of[g].allocate(end - first - len(hit.pages[g]))
             self.first_GS[g, slot], self.end_GS[g, slot] = first, end
@@ -133,69 +138,69 @@ class PageBooks:
         return entry
 
     def _spans(self, hit: PrefixHit, num_tokens: int) -> Iterable[tuple[int, int]]:
-        """First index and end of each group's pages when a sequence enters."""
+        """Yield the first index and the end of each group's pages when a sequence enters."""
         for group, pages in zip(self.groups, hit.pages, strict=True):
             first = hit.num_pages - len(pages)
             most = group.most_pages(num_tokens, self.page_size, self._config.max_rows)
             yield first, min(first + most, pages_for(num_tokens, self.page_size))
 
-    # It grows.
+    # A sequence grows.
 
     def give_back(self, slots_R: IntArray, computed_R: IntArray) -> None:
-        """Release the pages that no row at position `computed_R` or behind it sees."""
+        """Free the pages that no row at position `computed_R` or later sees."""
         for g, window in self._windows:
             first_R = np.maximum(computed_R - (window - 1), 0) // self.page_size
-            behind = np.flatnonzero(first_R > self.first_GS[g, slots_R])
-            if not len(behind):
+            freed = np.flatnonzero(first_R > self.first_GS[g, slots_R])
+            if not len(freed):
                 continue
-            slots_K, begins_K = slots_R[behind], self.first_GS[g, slots_R[behind]]
-            picks_M, indices_M = _spread(begins_K, first_R[behind] - begins_K)
+            slots_K, begins_K = slots_R[freed], self.first_GS[g, slots_R[freed]]
+            picks_M, indices_M = _spread(begins_K, first_R[freed] - begins_K)
             pages = self.table_GSP[g, slots_K[picks_M], indices_M].tolist()
             self._pool_of[g].release(reversed(pages))
-            self.first_GS[g, slots_K] = first_R[behind]
+            self.first_GS[g, slots_K] = first_R[freed]
 
     def lacking(self, slots_R: IntArray, num_tokens_R: IntArray) -> list[int]:
-        """Which of the sequences need pages for so many tokens."""
+        """Return the indices of the sequences that need pages for this many tokens."""
         return np.flatnonzero(self._missing(slots_R, num_tokens_R).any(axis=0)).tolist()
 
     def has_room(self, slot: int, num_tokens: int) -> bool:
-        """Whether pages for so many tokens of a sequence are there or free, in every group."""
+        """Return whether pages for this many tokens of a sequence are allocated or free, in every group."""
         needed, num_pages = [0] * len(self.pools), pages_for(num_tokens, self.page_size)
         for group, end in zip(self.groups, self.end_GS[:, slot].tolist(), strict=True):
             needed[group.pool] += max(num_pages - end, 0)
-        return self._are_free(needed)
+        return self._fits(needed)
 
     def grow(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
-        """Take the pages that so many tokens of each sequence need; False if there are too few for all."""
+        """Allocate the pages for this many tokens of each sequence; False if there are too few for all."""
         missing_GR = self._missing(slots_R, num_tokens_R)
         counts_G, needed = missing_GR.sum(axis=1).tolist(), [0] * len(self.pools)
         for group, count in zip(self.groups, counts_G, strict=True):
             needed[group.pool] += count
-        if not self._are_free(needed):
+        if not self._fits(needed):
             return False
         if not any(needed):
             return True
-        groups_K, rows_K = (where.astype(np.int32) for where in np.nonzero(missing_GR))
+        groups_K, rows_K = (indices.astype(np.int32) for indices in np.nonzero(missing_GR))
         slots_K = slots_R[rows_K]
         begins_K, counts_K = self.end_GS[groups_K, slots_K], missing_GR[groups_K, rows_K]
         picks_M, indices_M = _spread(begins_K, counts_K)
-        taken = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
-        self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(taken)])
+        new_pages = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
+        self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(new_pages)])
         self.end_GS[groups_K, slots_K] = begins_K + counts_K
         return True
 
     def grow_some(self, slot: int, num_tokens: int) -> int:
-        """Take pages for so many tokens of a sequence, or for as many as the pools allow: for how many."""
+        """Allocate pages for up to `num_tokens` tokens of a sequence; return for how many."""
         while not self.has_room(slot, num_tokens):
             num_tokens = (pages_for(num_tokens, self.page_size) - 1) * self.page_size
         self.grow(np.array([slot], dtype=np.int32), np.array([num_tokens], dtype=np.int32))
         return num_tokens
 
     def _missing(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
-        """Pages [G, R] that tables lack."""
+        """Return the number of missing pages [G, R]."""
         return np.maximum(-(-num_tokens_R // self.page_size) - self.end_GS[:, slots_R], 0)
 
-    def _are_free(self, needed: list[int]) -> bool:
+    def _fits(self, needed: list[int]) -> bool:
         return all(count <= pool.num_free for count, pool in zip(needed, self.pools, strict=True))
 
     def _write(self, groups_M: IntArray, slots_M: IntArray, indices_M: IntArray, pages: list[int]) -> None:
@@ -205,7 +210,7 @@ class PageBooks:
         self._new_entries.append(entries)
 
     def take_new_entries(self) -> PageEntries:
-        """What was written into the page tables since the last call: for the plan."""
+        """Return what was written into the page tables since the last call, for the plan."""
         entries = self._new_entries or [np.empty((4, 0), dtype=np.int32)]
         self._new_entries = []
         return PageEntries(*(entries[0] if len(entries) == 1 else np.concatenate(entries, axis=1)))
@@ -213,12 +218,12 @@ class PageBooks:
     # Its pages fill, and it leaves.
 
     def remember_full_pages(self, table: SlotTable, slots_R: IntArray) -> None:
-        """Tell the prefix cache of pages that are now full of computed, committed tokens."""
+        """Insert pages that are now full of computed, committed tokens into the prefix cache."""
         if not self._config.enable_prefix_caching:
             return
         full_R = table.num_computed_S[slots_R] // self.page_size
         grown = np.flatnonzero(full_R > self._num_hashed_S[slots_R])
-        if not len(grown):  # as in most steps
+        if not len(grown):  # the usual case
             return
         columns = (slots_R[grown], self._num_hashed_S[slots_R[grown]], full_R[grown])
         digests_M: list[bytes] = []
@@ -232,21 +237,24 @@ class PageBooks:
         for g, group in enumerate(self.groups):
             pages = zip(digests_M, self.table_GSP[g, slots_M, indices_M].tolist(), strict=True)
             if group.window is not None:
-                # What was given back while its step was in flight is somebody else's.
+                # A page that was freed while its step was in flight belongs to another sequence.
                 pages = compress(pages, (indices_M >= self.first_GS[g, slots_M]).tolist())
             self.cache.insert(g, pages)
         self._num_hashed_S[slots_R] = np.maximum(full_R, self._num_hashed_S[slots_R])
 
     def forget(self, slots: Iterable[int], *, marked: bool = False) -> None:
-        """Empty the prefix cache (or forget what it has marked), and tell it of no page of these running
-        sequences until they enter anew."""
+        """Empty the prefix cache (or remove its marked pages), and keep these running sequences' pages out of
+        it.
+
+        They are kept out until the sequences enter again.
+        """
         if not marked:
             self.cache.clear()
         self.cache.forget_marked()
-        self._num_hashed_S[list(slots)] = _NEVER_FULL
+        self._num_hashed_S[list(slots)] = _NOT_CACHED
 
     def leave(self, slot: int) -> None:
-        """Release a sequence's pages, the last of every group first: they are the first to be evicted."""
+        """Free a sequence's pages, the last of every group first, so that those are evicted first."""
         indices_P = np.arange(int(self.end_GS[:, slot].max()))[:, None]
         held_PG = (indices_P >= self.first_GS[:, slot]) & (indices_P < self.end_GS[:, slot])
         indices_M, groups_M = np.nonzero(held_PG[::-1])
@@ -259,11 +267,11 @@ class PageBooks:
             self.states.leave(slot)
 
     def pages(self, group: int, slot: int) -> list[int]:
-        """What a sequence holds of a group, from `first_GS` on."""
+        """Return a sequence's pages in a group, from `first_GS` on."""
         return self.table_GSP[group, slot, self.first_GS[group, slot] : self.end_GS[group, slot]].tolist()
 
     def check_invariants(self, table: SlotTable) -> None:
-        """No page is lost or doubled, nobody writes where another reads, nobody holds more than he should."""
+        """Assert that no page is lost or duplicated, written while shared, or held in excess."""
         self.cache.check_invariants()
         if self.states is not None:
             self.states.check_invariants(table.sequences)
@@ -277,12 +285,12 @@ class PageBooks:
                 assert owners <= {g}, "a page is used by two groups"
         for pool, uses_P in zip(self.pools, uses, strict=True):
             pool.check_invariants()
-            assert uses_P.tolist() == pool.ref_counts, "pages are used by nobody who runs"
+            assert uses_P.tolist() == pool.ref_counts, "pages are used by no running sequence"
         idle = [slot for slot in range(self.end_GS.shape[1]) if slot not in table.sequences]
-        assert not self.end_GS[:, idle].any(), "pages are held by nobody who runs"
+        assert not self.end_GS[:, idle].any(), "pages are held by no running sequence"
 
     def _check_row(self, table: SlotTable, g: int, slot: int) -> list[int]:
-        """The pages of a sequence in a group: all that it sees and writes, no more than it may."""
+        """Return the pages of a sequence in a group, after checking that they are the right ones."""
         group, pool, pages = self.groups[g], self._pool_of[g], self.pages(g, slot)
         first, end = int(self.first_GS[g, slot]), int(self.end_GS[g, slot])
         num_computed = int(table.num_computed_S[slot])
@@ -294,13 +302,13 @@ class PageBooks:
             "too many pages"
         )
         for page in pages[max(num_computed // self.page_size - first, 0) :]:
-            assert pool.ref_counts[page] == 1, f"page {page} is written by one and used by another"
+            assert pool.ref_counts[page] == 1, f"page {page} is written by one sequence and used by another"
             assert page not in pool.kept, f"page {page} is known to the cache but not full"
         return pages
 
 
 def _spread(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
-    """begins, begins + 1, .. of each: which of the K each of the M is of, and its number."""
+    """Return begins, begins + 1, .. of each range: the index of the range, and the value."""
     shifts_K = begins_K + counts_K - np.cumsum(counts_K, dtype=np.int32)
     picks_M = np.repeat(np.arange(len(counts_K), dtype=np.int32), counts_K)
     return picks_M, np.arange(len(picks_M), dtype=np.int32) + shifts_K[picks_M]

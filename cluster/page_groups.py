@@ -1,24 +1,24 @@
-"""Layers that see the same window share pages: which groups a model needs, and how pools share memory.
+"""Groups of layers with the same window share pages: which groups a model needs, and how pools share memory.
 
-A page holds `page_size` tokens of the layers of one *group*, and every group has a page table of its own: so
-layers that see only the newest tokens give back the pages behind them while others keep all of theirs. Groups
-draw page ids from *pools*. A pool's memory is [planes, pages, ..]; each layer of a group lies in a plane of
-its own, and all groups of a pool use the same planes under different ids, so that any id can go to any group:
+A page holds `page_size` tokens of the layers of one *group*, and every group has a page table. So layers with
+a sliding window can free old pages while others keep all of theirs. Groups draw page ids from *pools*. A
+pool's memory is [planes, pages, ..]; each layer of a group has a plane, and all groups of a pool use the same
+planes with different ids, so that any id can go to any group:
 
     12 layers, 10 of them with a window; 2 planes        one sequence's pages in the pool
-      group 0   layers 5, 11; see all                      0 1 2 3 4 5 6 7
+      group 0   layers 5, 11; full                         0 1 2 3 4 5 6 7
       group 1   layers 0, 1; see the last window           . . . . . . 8 9
       ..                                                   . . . . . . .
       group 5   layers 9, 10; likewise                     . . . . . . 16 17
 
-Layers need not be of one geometry (heads and their sizes). A group's layers are; a plane is as wide as the
-widest layer needs, and narrower ones lie beside each other in it, each in a *part* of every token's values:
+Layers may differ in geometry (heads and their sizes), but not within a group. A plane is as wide as the
+widest layer needs; narrower layers are next to each other in it, each in a *part* of every token's values:
 
     a token in a plane, K and V of 16 heads of 256   [ a sliding layer                       ]
     the same, K and V of 4 heads of 512              [ a full layer     | another full layer ]
 
-Arithmetic only. `plan_pages` and `share_pages` are called while a model is loaded; `PageGroup`s are what the
-scheduler knows of it. Who has which page is `page_books.py`'s.
+Arithmetic only. `plan_pages` and `share_pages` are called while a model is loaded; the scheduler knows only
+the `PageGroup`s. `page_books.py` manages the pages themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from .pages import pages_for
 
-_GROUP_COST = 0.02  # a page table more, as a share of what the model's pages take
+_GROUP_COST = 0.02  # cost of another page table, as a share of what the model's pages take
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class PageGroup:
     """Layers whose K/V share a page table.
 
     Attributes:
-        pool: where its pages come from.
-        window: a row at position p sees keys > p - window; None sees all. Pages behind it are given back.
+        pool: the pool of its pages.
+        window: a row at position p sees keys > p - window; None for all. Pages before it are freed.
     """
 
     pool: int = 0
     window: int | None = None
 
     def first_page(self, position: int, page_size: int) -> int:
-        """The first page that a row at this position sees; equal to the row's own page at the earliest."""
+        """Return the first page that a row at this position sees; at most the row's own page."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // page_size
 
     def most_pages(self, num_tokens: int, page_size: int, max_rows: int) -> int:
-        """Most pages that a sequence of so many tokens holds at once, in steps of at most `max_rows` rows."""
+        """Return the most pages that a sequence of `num_tokens` tokens holds at once."""
         all_pages = pages_for(num_tokens, page_size)
         if self.window is None:
             return all_pages
@@ -58,11 +58,11 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """What a token has in a layer, on one rank.
+    """K/V of a token in a layer, on one rank.
 
     Attributes:
-        head_dim, v_head_dim: values of a key and of a value; a value has no more than its key.
-        v_in_k: a head's value is the beginning of its key (latent attention), and has no place of its own.
+        head_dim, v_head_dim: sizes of a key and of a value; a value is at most as large as its key.
+        v_in_k: a head's value is the beginning of its key (latent attention), and is not stored separately.
     """
 
     num_kv_heads: int
@@ -72,18 +72,18 @@ class KVGeometry:
 
     @property
     def width(self) -> int:
-        """Values of a token: of all heads' keys, then of all heads' values."""
+        """Number of values per token: all heads' keys, then all heads' values."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim * (not self.v_in_k))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's K/V lie.
+    """The location of a layer's K/V.
 
     Attributes:
-        group: whose page table leads to them.
-        plane: of the memory of that group's pool.
-        part: of each token's values in the plane: as many layers of this geometry lie before it.
+        group: index of the group whose page table it uses.
+        plane: plane of the memory of that group's pool.
+        part: part of each token's values in the plane: the number of layers with this geometry before it.
     """
 
     group: int
@@ -96,8 +96,8 @@ class PagePlan:
     """The groups of a target and its drafter.
 
     Attributes:
-        groups: by number; a group of the full layers, which see all, comes first in its model.
-        target, drafter: the place of each layer. Where both use a pool, page ids are the same and each has
+        groups: by index; the group of a model's full layers comes first.
+        target, drafter: the location of each layer. Where both use a pool, page ids are the same and each has
             memory of its own.
     """
 
@@ -110,11 +110,11 @@ class PagePlan:
         return count_pools(self.groups)
 
     def num_planes(self, places: Iterable[LayerPlace], pool: int) -> int:
-        """Planes that a model with these places (`target` or `drafter`) has in a pool."""
+        """Return the planes that a model with these locations (`target` or `drafter`) has in a pool."""
         return max((place.plane + 1 for place in places if self.groups[place.group].pool == pool), default=0)
 
     def pages_per_sequence(self, num_tokens: int, page_size: int, max_rows: int) -> tuple[int, ...]:
-        """Most pages of each pool that a sequence of so many tokens holds at once."""
+        """Return the most pages of each pool that a sequence of `num_tokens` tokens holds at once."""
         return pages_per_sequence(self.groups, num_tokens, page_size, max_rows)
 
 
@@ -123,7 +123,7 @@ ONE_GROUP = PagePlan((PageGroup(),), (LayerPlace(0, 0),), (LayerPlace(0, 0),))
 
 
 def plane_width(places: Sequence[LayerPlace], geometries: Sequence[KVGeometry]) -> int:
-    """Values that a token has in a plane of a model's layers."""
+    """Return the number of values per token in a plane of a model's layers."""
     return max((place.part + 1) * kind.width for place, kind in zip(places, geometries, strict=True))
 
 
@@ -134,7 +134,7 @@ def count_pools(groups: Sequence[PageGroup]) -> int:
 def pages_per_sequence(
     groups: Sequence[PageGroup], num_tokens: int, page_size: int, max_rows: int
 ) -> tuple[int, ...]:
-    """Most pages of each pool that a sequence of so many tokens holds at once."""
+    """Return the most pages of each pool that a sequence of `num_tokens` tokens holds at once."""
     pages = [0] * count_pools(groups)
     for group in groups:
         pages[group.pool] += group.most_pages(num_tokens, page_size, max_rows)
@@ -144,11 +144,13 @@ def pages_per_sequence(
 def longest_sequence(
     groups: Sequence[PageGroup], num_pages: Sequence[int], page_size: int, max_rows: int, max_model_len: int
 ) -> int:
-    """Tokens of the longest sequence that the pools hold; its last token is never computed, needs no page."""
+    """Return the longest sequence that the pools hold. Its last token is never computed and needs no page."""
 
     def is_too_long(num_tokens: int) -> bool:
         needed = pages_per_sequence(groups, num_tokens - 1, page_size, max_rows)
-        return any(need > have for need, have in zip(needed, num_pages, strict=True))
+        return any(
+            needed_pages > available for needed_pages, available in zip(needed, num_pages, strict=True)
+        )
 
     return bisect_left(range(1, max_model_len + 1), True, key=is_too_long)
 
@@ -159,18 +161,18 @@ def plan_pages(
     max_model_len: int,
     target_geometries: Sequence[KVGeometry] = (),
 ) -> PagePlan:
-    """Groups for a target's and a drafter's layers (none: no drafter), given each layer's window.
+    """Return the groups of a target's and a drafter's layers, given each layer's window (empty: no drafter).
 
-    Two models that are one group each, with the same window, share it: the same page ids, each its own
-    memory. Else each has a pool of its own. Within a model the layers of a window and a geometry are cut into
-    groups of at most p planes. A small p makes many groups, each with a page table; a large one leaves
-    planes of groups unused, and makes a window's few layers take as much as another's many. So p is what
-    costs least: planes beside layers, what a sequence of `max_model_len` holds beside what a page table per
-    layer would hold, and a little for each group. One group for all, which holds what its widest layer needs,
-    is tried, too, where there is one geometry.
+    Two models that are one group each, with the same window, share it: the same page ids, each with memory of
+    its own. Otherwise each has a pool of its own. Within a model the layers of a window and geometry are
+    split into groups of at most p planes. A small p makes many groups with a page table each; a large p
+    leaves planes unused, and a window's few layers take as much as another's many. The p with the lowest cost
+    is chosen: planes relative to layers, the pages of a sequence of `max_model_len` relative to those with a
+    page table per layer, and a small cost per group. A single group for all layers, with the memory of its
+    widest window, is also tried if there is one geometry.
 
     Args:
-        target_geometries: of the target's layers on a rank; by default all are alike, as a drafter's are.
+        target_geometries: of the target's layers on a rank; by default all are equal, like a drafter's.
     """
     target = _plan_model(_clip(target_windows, max_model_len), target_geometries, max_model_len)
     if not drafter_windows:
@@ -183,15 +185,15 @@ def plan_pages(
 
 
 _Model = tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]
-_ALIKE = KVGeometry(1, 1, 1)
+_SAME_GEOMETRY = KVGeometry(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What sorts layers into groups.
+    """The properties by which layers are grouped.
 
     Attributes:
-        parts: so many of this geometry lie in a plane.
+        parts: number of such layers per plane.
     """
 
     window: int | None
@@ -204,8 +206,8 @@ def _clip(windows: Sequence[int | None], max_model_len: int) -> list[int | None]
 
 
 def _plan_model(windows: list[int | None], geometries: Sequence[KVGeometry], max_model_len: int) -> _Model:
-    """Groups of one model, all in pool 0."""
-    kinds = geometries or (_ALIKE,) * len(windows)
+    """Return the groups of one model, all in pool 0."""
+    kinds = geometries or (_SAME_GEOMETRY,) * len(windows)
     width = max(kind.width for kind in kinds)
     layers = [_Layer(w, kind, width // kind.width) for w, kind in zip(windows, kinds, strict=True)]
     layers_of: dict[_Layer, list[int]] = {layer: [] for layer in layers if layer.window is None}
@@ -255,13 +257,14 @@ def share_pages(
     page_bytes: tuple[int, ...],
     budget_bytes: int,
 ) -> tuple[int, ...]:
-    """Pages of each pool, such that all run out together when `max_num_seqs` sequences of one length run.
+    """Return the pages of each pool such that all run out together with `max_num_seqs` equally long
+    sequences.
 
-    That length is the greatest that fits. Each pool holds at least one sequence of `max_model_len` tokens, if
-    the budget allows; the others get what is left.
+    Their length is the greatest that fits. Each pool holds at least one sequence of `max_model_len` tokens,
+    if the budget allows; the others get the rest.
 
     Args:
-        page_bytes: of a page of each pool, in all its planes.
+        page_bytes: bytes of a page of each pool, over all its planes.
     """
 
     def per_sequence(num_tokens: int) -> tuple[int, ...]:
@@ -271,17 +274,17 @@ def share_pages(
         return max_num_seqs * _dot(per_sequence(num_tokens), page_bytes)
 
     length = max(bisect_right(range(1, max_model_len + 1), budget_bytes, key=cost), 1)
-    weights, least = per_sequence(length), per_sequence(max_model_len)
-    if _dot(least, page_bytes) > budget_bytes:
+    weights, minimum = per_sequence(length), per_sequence(max_model_len)
+    if _dot(minimum, page_bytes) > budget_bytes:
         return tuple(_by_weight(weights, page_bytes, budget_bytes))
-    pages = list(least)
-    free = set(range(len(pages)))  # pools that get more than the least
+    pages = list(minimum)
+    free = set(range(len(pages)))  # pools that get more than the minimum
     while free:
         fixed = sum(pages[p] * page_bytes[p] for p in range(len(pages)) if p not in free)
         shares = _by_weight(
             [w * (p in free) for p, w in enumerate(weights)], page_bytes, budget_bytes - fixed
         )
-        short = {p for p in free if shares[p] < least[p]}
+        short = {p for p in free if shares[p] < minimum[p]}
         if not short:
             return tuple(shares[p] if p in free else pages[p] for p in range(len(pages)))
         free -= short

@@ -1,8 +1,8 @@
-"""Who owns which K/V page: reference counts, and which free page goes next. Ids only, no memory.
+"""Reference counts of K/V pages, and the order in which free ones are used. Ids only, no memory.
 
-A free page whose content is worth keeping (`keep`) stays intact until nothing else is free: blank pages go
-first, then kept ones, the longest unused first. What a page holds is known to `prefix_cache.py`, who uses it
-to `page_books.py`.
+A free page whose content is worth keeping (`keep`) stays intact until nothing else is free: blank pages are
+used first, then kept ones, least recently used first. `prefix_cache.py` knows what a page holds,
+`page_books.py` which sequence uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .page_ages import PageAges, PageTimes
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that so many tokens fill, the last one perhaps in part."""
+    """Return the pages that `num_tokens` tokens fill, including a partial last one."""
     return -(-num_tokens // page_size)
 
 
@@ -22,17 +22,17 @@ class PagePool:
     """Pages 0 .. num_pages - 1.
 
     Args:
-        num_pages: how many there are.
-        ages: told what becomes of them, for metrics.
+        num_pages: number of pages.
+        ages: measures the pages for metrics.
     """
 
     def __init__(self, num_pages: int, ages: PageAges | None = None) -> None:
         self.num_pages = num_pages
         self._ages = ages or PageAges(PageTimes(), 0)
         self.ref_counts = [0] * num_pages
-        self.on_evict: Callable[[int], None] = lambda page: None  # hears of kept pages that are given away
+        self.on_evict: Callable[[int], None] = lambda page: None  # called with kept pages that are evicted
         self._kept: set[int] = set()
-        self._blank = list(range(num_pages - 1, -1, -1))  # a stack: low ids first
+        self._blank = list(range(num_pages - 1, -1, -1))  # a stack with low ids on top
         self._evictable: OrderedDict[int, None] = OrderedDict()  # kept and free, oldest first
 
     @property
@@ -40,11 +40,11 @@ class PagePool:
         return len(self._blank) + len(self._evictable)
 
     def num_idle(self, pages: Sequence[int]) -> int:
-        """How many of `pages` are free (kept, used by nobody)."""
+        """Return how many of `pages` are free (kept, but not in use)."""
         return sum(self.ref_counts[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Take free pages; their old content is lost. The caller has checked `num_free`."""
+        """Allocate free pages, whose old content is lost. The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for page in pages:
@@ -53,7 +53,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Use kept pages once more."""
+        """Add a use to kept pages."""
         for page in pages:
             if self.ref_counts[page] == 0:
                 del self._evictable[page]
@@ -61,9 +61,9 @@ class PagePool:
             self.ref_counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give up one use of each page. Of kept pages that become free the first ones are evicted first."""
+        """Remove a use of each page. Of kept pages that become free, the first ones are evicted first."""
         for page in pages:
-            assert self.ref_counts[page] > 0, f"page {page} is released but nobody uses it"
+            assert self.ref_counts[page] > 0, f"page {page} is released but not in use"
             self.ref_counts[page] -= 1
             if self.ref_counts[page] > 0:
                 continue
@@ -74,19 +74,19 @@ class PagePool:
                 self._blank.append(page)
 
     def keep(self, page: int) -> None:
-        """The content of a page in use is worth keeping once it is free."""
+        """Keep the content of a page in use once it is free."""
         assert self.ref_counts[page] > 0, f"page {page} is free: its content is not known"
         self._kept.add(page)
 
     def keep_no_more(self, page: int) -> None:
-        """A page's content does not matter any more."""
+        """Do not keep a page's content any more."""
         self._kept.remove(page)
         if page in self._evictable:
             del self._evictable[page]
             self._blank.append(page)
 
     def keep_nothing(self) -> None:
-        """No page's content matters any more."""
+        """Do not keep any page's content any more."""
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._kept.clear()
@@ -99,13 +99,13 @@ class PagePool:
         return page
 
     def check_invariants(self) -> None:
-        """Every page is in use, blank or evictable, and only one of them."""
+        """Assert that every page is either in use, blank or evictable."""
         in_use = {page for page, count in enumerate(self.ref_counts) if count}
         assert min(self.ref_counts) >= 0, "a page is released too often"
         assert len(in_use) + self.num_free == self.num_pages, "pages are lost or counted twice"
         assert in_use | set(self._blank) | set(self._evictable) == set(range(self.num_pages))
         assert self._evictable.keys() <= self._kept, "an evictable page is not worth keeping"
-        assert self._kept.isdisjoint(self._blank), "a kept page is lost among the blank ones"
+        assert self._kept.isdisjoint(self._blank), "a kept page is blank"
 
     @property
     def kept(self) -> frozenset[int]:

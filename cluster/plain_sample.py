@@ -1,18 +1,18 @@
-"""What speculation is worth, measured in a job: some of its own rows, answered plainly.
+"""Measures the speed-up of speculation within a batch job, by answering some of its rows plainly.
 
-Answers do not depend on speculation, so a few rows can be answered without it and count as any others. Which
-rows, and what of the time is comparable, is decided here; who starts rows asks and tells (`EngineMeter`).
-Pure: times and the engine's token counter are given.
+Answers do not depend on speculation, so a few rows can be answered without it and count like any others. This
+module decides which rows, and which times are comparable; the code that starts rows calls it (`EngineMeter`).
+Times and the engine's token counter are arguments.
 
     rows started   speculated ......... | plain ................   | speculated .............
     rows running   speculated ......... | both . | plain alone . | both . | speculated ......
     counted            [<-- before -->]          [<-- plain -->]          [<-- after -->]
 
-Time counts only while the engine is full and all of its rows are of one kind. The speculated time is as long
-before the plain rows as after them, and at most as long as theirs, so that a drift (rows ordered by length)
-falls out. Plain rows are started until half of `num_rows` were while no speculated one ran: that takes about
-`num_rows`, and up to twice as many where they are so fast that speculated ones outlast them. A sample that
-does not come to its end, or that was over in no time, says nothing.
+Time counts only while the engine is full and all of its rows are of one kind. The speculated time before the
+plain rows equals that after them, and is at most theirs, so that a drift (rows ordered by length) cancels
+out. Plain rows are started until half of `num_rows` were started while no speculated row ran. That takes
+about `num_rows`, and up to twice as many if they finish before the speculated ones. A sample that does not
+complete, or took too little time, gives no result.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from enum import Enum, auto
 from .errors import ConfigError
 
 ROWS_PER_SEAT = 2  # the first fill the engine, the second keep it full while the first are answered
-STRETCH = 2  # what a sample may take at most, of what it is to take
-LEAST_S = 1.0  # of each kind of time; less than that is noise
-MAX_SHARE = 0.05  # of a job's rows, where nobody asked
+STRETCH = 2  # most plain rows, as a multiple of `num_rows`
+LEAST_S = 1.0  # of each kind of time; less is noise
+MAX_SHARE = 0.05  # of a job's rows, unless the user requests a sample
 
 
 def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -> int:
-    """How many rows of a job are answered plainly to measure what speculation is worth; 0: none.
+    """Return how many rows of a job are answered plainly to measure the speed-up; 0 for none.
 
     Args:
-        num_rows: of the job.
+        num_rows: rows of the job.
         max_num_seqs: of an engine.
-        asked: by the user; None: as many as it takes, where that is a small share of the rows.
+        asked: the user's setting; None for as many as needed, if that is a small share of the rows.
 
     Raises:
         ConfigError: `asked` is too few to measure anything.
@@ -46,7 +46,7 @@ def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -
     if asked and asked < needed:
         raise ConfigError(
             f"plain_sample={asked} is too few rows to measure with: an engine of max_num_seqs={max_num_seqs} "
-            f"must stay full of plain rows for a while. Ask for {needed} or more, or for 0 (none).",
+            f"must stay full of plain rows for a while. Set it to {needed} or more, or to 0 (none).",
             param="plain_sample",
         )
     return asked
@@ -54,7 +54,7 @@ def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Tokens that came out of a full engine in two kinds of time (seconds)."""
+    """Tokens that a full engine generated in plain and in speculated time (seconds)."""
 
     plain_tokens: int
     plain_s: float
@@ -71,19 +71,19 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast speculation was."""
+        """Speculative over plain tokens per second."""
         return self.drafted_tokens_per_s / self.plain_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Time between two events."""
+    """Time between two events, and its tokens."""
 
     seconds: float
     tokens: float
 
     def first(self, seconds: float) -> _Stretch:
-        """At most that much of it; its tokens came evenly."""
+        """Return at most the first `seconds` of it, assuming evenly distributed tokens."""
         if self.seconds <= seconds:
             return self
         return _Stretch(seconds, self.tokens * seconds / self.seconds)
@@ -100,8 +100,8 @@ class PlainSample:
     """The sample of one engine.
 
     Args:
-        num_rows: how many rows are about to be answered plainly; see `num_plain_rows`.
-        full: with that many rows in it the engine is full.
+        num_rows: number of rows to answer plainly, see `num_plain_rows`.
+        full: number of rows with which the engine is full.
     """
 
     def __init__(self, num_rows: int, full: int) -> None:
@@ -111,7 +111,7 @@ class PlainSample:
         self._num_running = {True: 0, False: 0}  # by whether they are speculated
         self._num_warm = 0  # speculated rows answered before the sample
         self._num_started = 0  # plain rows
-        self._num_alone = 0  # of them, while no speculated row ran
+        self._num_alone = 0  # plain rows that were started while no speculated row ran
         self._event_s: float | None = None
         self._event_tokens = 0
         self._before: list[_Stretch] = []
@@ -121,20 +121,20 @@ class PlainSample:
 
     @property
     def comparison(self) -> Comparison | None:
-        """What was measured; None until the sample is whole."""
+        """The result; None until the sample is complete."""
         return self._comparison
 
     def start(self, now_s: float, num_tokens: int) -> bool:
-        """A row goes to the engine. Returns whether it is to be speculated.
+        """Record a row that goes to the engine; returns whether it is speculated.
 
         Args:
-            now_s: of any clock that only grows.
-            num_tokens: that the engine has brought out so far.
+            now_s: monotonic time in seconds.
+            num_tokens: tokens that the engine has generated so far.
         """
-        self._count(now_s, num_tokens)
-        if self._phase is _Phase.BEFORE and self._warm:
+        self._account(now_s, num_tokens)
+        if self._phase is _Phase.BEFORE and self._is_warm:
             self._phase = _Phase.PLAIN
-        elif self._phase is _Phase.PLAIN and self._enough:
+        elif self._phase is _Phase.PLAIN and self._has_enough:
             self._phase = _Phase.AFTER if _seconds(self._plain) >= LEAST_S else _Phase.DONE
         speculate = self._phase is not _Phase.PLAIN
         if not speculate:
@@ -144,15 +144,15 @@ class PlainSample:
         return speculate
 
     def end(self, now_s: float, num_tokens: int, speculate: bool) -> None:
-        """A row has left the engine; `speculate` is what `start` said of it."""
-        self._count(now_s, num_tokens)
+        """Record a row that has left the engine; `speculate` is the result of its `start`."""
+        self._account(now_s, num_tokens)
         self._num_running[speculate] -= 1
         self._num_warm += self._phase is _Phase.BEFORE
         assert min(self._num_running.values()) >= 0, "more rows ended than were started"
 
     @property
-    def _warm(self) -> bool:
-        """Enough speculated rows went before, and the one that is starting fills the engine."""
+    def _is_warm(self) -> bool:
+        """Whether enough speculated rows have ended, and the one that is starting fills the engine."""
         return (
             self._num_warm >= self._num_rows
             and sum(self._num_running.values()) + 1 >= self._full
@@ -160,24 +160,24 @@ class PlainSample:
         )
 
     @property
-    def _enough(self) -> bool:
-        """No more plain rows are to be started."""
+    def _has_enough(self) -> bool:
+        """Whether no more plain rows are needed."""
         if self._num_started >= STRETCH * self._num_rows:
             return True
         return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= LEAST_S
 
-    def _count(self, now_s: float, num_tokens: int) -> None:
-        """Take the time since the last event for what it was."""
+    def _account(self, now_s: float, num_tokens: int) -> None:
+        """Assign the time since the last event to its kind."""
         if self._phase is _Phase.DONE:
             return
         if self._event_s is not None:
             stretch = _Stretch(now_s - self._event_s, num_tokens - self._event_tokens)
             drafted, plain = self._num_running[True], self._num_running[False]
             if drafted + plain >= self._full and not (drafted and plain):
-                self._file(stretch, drafted=drafted > 0)
+                self._record(stretch, drafted=drafted > 0)
         self._event_s, self._event_tokens = now_s, num_tokens
 
-    def _file(self, stretch: _Stretch, drafted: bool) -> None:
+    def _record(self, stretch: _Stretch, drafted: bool) -> None:
         if not drafted:
             self._plain.append(stretch)
         elif self._phase is _Phase.BEFORE:
@@ -206,7 +206,7 @@ def _seconds(stretches: Iterable[_Stretch]) -> float:
 
 
 def _until(seconds: float, stretches: Iterable[_Stretch]) -> _Stretch:
-    """The first so many seconds of the stretches, in one."""
+    """Return the first `seconds` of the stretches as one."""
     tokens, left_s = 0.0, seconds
     for stretch in stretches:
         taken = stretch.first(left_s)

@@ -1,7 +1,7 @@
-"""The values that cross the line between deciding and doing: a step's plan and its result.
+"""The values passed between scheduler and executor: a step's plan and its result.
 
-All are frozen and flat (struct of NumPy arrays), so that one pickle of a few hundred bytes carries a
-step to the workers. Made by `scheduler.py`, executed by an `Executor`, committed by `engine.py`.
+All are frozen and flat (structs of NumPy arrays), so that a pickle of a few hundred bytes carries a step to
+the workers. Made by `scheduler.py`, executed by an `Executor`, committed by `engine.py`.
 
 Shape legend: R requests in the step, M new page-table entries, W = 1 + largest number of drafts.
 
@@ -9,19 +9,19 @@ A step of one decoding request (`num_computed` = n, so token n is the anchor), 3
 
     position       n        n+1   n+2   n+3
     row            anchor   d1    d2    d3        num_rows = 4, num_drafts = 3
-    row's verdict  X_n+1    X_n+2 X_n+3 X_n+4     drafts count while d_k = X_n+k; then X itself (the bonus)
+    row's choice   X_n+1    X_n+2 X_n+3 X_n+4     drafts are accepted while d_k = X_n+k; then X itself (bonus)
 
-A prefill chunk has rows of known tokens only; `samples` is False until its last row is the last known
-token, and then one token comes back.
+A prefill chunk only has rows of known tokens; `samples` is False until its last row is the last known token,
+and then one token is returned.
 
-Recurrent states (`states.py`), where a target has them, are never written by rows that may be rejected. A
-worker remembers where each request's state stands and what the rows behind it would do to it:
+Recurrent states (`states.py`) are never written by rows that may be rejected. A worker remembers the position
+of each request's state, and records of what later rows would do to it:
 
-    step i      state stands at n; rows n .. n+3 are computed from it, and it stays. d1, d2 stood, d3 did not
-    step i + 1  first row n+3: the records of n .. n+2 are folded in, the state stands at n+3
+    step i      state is at n; rows n .. n+3 are computed from it without changing it. d1, d2 accepted, d3 not
+    step i + 1  first row n+3: the records of n .. n+2 are folded in, the state is at n+3
 
-so how many rows are folded is the difference of two positions, which the worker knows even where the plan
-does not. Rows of a chunk without drafts stand for sure and are folded in at once.
+So the number of folded rows is the difference of two positions, which the worker knows even if the plan does
+not. Rows of a chunk without drafts are final and are folded in at once.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """Sampling state of a request slot, as the workers need it (see `SamplingParams`).
+    """Sampling state of a request's slot, as the workers need it (see `SamplingParams`).
 
-    `min_length` is absolute: tokens at positions below it cannot be any of `stop_token_ids` (the union of
-    the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key. `rules` are
-    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for,
-    and `prompt_logprobs`, the same of the prompt's tokens: those at positions below `prompt_length`;
-    and `grammar`.
+    Attributes:
+        seed: the 64-bit noise key.
+        min_length: tokens at positions below it cannot be any of `stop_token_ids`.
+        stop_token_ids: the model's end tokens, unless ignored, and the request's.
+        rules: None if the request has none.
+        logprobs: number of most likely tokens to return; None for no log probabilities.
+        prompt_logprobs: the same for the prompt's tokens, at positions below `prompt_length`.
+        grammar: None if the request has none.
     """
 
     temperature: float
@@ -67,12 +70,12 @@ class SlotSampling:
 
 
 class StateEntry(NamedTuple):
-    """What a request that enters gets of the recurrent states.
+    """The recurrent state that a request gets when it enters.
 
     Attributes:
-        state: is this request's as long as it has its slot.
-        source: what it begins as, a copy of this saved state (perhaps itself); None: zeros.
-        num_tokens: which the source has seen; this request's first row stands behind them.
+        state: its state while it has its slot.
+        source: the saved state that it begins as a copy of (may be the same one); None for zeros.
+        num_tokens: tokens that the source has seen; the request's first row follows them.
     """
 
     state: int
@@ -82,13 +85,13 @@ class StateEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSaves:
-    """States to be saved in a step, int32 [M] each; a request's by rising position.
+    """States to save in a step, int32 [M] each, ascending by position within a request.
 
     Attributes:
-        requests: which of the plan's (not its slot).
-        positions: if that many of its tokens are computed behind this step and were not before, what its
-            state is there is written, by the step's end, into
-        states: the ids. Else nothing is written, and the next plans ask again.
+        requests: indices in the plan (not slots).
+        positions: number of tokens whose state is saved, if this step computes the last of them. Otherwise
+            nothing is written, and later plans request it again.
+        states: ids to write the states to.
     """
 
     requests: IntArray
@@ -98,12 +101,14 @@ class StateSaves:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that enters a slot in this step: new, or back after a preemption.
+    """A request that enters a slot in this step: new, or after a preemption.
 
-    `token_ids` int32 [num_tokens] holds all its known tokens (the prompt, and after a preemption what was
-    generated); rows of prefix hits are not computed again but the tokens are here. `state` matters where the
-    target has recurrent layers; all sources of a plan are read before any state is written in its step.
-    `on_trial`: the candidate drafts for it, where there is one.
+    Attributes:
+        token_ids: int32 [num_tokens], all known tokens (the prompt, and generated ones after a preemption),
+            including those of prefix hits, whose rows are not computed again.
+        state: for targets with recurrent layers. All sources of a plan are read before any state is written
+            in its step.
+        on_trial: the candidate drafts for it, if there is one.
     """
 
     slot: int
@@ -116,25 +121,24 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """How a step's drafts are cut once they are made and their margins known
-    (`speculation/draft_trimming.py`).
+    """Parameters for trimming a step's drafts once their margins are known (`speculation/draft_trimming.py`).
 
-    A margin is how sure a proposal is: by how much the best score is above the second best, as they are
-    judged: logits after filters and masks, plus temperature times noise; inf where one token alone is
-    possible. Where the drafter tells no margins nothing is cut. No token depends on it.
+    A draft's margin is the difference between the best and the second best score: logits after filters and
+    masks, plus temperature times noise; inf if only one token is possible. Nothing is trimmed if the drafter
+    gives no margins. Trimming changes no token.
 
     Attributes:
-        bias_K, slope_K: float32 [K], K most drafts of a request; draft k stands if those before it do with
-            the chance sigmoid(bias_R[r] + bias_K[k] + slope_K[k] log(1 + margin)).
-        bias_R: float32 [R], what a request's own past adds.
-        weights_R: float32 [R], what a token of each request is worth; 1 by default, 0 where none comes.
+        bias_K, slope_K: float32 [K], K most drafts of a request. Draft k is accepted, if those before it are,
+            with the probability sigmoid(bias_R[r] + bias_K[k] + slope_K[k] log(1 + margin)).
+        bias_R: float32 [R], contribution of a request's own history.
+        weights_R: float32 [R], value of a token of each request; 1 by default, 0 for requests that get none.
         seconds_N: float32, at least num_batched_tokens + 1, seconds by rows of the target's pass; never
-            falls. With a rate what a step takes in any case may be left out. Empty where `num_rows` is set.
-        num_rows: of the pass in which drafts are verified, so many, or fewer if there are not enough drafts:
-            chosen beforehand where passes have fixed sizes (`ExecutorInfo.row_buckets`). None: as many as pay
-            by `seconds_N`.
-        rate: worth per second that steps bring in the long run: cut where this one's worth - rate x seconds
-            is greatest. 0 is not known: where its worth / seconds is.
+            decreases. With a rate, the fixed part of a step may be left out. Empty if `num_rows` is set.
+        num_rows: rows of the verification pass (fewer if there are not enough drafts), chosen beforehand
+            where passes have fixed sizes (`ExecutorInfo.row_buckets`). None: as many as pay off by
+            `seconds_N`.
+        rate: long-run value per second of steps: maximize value - rate x seconds of this step. 0 if unknown:
+            maximize value / seconds.
     """
 
     bias_K: FloatArray
@@ -148,23 +152,24 @@ class Trim:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. Arrays of length R are in the order in which rows are laid out.
+    """One step. Arrays of length R are in the order of the rows.
 
     Attributes:
         step: counts up from 0.
-        admitted: requests whose slot is to be (re)initialised before anything else.
-        page_groups, page_slots, page_indices, page_ids: int32 [M]; set page_table[group, slot, index] = id
-            first. Pages given back are not told: what stays in the table lies behind the group's window.
+        admitted: requests whose slots are (re)initialized first.
+        page_groups, page_slots, page_indices, page_ids: int32 [M]; then set page_table[group, slot, index] =
+            id. Freed pages are not listed, as their entries are outside of the group's window.
         slots: int32 [R], distinct.
-        num_computed: int32 [R], tokens whose K/V exist; the first row's absolute position. -1 where it
-            depends on a step in flight: the workers know it then.
-        num_rows: int32 [R] >= 1, rows of the target's forward pass, drafts included; the most, if it trims.
-        num_drafts: int32 [R], drafts to propose, and the most to verify; 0 = plain decoding or prefill.
-        samples: bool [R], whether the last known token is among the rows, so that tokens come back.
-        trim: how the drafts are cut before they are verified; None verifies all.
-        writes_context: whether the drafter gets what this step computes. If not, no request of the step is
-            drafted for before it has entered anew.
-        saves: recurrent states to be saved, if any.
+        num_computed: int32 [R], tokens whose K/V exist, and so the first row's position. -1 if it depends on
+            a step in flight; the workers know it then.
+        num_rows: int32 [R] >= 1, rows of the target's forward pass, including drafts; an upper bound with a
+            trim.
+        num_drafts: int32 [R], drafts to propose, and most drafts to verify; 0 for plain decoding or prefill.
+        samples: bool [R], whether the last known token is among the rows, so that tokens are returned.
+        trim: how drafts are trimmed before they are verified; None verifies all.
+        writes_context: whether the drafter's context of this step is written. If not, no request of the step
+            is drafted for before it has entered again.
+        saves: recurrent states to save, if any.
         num_batched_tokens, num_draft_tokens: rows and drafts of all requests together.
     """
 
@@ -186,12 +191,12 @@ class SchedulerOutput:
     num_draft_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Asked for a dozen times a step: each sum of a short array takes two microseconds.
+        # Read a dozen times per step, and each sum of a short array takes two microseconds.
         object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
         object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
 
     def verifying(self, num_drafts_R: IntArray) -> SchedulerOutput:
-        """The plan when it has been trimmed: with so many drafts of each request, no more than planned."""
+        """Return the trimmed plan, with these numbers of drafts, which are at most the planned ones."""
         num_rows_R = self.num_rows - self.num_drafts + num_drafts_R
         return replace(self, num_rows=num_rows_R, num_drafts=num_drafts_R, trim=None)
 
@@ -215,11 +220,11 @@ class StepTimings:
 
 
 class ExpertReads(NamedTuple):
-    """What routed layers cost a step, on the first target rank.
+    """Experts that routed layers read in a step, on the first target rank.
 
     Attributes:
-        experts: whose weights were read, each layer's for itself.
-        layers: routed layers that were run.
+        experts: experts whose weights were read, summed over layers.
+        layers: passes through routed layers.
     """
 
     experts: int
@@ -228,11 +233,11 @@ class ExpertReads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUse:
-    """What an engine had of a drafter in a process of its own, which it may share with others.
+    """An engine's use of a remote drafter, which it may share with others.
 
     Attributes:
-        steps: whose drafts it made.
-        queue_s: seconds in which it could have begun something for this engine, and worked for others.
+        steps: steps with its drafts.
+        queue_s: seconds in which it could have worked for this engine, but worked for others.
         served_s: seconds of its work for this engine: drafts, context, admissions.
     """
 
@@ -244,27 +249,26 @@ class DrafterUse:
         return DrafterUse(self.steps + more.steps, self.queue_s + more.queue_s, self.served_s + more.served_s)
 
 
-NOT_A_NUMBER = -2  # in the place of a token whose logits hold NaN or infinity
+NOT_A_NUMBER = -2  # replaces a token whose logits contain NaN or infinity
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
-        step: of the plan.
+        step: number of the plan.
         token_ids: int32 [R, W]; row r holds num_tokens[r] new tokens, then -1. The last of them is
-            NOT_A_NUMBER where its logits were none: then there is no token.
+            NOT_A_NUMBER if its logits were invalid.
         num_tokens: int32 [R]; accepted drafts + 1 where `samples`, else 0.
-        timings: where the time went.
-        logprobs: of the rows that chose tokens, for the requests that asked; None if nobody did.
-        prompt_logprobs: of the rows of prompts before their last, in the same way, each for the token that
-            follows it.
-        num_drafts: int32 [R], drafts that were verified, where the plan trims; None: all of them.
-        margins: float32 [R, K], of the drafts that were made, verified or not, K the most of a request in
-            the plan; nan where there is none. None: the drafter tells none.
-        expert_reads: None where the target has no routed layers.
-        drafter_use: what was heard of it since the last result; None where no process of its own drafts.
+        timings: seconds by part.
+        logprobs: of the rows that sampled tokens, for requests that want them; None if none does.
+        prompt_logprobs: of prompt rows before the last, each for the token that follows it.
+        num_drafts: int32 [R], verified drafts, if the plan has a trim; None for all of them.
+        margins: float32 [R, K], of all drafts, verified or not, K the most drafts of a request in the plan;
+            nan where there is none. None if the drafter gives none.
+        expert_reads: None if the target has no routed layers.
+        drafter_use: a remote drafter's use since the last result; None without one.
     """
 
     step: int

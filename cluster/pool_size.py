@@ -1,7 +1,7 @@
-"""How many engines a batch job is worth, between the fewest and the most that it may have. Arithmetic.
+"""Chooses the number of engines of a batch job, between a minimum and a maximum.
 
-Another engine is worth its start when the others would need longer for what is left than twice as long as a
-start takes. Fewer are wanted only when nothing is left to hand out. Used by `jobs/batch/pool.py`.
+Another engine is worth its start if the others would need longer for the remaining rows than twice the time
+of a start. Engines are given up only when no row is left to hand out. Used by `jobs/batch/pool.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_SOON_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """The fewest and the most engines of a job at once."""
+    """The minimum and maximum number of a job's engines."""
 
     fewest: int = 1
     most: int = 1
@@ -32,10 +32,10 @@ class Concurrency:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`4`, or `1:4`."""
+        """Parse `4` or `1:4`."""
         if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())):
             raise ConfigError(
-                f"concurrency={text!r} is neither a number of engines, as 2, nor MIN:MAX, as 1:4.",
+                f"concurrency={text!r} is neither a number of engines, such as 2, nor MIN:MAX, such as 1:4.",
                 param="concurrency",
             )
         return cls(int(found[1]), int(found[2] or found[1]))
@@ -45,7 +45,7 @@ class Concurrency:
 
 
 class PoolSize:
-    """What was learned of a job's pace, and the number of engines that follows from it."""
+    """Measures a job's pace, and computes the number of engines from it."""
 
     def __init__(self, bounds: Concurrency) -> None:
         self._bounds = bounds
@@ -54,31 +54,31 @@ class PoolSize:
         self._num_rows = 0
 
     def started(self, seconds: float) -> None:
-        """An engine has started in that time."""
+        """Record the seconds that an engine took to start."""
         self._start_s = max(self._start_s, seconds)
 
     def worked(self, engines: int, seconds: float) -> None:
-        """So many engines have worked for so long."""
+        """Record that `engines` engines have worked for `seconds` seconds."""
         self._engine_s += engines * seconds
 
     def answered(self, num_rows: int) -> None:
         self._num_rows += num_rows
 
     def wanted(self, left: int | None, engines: int, busy: int) -> int:
-        """How many engines there should be.
+        """Return the number of engines that there should be.
 
         Args:
-            left: rows in no engine's hands; None while that is not known.
-            engines: that there are, or are being started.
-            busy: of them, with rows in their hands.
+            left: rows that no engine has; None if unknown.
+            engines: engines that run or are being started.
+            busy: engines that have rows.
         """
         fewest, most = self._bounds.fewest, self._bounds.most
         if left == 0:
             return min(engines, max(fewest, busy))
-        there = max(fewest, min(engines, most))
+        current = max(fewest, min(engines, most))
         if left is None or not self._engine_s:
-            return there
+            return current
         soon_s = max(2 * self._start_s, MIN_SOON_S)
         rows_per_engine_s = max(self._num_rows, 1) / self._engine_s
-        worth = math.ceil(left / (rows_per_engine_s * soon_s))
-        return max(there, min(most, worth))
+        needed = math.ceil(left / (rows_per_engine_s * soon_s))
+        return max(current, min(most, needed))

@@ -1,13 +1,12 @@
 """Bounds how long prompts may delay the decoding requests that share their step.
 
-A step returns tokens only at its end, so a prompt computed beside decoding requests stops their streams for
-as long as its rows take: 900 rows of a small model on two cores take 0.4 s. `PrefillBudget` measures what a
-row of a prompt adds to a step and limits the rows of prompts so that the step takes at most `_MAX_DELAY_S`
-longer, or `_MAX_DELAY_STEPS` times a decoding step where that is more: with smaller chunks, most of the time
-would go into reading the weights. On a GPU the limit usually exceeds `max_num_batched_tokens` and changes
-nothing.
+A step returns tokens only at its end, so prompt rows delay the tokens of decoding requests in the same step:
+900 rows of a small model on two cores take 0.4 s. `PrefillBudget` measures what a prompt row adds to a step
+and limits prompt rows so that the step takes at most `_MAX_DELAY_S` longer, or `_MAX_DELAY_STEPS` times a
+decoding step if that is more: with smaller chunks, most of the time would go into reading the weights. On a
+GPU the limit usually exceeds `max_num_batched_tokens` and changes nothing.
 
-Used by `step_controller.py` alone. Knows no sequences.
+Used by `step_controller.py` only. Knows no sequences.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from statistics import median
 _MAX_DELAY_S = 0.08  # a reader does not notice; half of the 0.2 s that a foreign stream may pause at most
 _MAX_DELAY_STEPS = 4.0  # then four fifths of the time goes to prompts, and a prompt takes 1.25 times as long
 _NUM_SAMPLES = 5  # the median of the last ones counts, so that one slow step does not
-_FIRST_ROWS = 128  # while no row has been measured
-_MIN_ROWS = 32
+_FIRST_ROWS = 128  # while no chunk of `_MIN_ROWS` has been measured
+_MIN_ROWS = 32  # of a chunk; shorter prompts take no longer than a step's own noise
+_MAX_GROWTH = 8  # of a chunk over the largest measured one, so that noise cannot admit a whole prompt
 
 
 class PrefillBudget:
@@ -33,6 +33,7 @@ class PrefillBudget:
         self._max_rows = max_rows
         self._decode_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._row_s: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._most_measured = 0
 
     def rows(self) -> int:
         """Return the most rows of prompts in a step in which other requests decode."""
@@ -42,7 +43,8 @@ class PrefillBudget:
             return min(_FIRST_ROWS, self._max_rows)
         max_delay_s = max(_MAX_DELAY_S, _MAX_DELAY_STEPS * median(self._decode_s))
         rows = max_delay_s / max(median(self._row_s), max_delay_s / self._max_rows)
-        return min(max(int(rows), _MIN_ROWS), self._max_rows)
+        known = max(_FIRST_ROWS, _MAX_GROWTH * self._most_measured)
+        return min(max(int(rows), _MIN_ROWS), known, self._max_rows)
 
     def learn(self, prompt_rows: int, seconds: float) -> None:
         """Record how long a step took.
@@ -55,6 +57,8 @@ class PrefillBudget:
             return
         if not prompt_rows:
             self._decode_s.append(seconds)
-        elif prompt_rows >= _MIN_ROWS or not self._row_s:  # fewer tell nothing beside a step's own noise
+        elif prompt_rows >= _MIN_ROWS or not self._row_s:
             decode_s = median(self._decode_s) if self._decode_s else 0.0
             self._row_s.append(max(seconds - decode_s, 0.0) / prompt_rows)
+            if prompt_rows >= _MIN_ROWS:
+                self._most_measured = max(self._most_measured, prompt_rows)

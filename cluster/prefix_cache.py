@@ -1,21 +1,21 @@
-"""Which page holds which tokens: full pages found again by their content.
+"""Prefix cache: finds full pages by their content.
 
-A page's digest covers its tokens and, through its parent's digest, all tokens before them; K/V at a
-position depend on exactly these. The salt stands at the root of the chain, so users with different salts
-share nothing. Pages of generated tokens count as much as pages of prompts.
+A page's digest covers its tokens and, through its parent's digest, all tokens before them; K/V at a position
+depend on exactly these. The salt is the root of the chain, so users with different salts share nothing. Pages
+of generated tokens are cached like pages of prompts.
 
     root(salt) ──▶ digest 0 = H(root, tokens 0..15) ──▶ digest 1 = H(digest 0, tokens 16..31) ──▶ ...
 
-A page is known by its group and its digest. A prefix is found where it is whole: all its pages in groups that
-see everything, and in groups with a window those that the next row sees:
+A page's key is its group and digest. A prefix is a hit if all its pages are there in groups without a window,
+and in groups with a window those that the next row sees:
 
-    full      0 1 2 3 4 5 .      6 pages are a hit, for this window reaches two pages back. Were page 5 gone,
-    window    . 1 2 . 4 5 6      in either group, 3 pages would be: behind 4 or 5 the window sees page 3
+    full      0 1 2 3 4 5 .      6 pages are a hit, as this window reaches two pages back. Without page 5 in
+    window    . 1 2 . 4 5 6      either group, 3 pages would be: after 4 or 5 pages the window sees page 3
 
-Where a target has recurrent layers, a prefix must besides end in a saved state (`states.py`).
+For targets with recurrent layers, a prefix must also end in a saved state (`states.py`).
 
 Called by `page_books.py`: `match` before a sequence enters, `insert` when a page is full of computed,
-committed tokens. Never trusts a page that is not full.
+committed tokens. Pages that are not full are never used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ DIGEST_BYTES = 16
 
 
 class PrefixHit(NamedTuple):
-    """A prefix that is here.
+    """A cached prefix.
 
     Attributes:
-        num_pages: how long it is.
-        pages: of each group, from the first page that is still seen behind the prefix to the prefix's last.
-        num_shared: how long it would be if states were saved behind every page.
+        num_pages: its length.
+        pages: pages of each group, from the first one that is still seen after the prefix to the prefix's
+            last.
+        num_shared: its length if states were saved after every page.
     """
 
     num_pages: int
@@ -51,10 +52,10 @@ class PrefixCache:
     """(Group, digest) -> page.
 
     Args:
-        pools: whose pages are found again; they tell this cache of evictions.
-        groups: which of them draws from which, and what its rows see.
+        pools: the pools of the cached pages; they report evictions.
+        groups: the groups, with their pools and windows.
         page_size: tokens per page.
-        states: those that prefixes end in; None where they need none.
+        states: saved states in which prefixes must end; None if the target needs none.
     """
 
     def __init__(
@@ -70,12 +71,13 @@ class PrefixCache:
         self._page_size = page_size
         self._page_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._key_of: list[dict[int, tuple[int, bytes]]] = [{} for _ in pools]  # page -> group, digest
-        self._marked: list[tuple[int, bytes, int]] | None = None  # group, digest, page; None: none are marked
+        # group, digest, page; None while marking is off
+        self._marked_pages: list[tuple[int, bytes, int]] | None = None
         for pool, key_of in zip(pools, self._key_of, strict=True):
             pool.on_evict = partial(self._forget, key_of)
 
     def hash_pages(self, digests: list[bytes], token_ids: IntArray, num_pages: int, salt: str | None) -> None:
-        """Continue a sequence's chain of `digests` until it covers its first `num_pages` pages."""
+        """Extend a sequence's chain of `digests` to its first `num_pages` pages."""
         parent = digests[-1] if digests else _root(salt)
         for begin in range(len(digests) * self._page_size, num_pages * self._page_size, self._page_size):
             content = token_ids[begin : begin + self._page_size].tobytes()
@@ -87,7 +89,7 @@ class PrefixCache:
         return PrefixHit(0, tuple([] for _ in self._groups))
 
     def match(self, digests: list[bytes]) -> PrefixHit:
-        """The longest prefix that is here. Its pages may be free: `share` them before allocating."""
+        """Return the longest cached prefix. Its pages may be free: `share` them before allocating."""
         shared = count = self._shorten_to_windows(digests, self._match_full(digests))
         if self._states is not None:
             count = self._shorten_to_states(digests, count, self._states)
@@ -99,7 +101,7 @@ class PrefixCache:
         return PrefixHit(count, tuple(pages), shared)
 
     def _match_full(self, digests: list[bytes]) -> int:
-        """Pages of the longest prefix that every group without a window has."""
+        """Return the length of the longest prefix that every group without a window has."""
         count = len(digests)
         for group, page_of in zip(self._groups, self._page_of, strict=True):
             if group.window is None:
@@ -107,9 +109,9 @@ class PrefixCache:
         return count
 
     def _shorten_to_windows(self, digests: list[bytes], count: int) -> int:
-        """Of the prefixes of at most `count` pages the longest behind which every window is here."""
+        """Return the longest prefix of at most `count` pages after which every window is cached."""
         windowed = [g for g, group in enumerate(self._groups) if group.window is not None]
-        seen = dict.fromkeys(windowed, count)  # pages seen[g] .. count - 1 are here
+        seen = dict.fromkeys(windowed, count)  # pages seen[g] .. count - 1 are cached
         complete = not windowed
         while not complete:
             complete = True
@@ -124,13 +126,13 @@ class PrefixCache:
         return count
 
     def _shorten_to_states(self, digests: list[bytes], count: int, states: StateBooks) -> int:
-        """Of the prefixes of at most `count` pages the longest that ends in a state, and has its windows."""
+        """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
         while (shorter := states.longest(digests, count)) != count:
             count = self._shorten_to_windows(digests, shorter)
         return count
 
     def insert(self, group: int, pages: Iterable[tuple[bytes, int]]) -> None:
-        """Remember full pages. Of content that is here already the older page stays the one to be found."""
+        """Insert full pages. For content that is already cached the older page remains."""
         number = self._groups[group].pool
         pool, page_of, key_of = self._pools[number], self._page_of[group], self._key_of[number]
         for digest, page in pages:
@@ -140,32 +142,32 @@ class PrefixCache:
             page_of[digest] = page
             key_of[page] = group, digest
             pool.keep(page)
-            if self._marked is not None:
-                self._marked.append((group, digest, page))
+            if self._marked_pages is not None:
+                self._marked_pages.append((group, digest, page))
 
     def clear(self) -> None:
-        """Forget everything; sequences that run keep their pages."""
+        """Forget everything; running sequences keep their pages."""
         for known in (*self._page_of, *self._key_of):
             known.clear()
         for pool in self._pools:
             pool.keep_nothing()
         if self._states is not None:
             self._states.clear()
-        if self._marked is not None:
-            self._marked = []
+        if self._marked_pages is not None:
+            self._marked_pages = []
 
     def mark(self) -> None:
-        """What is inserted from now on is to be forgotten together."""
-        self._marked = []
+        """Mark everything that is inserted from now on, to be removed together."""
+        self._marked_pages = []
 
     def forget_marked(self) -> None:
-        """Do so, as far as it is still here, and mark no more."""
-        for group, digest, page in self._marked or ():
+        """Remove marked pages that are still cached, and stop marking."""
+        for group, digest, page in self._marked_pages or ():
             number = self._groups[group].pool
             if self._key_of[number].get(page) == (group, digest):
                 self._forget(self._key_of[number], page)
                 self._pools[number].keep_no_more(page)
-        self._marked = None
+        self._marked_pages = None
 
     def _forget(self, key_of: dict[int, tuple[int, bytes]], page: int) -> None:
         group, digest = key_of.pop(page)
@@ -174,7 +176,7 @@ class PrefixCache:
             self._states.drop(digest)
 
     def check_invariants(self) -> None:
-        """Keys and pages are one to one, and the pools keep exactly these pages."""
+        """Assert that keys and pages are one to one, and that the pools keep exactly these pages."""
         for p, (pool, key_of) in enumerate(zip(self._pools, self._key_of, strict=True)):
             groups = [g for g, group in enumerate(self._groups) if group.pool == p]
             found = {(page, g, digest) for g in groups for digest, page in self._page_of[g].items()}

@@ -1,8 +1,8 @@
-"""A receipt: what one tenant's requests of one category took on one day, and what speculation saved of it.
+"""Usage receipts: resources used by a tenant's requests of a category on a day, and savings by speculation.
 
-Steps saved are tokens - steps, for plain decoding takes a step for each token. Seconds saved are told of the
-steps that were compared with measured plain decoding, and of no other; where none was, None. Pure; what steps
-were for whom counts `spending.py`, days and files are `actors/receipts.py`'s.
+Saved steps are tokens - steps, as plain decoding takes a step per token. Saved seconds only cover steps that
+were compared with measured plain decoding; None if there were none. `spending.py` counts what steps were used
+for; `actors/receipts.py` has the days and files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DeviceKind = Literal["GPU", "CPU"]
 
 
 class Subject(NamedTuple):
-    """Whose receipt it is; `day` is YYYY-MM-DD, of UTC."""
+    """Key of a receipt; `day` is YYYY-MM-DD in UTC."""
 
     day: str
     model: str
@@ -26,13 +26,13 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amounts:
-    """What is added up; device-seconds are an engine's times its GPUs, of an engine on CPUs times one.
+    """Sums of usage. Device-seconds are an engine's seconds times its GPUs; CPUs count as one device.
 
     Attributes:
-        requests: that came in.
+        requests: number of requests.
         tokens, steps: as in `Spent`.
-        device_s, compared_s, plain_s, kept_s: device-seconds of its times.
-        aged_s: sum of `compared_s` times the age of what they were compared with.
+        device_s, compared_s, plain_s, kept_s: `Spent`'s times in device-seconds.
+        aged_s: sum of `compared_s` times the age of the plain measurement.
     """
 
     requests: float = 0
@@ -46,7 +46,7 @@ class Amounts:
 
     @classmethod
     def grown(cls, before: Spent, now: Spent, devices: int, requests: int) -> Self:
-        """Between two snapshots of an engine with so many devices."""
+        """Return the difference between two snapshots of an engine with `devices` devices."""
         tokens, steps, *seconds = (b - a for a, b in zip(before, now, strict=True))
         device_s, compared_s, plain_s, aged_s, kept_s = (devices * each for each in seconds)
         return cls(
@@ -68,18 +68,18 @@ class Amounts:
 
     @property
     def saved_s(self) -> float | None:
-        """Device-seconds that plain decoding would have taken more; negative where less."""
+        """Device-seconds saved over plain decoding; may be negative, None if not compared."""
         return self.plain_s - self.compared_s if self.compared_s else None
 
     @property
     def plain_age_s(self) -> float | None:
-        """How old measurements of plain decoding were, on average; None where this engine made none."""
+        """Mean age of the plain measurements; None if this engine made none."""
         fresh_s = self.compared_s - self.kept_s
         return self.aged_s / fresh_s if fresh_s > 0.0 else None
 
 
 def receipt_json(subject: Subject, device: str, amounts: Amounts) -> dict[str, Any]:  # Any: JSON
-    """As it is shown; null is "not measured"."""
+    """Return the receipt as JSON; null means "not measured"."""
 
     def seconds(value: float | None) -> float | None:
         return None if value is None else round(value, 3)

@@ -1,9 +1,8 @@
-"""What a replica says of itself to whoever decides how many there should be. Arithmetic on snapshots.
+"""The load report of a replica for autoscaling, computed from snapshots of its engine.
 
-Background work asks for no replica: what it runs, waits for and holds is taken out. The decode rate knows
-speculation, as it is measured: tokens that came out per second in which the engine was busy, whatever its
-drafter, its acceptance and its prompts made of those seconds. Made in the replica (`actors/replica.py`), read
-by `autoscaling.py`.
+Background work requests no replicas, so what it runs, queues and holds is excluded. The decode rate includes
+speculation, as it is measured: tokens per second while the engine was busy, with whatever drafter, acceptance
+and prompts there were. Made in the replica (`actors/replica.py`), used by `autoscaling.py`.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from typing import TYPE_CHECKING
 
 from .acceptance import mean_acceptance_length
 
-if TYPE_CHECKING:  # it would bring NumPy and the scheduler into Serve's controller
+if TYPE_CHECKING:  # would import NumPy and the scheduler into Serve's controller
     from .engine import EngineStats
 
-MEMORY_S = 20.0  # seconds of work after which a measured rate has forgotten two thirds of what was before
+MEMORY_S = 20.0  # seconds of work after which older measurements have lost two thirds of their weight
 BUSY_PARTS = ("schedule", "execute", "commit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFigures:
-    """One replica's load and pace.
+    """A replica's load and rates.
 
     Attributes:
         running, waiting: online requests.
         max_num_seqs: requests that can run at once.
-        kv_usage: 0 to 1; the share of the K/V pages that online requests hold (by number of requests).
-        waiting_tokens: that the waiting requests will bring, were they as long as those that ended; 0 where
-            none has ended yet.
-        decode_tokens_per_s: of all running requests together, while the engine worked; 0 before it did.
-        mean_acceptance_length: tokens per verified block; 1 where nothing is drafted.
+        kv_usage: 0 to 1; share of K/V pages held by online requests (in proportion to their number).
+        waiting_tokens: expected tokens of waiting requests, by the mean of finished ones; 0 before one has
+            finished.
+        decode_tokens_per_s: of all running requests together, while the engine was busy; 0 before that.
+        mean_acceptance_length: tokens per verified block; 1 without drafts.
         step_s: seconds of a step.
-        background: requests of background work, running or waiting.
+        background: background requests, running or waiting.
     """
 
     running: float = 0.0
@@ -47,12 +46,12 @@ class ReplicaFigures:
     background: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """As Serve wants a replica's statistics."""
+        """Return the statistics as Serve expects them."""
         return asdict(self)
 
 
 class FiguresMeter:
-    """Makes figures of an engine's snapshots, one after the other.
+    """Computes a replica's figures from consecutive snapshots of its engine.
 
     Args:
         max_num_seqs: of the engine.
@@ -65,7 +64,7 @@ class FiguresMeter:
         self._drafts = self._accepted = 0.0
 
     def figures(self, stats: EngineStats) -> ReplicaFigures:
-        """Those of now. Counts of the snapshot before are taken off, older work counts less and less."""
+        """Return the current figures. They use differences to the last snapshot; older work decays."""
         if self._last is not None:
             self._learn(self._last, stats)
         self._last = stats
@@ -87,13 +86,13 @@ class FiguresMeter:
 
     def _learn(self, last: EngineStats, now: EngineStats) -> None:
         busy_s = _busy_s(now) - _busy_s(last)
-        kept = max(0.0, 1.0 - busy_s / MEMORY_S)
-        self._busy_s = kept * self._busy_s + busy_s
-        self._steps = kept * self._steps + now.steps - last.steps
-        self._tokens = kept * self._tokens + now.generation_tokens - last.generation_tokens
-        self._finished = kept * self._finished + _finished(now) - _finished(last)
-        self._drafts = kept * self._drafts + now.num_drafts - last.num_drafts
-        self._accepted = kept * self._accepted + now.num_accepted_tokens - last.num_accepted_tokens
+        decay = max(0.0, 1.0 - busy_s / MEMORY_S)
+        self._busy_s = decay * self._busy_s + busy_s
+        self._steps = decay * self._steps + now.steps - last.steps
+        self._tokens = decay * self._tokens + now.generation_tokens - last.generation_tokens
+        self._finished = decay * self._finished + _finished(now) - _finished(last)
+        self._drafts = decay * self._drafts + now.num_drafts - last.num_drafts
+        self._accepted = decay * self._accepted + now.num_accepted_tokens - last.num_accepted_tokens
 
 
 def _busy_s(stats: EngineStats) -> float:

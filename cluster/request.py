@@ -1,4 +1,4 @@
-"""What a user asks for: sampling parameters and a request. Not its progress: that is `sequence.py`."""
+"""Sampling parameters and requests, as users send them. `sequence.py` has a request's progress."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .label_values import Account
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
-MAX_COUNT = 2**31 - 1  # what an int32 array of a step's plan holds
+MAX_COUNT = 2**31 - 1  # the maximum of an int32 array of a step's plan
 MAX_BAD_WORDS = 1024
-MAX_LOGPROBS = 20  # of the likeliest tokens in a place
+MAX_LOGPROBS = 20  # most likely tokens per position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Names and defaults are vLLM's.
+    """Sampling parameters, with vLLM's names and defaults.
 
     Attributes:
         n: completions per prompt; each gets a seed of its own.
@@ -30,34 +30,34 @@ class SamplingParams:
         top_p: smallest set of tokens whose probabilities sum to at least this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
-        seed: keys the noise; drawn at random (and reported) if absent.
+        seed: seed of the noise; drawn at random (and reported) if absent.
         stop: strings that end the text (the flag may be repeated). They are not part of it unless
             `include_stop_str_in_output`.
-        stop_token_ids: tokens that end the sequence, beside the model's end-of-sequence tokens.
+        stop_token_ids: tokens that end the sequence, in addition to the model's end-of-sequence tokens.
         max_tokens: most tokens to generate; None means up to the context's end; commands and rows of a
             dataset take 256 by default. OpenAI batch lines have OpenAI's own default.
-        min_tokens: end-of-sequence and stop tokens are impossible before so many tokens.
+        min_tokens: end-of-sequence and stop tokens are impossible before this many tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
-        skip_special_tokens: leave special tokens out of the text, but for `kept_special_token_ids`.
-        detokenize: make text at all.
-        presence_penalty, frequency_penalty: taken from the logit of a token that was generated: once, and for
-            each time; from -2 to 2.
+        skip_special_tokens: leave special tokens out of the text, except for `kept_special_token_ids`.
+        detokenize: whether to convert tokens to text.
+        presence_penalty, frequency_penalty: subtracted from the logit of a generated token, once or for each
+            occurrence; from -2 to 2.
         repetition_penalty: divides the logit of every token of prompt and output (multiplies it where it is
             negative); above 0, 1 is none.
-        logit_bias: {token id: what is added to its logit}, from -100 to 100; kept as pairs.
+        logit_bias: {token id: value added to its logit}, from -100 to 100; stored as pairs.
         allowed_token_ids: no other token can be generated; None allows all.
         bad_words: strings that cannot be generated; needs a tokenizer, which makes them token ids.
         bad_words_token_ids: the same as token ids.
-        logprobs: the log probability of each token that comes out, and of so many likeliest ones in its
-            place, of the model's own distribution: before temperature and all else. None is none.
-        prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is computed whole:
-            the prefix cache, which holds no logits, does not serve it.
-        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no limit.
-        reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
-            (by its chat template) where there is no end. Without a start reasoning begins with the answer.
-        structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
-        grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
-            can end.
+        logprobs: return the log probability of each generated token, and of this many most likely ones at its
+            position, from the model's own distribution before temperature and all else. None for none.
+        prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed
+            completely, without the prefix cache, which holds no logits.
+        thinking_token_budget: force the end of reasoning after this many tokens; None for no limit.
+        reasoning_start_token_ids, reasoning_end_token_ids: the tokens around reasoning; by default the
+            model's own (from its chat template). Without a start, reasoning begins with the answer.
+        structured_outputs: constraints on the text; needs a tokenizer, which makes them the `grammar`.
+        grammar: the same, checked; `ignore_eos` has no effect with it, as the grammar determines where the
+            text can end.
     """
 
     n: int = 1
@@ -172,30 +172,31 @@ class SamplingParams:
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether the model's end-of-sequence tokens end the sequence."""
         return not self.ignore_eos or self.grammar is not None
 
     def with_seed(self, seed: int | None = None) -> SamplingParams:
-        """The same parameters with a seed that is set: if it was absent, the given one, or a random one."""
+        """Return these parameters with a seed: their own, or else the given one, or else a random one."""
         if self.seed is not None:
             return self
-        return self._but(seed=secrets.randbelow(MAX_SEED) if seed is None else seed)
+        return self._copy_with(seed=secrets.randbelow(MAX_SEED) if seed is None else seed)
 
     def child(self, index: int) -> SamplingParams:
-        """Parameters of completion `index` of n: a seed of its own, derived from the parent's."""
+        """Return the parameters of completion `index` of n, with a seed derived from the parent's."""
         assert self.seed is not None, "derive children only from seeded parameters"
         if index == 0:
-            return self._but(n=1)
+            return self._copy_with(n=1)
         digest = hashlib.blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
-        return self._but(n=1, seed=int.from_bytes(digest, "little") >> 1)
+        return self._copy_with(n=1, seed=int.from_bytes(digest, "little") >> 1)
 
-    def _but(self, **changes: int) -> SamplingParams:
-        """A copy with other values, which are right. The rest has been checked, which takes a while for long
-        lists: not again for each of a thousand completions."""
-        twin = object.__new__(SamplingParams)
+    def _copy_with(self, **changes: int) -> SamplingParams:
+        """Return a copy with other, valid values.
+
+        The rest has already been checked, which would take long for a thousand completions with long lists.
+        """
+        copy = object.__new__(SamplingParams)
         for name in SamplingParams.__slots__:
-            object.__setattr__(twin, name, changes.get(name, getattr(self, name)))
-        return twin
+            object.__setattr__(copy, name, changes.get(name, getattr(self, name)))
+        return copy
 
 
 def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -207,7 +208,7 @@ def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def _as_pairs(
     bias: Mapping[int, float] | Sequence[tuple[int, float]] | None,
 ) -> tuple[tuple[int, float], ...]:
-    """By token id; of a mapping, or of pairs as they are kept."""
+    """Return sorted (token id, bias) pairs from a mapping, or from stored pairs."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
     return tuple(sorted((int(token_id), float(value)) for token_id, value in pairs))
 
@@ -219,30 +220,30 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to be continued once (n = 1).
+    """One prompt to continue once (n = 1).
 
     Attributes:
-        request_id: unique among living requests; every log line carries it.
+        request_id: unique among live requests; every log line has it.
         prompt_token_ids: the prompt, at least one token.
         params: seeded sampling parameters with n = 1 (`SamplingParams.with_seed`, `.child`).
         priority: lower runs earlier under the `priority` policy.
         arrival_s: monotonic time of arrival, seconds.
         cache_salt: isolates the prefix cache between users; None shares it.
-        max_draft_tokens: most drafts per step, where the engine would take more; 0 decodes this request
-            plainly, None leaves it to the engine. The tokens are the same.
-        tpot_ms: the most milliseconds per output token, on average, that this request should take: a wish.
-            While it is behind, drafts of it are preferred to those of others, while far ahead, others' to its
-            own. None has no wish. The tokens are the same.
-        background: served behind every request that is not, in what those leave of the engine's time: it may
-            wait for hours where they never pause. Counts before `priority`.
-        output_token_ids: what was generated before, by another engine, with the same parameters and seed: the
+        max_draft_tokens: most drafts per step, if lower than the engine's; 0 decodes this request plainly,
+            None has no limit. The tokens are the same.
+        tpot_ms: desired upper bound of the mean milliseconds per output token. While the request is slower,
+            its drafts are preferred to those of others; while it is much faster, others' are preferred. None
+            for no preference. The tokens are the same.
+        background: served after all other requests, in the time that they leave: it may wait for hours. Takes
+            precedence over `priority`.
+        output_token_ids: output that another engine generated before with the same parameters and seed; the
             rest is what would have followed there. Counts towards `max_tokens` and `min_tokens`; no update
-            brings it again.
-        client_id: the name by which whoever sent it knows it, where that is another.
-        uses_cache: False computes the prompt from nothing, and leaves no page for others to find.
-        owner: the key that it came by (`caller.py`), which alone may ask what became of it; None without one.
-        account: on whose receipt it stands; None where nobody asks for receipts.
-        on_trial: the candidate drafts for it, while there is one. The tokens are the same.
+            repeats it.
+        client_id: the sender's name for the request, if different.
+        uses_cache: False computes the whole prompt, and caches no page.
+        owner: owner of the request's key (`caller.py`), who may query its timeline; None without a key.
+        account: the account whose receipt it counts for; None without receipts.
+        on_trial: the candidate drafts for it, if there is one. The tokens are the same.
     """
 
     request_id: str
@@ -267,6 +268,6 @@ class Request:
         target = self.tpot_ms
         _require(target is None or 0 < target < math.inf, "tpot_ms", target, "above 0 (and finite), or null")
 
-    def most_drafts(self, of_engine: int) -> int:
-        """Per step, where the engine takes at most so many."""
-        return of_engine if self.max_draft_tokens is None else min(self.max_draft_tokens, of_engine)
+    def most_drafts(self, engine_max: int) -> int:
+        """Return the most drafts per step in an engine with this maximum."""
+        return engine_max if self.max_draft_tokens is None else min(self.max_draft_tokens, engine_max)

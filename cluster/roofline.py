@@ -1,18 +1,18 @@
-"""How fast a step can be at best: bytes over bandwidth or products over arithmetic, whichever takes longer.
+"""Roofline (Williams et al., 2009) of a step: bytes over bandwidth or operations over arithmetic rate.
 
-A floor, not a forecast: norms, rotations, sampling, activations and the host's time are left out. Plain
+A lower bound, not a forecast: norms, rotations, sampling, activations and host time are left out. Plain
 arithmetic on shapes (`model_shape.py`) and rates; nothing is measured here. Called by `jobs/bench/step.py`;
-`planner/` adds what a floor leaves out, and sums over several devices.
+`planner/` adds what the bound leaves out, and sums over several devices.
 
 Symbols: B requests, k rows of each (the anchor and k - 1 drafts), c context tokens, w bytes of an element of
-weights and K/V, P weights that every row passes, X weights of an expert, E experts, q of them chosen for a
-row, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.
+weights and K/V, P weights used by every row, X weights of an expert, E experts, q of them chosen for a row, L
+layers, Q query heads, D head dim, S_j probability that drafts 1..j are all accepted.
 
     t(op)    = max(bytes / bandwidth, flop / flops)            per group of products
     linears  : w P bytes, 2 P rows flop                        weights are read once per step
-    experts  : w X L E (1 - (1 - q/E)^rows) bytes, 2 X L q rows flop    those that some row chose
+    experts  : w X L E (1 - (1 - q/E)^rows) bytes, 2 X L q rows flop    those chosen by some row
     attention: B (c + k) KV bytes, 4 L Q D B k (c + k) flop    K/V are read once
-    states   : 2 B state bytes, of layers with a delta rule    read and written once, however long c
+    states   : 2 B state bytes, of layers with a delta rule    read and written once, whatever c
     verify   = linears(B k) + experts(B k) + head(B k) + attention(B, k, c) + states(B, k)     plain: k = 1
     draft    = the drafter's linears(B k) + head(B (k - 1)) + attention(B, k, c)
     inject   = fc and context K/V of B k rows
@@ -32,11 +32,11 @@ from .model_shape import ModelShape, Work
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Rates that a device sustains, which are below its data sheet's.
+    """Sustained rates of a device, which are below its data sheet's.
 
     Attributes:
-        bytes_per_s: read and written, by a large copy.
-        flops: floating-point operations per second of a large product, in the dtype that is served.
+        bytes_per_s: bytes read and written per second by a large copy.
+        flops: floating-point operations per second of a large product, in the served dtype.
     """
 
     name: str
@@ -46,14 +46,9 @@ class Device:
     def seconds(self, work: Work) -> float:
         return max(work.num_bytes / self.bytes_per_s, work.flop / self.flops)
 
-    @property
-    def ridge_rows(self) -> float:
-        """Rows beyond which a product is bound by arithmetic: 2 bytes of a weight, 2 operations per row."""
-        return self.flops / self.bytes_per_s
-
     @classmethod
     def parse(cls, name: str, text: str) -> Device:
-        """From `text` "GB/s,TFLOP/s", e.g. "4300,790"."""
+        """Parse "GB/s,TFLOP/s", e.g. "4300,790"."""
         try:
             gigabytes, teraflops = (float(part) for part in text.split(","))
         except ValueError:
@@ -66,8 +61,8 @@ class Device:
         return cls(name, gigabytes * 1e9, teraflops * 1e12)
 
 
-# By the name that CUDA gives; bf16. H200: measured (a copy; a product of 8192^3). The others: 90 % of the
-# data sheet's bandwidth, 75-80 % of its arithmetic.
+# By CUDA's device name; bf16. H200: measured (a copy; a product of 8192^3). The others: 90 % of the data
+# sheet's bandwidth, 75-80 % of its arithmetic.
 GPUS: Mapping[str, Device] = {
     "NVIDIA H200": Device("H200", 4.3e12, 790e12),
     "NVIDIA H100 80GB HBM3": Device("H100", 3.015e12, 790e12),
@@ -77,7 +72,7 @@ GPUS: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least seconds of a step's parts."""
+    """The minimum seconds of a step's parts."""
 
     draft_s: float
     verify_s: float
@@ -90,22 +85,22 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A pair on a device."""
+    """A target and a drafter on a device."""
 
     device: Device
     target: ModelShape
     drafter: ModelShape
 
     def verify_s(self, batch: int, rows: int, context: int) -> float:
-        """The target's pass; with `rows` = 1 that is a step of plain decoding."""
+        """Return the seconds of the target's pass; `rows` = 1 is a step of plain decoding."""
         return self._pass_s(self.target, batch, rows, rows, context)
 
     def draft_s(self, batch: int, rows: int, context: int) -> float:
-        """The drafter's pass over blocks of `rows`."""
+        """Return the seconds of the drafter's pass over blocks of `rows` rows."""
         return 0.0 if rows <= 1 else self._pass_s(self.drafter, batch, rows, rows - 1, context)
 
     def inject_s(self, batch: int, rows: int) -> float:
-        """Context K/V from taps."""
+        """Return the seconds to write the drafter's context from taps."""
         return self.device.seconds(self.drafter.context(batch * rows))
 
     def _pass_s(self, model: ModelShape, batch: int, rows: int, chosen: int, context: int) -> float:
@@ -119,7 +114,6 @@ class Roofline:
         return sum(self.device.seconds(work) for work in parts)
 
     def step(self, batch: int, rows: int, context: int) -> Floor:
-        """A step that verifies `rows` of each request."""
         return Floor(
             self.draft_s(batch, rows, context),
             self.verify_s(batch, rows, context),
@@ -127,28 +121,28 @@ class Roofline:
         )
 
     def speedup(self, batch: int, rows: int, context: int, survival: Sequence[float]) -> float:
-        """Over plain decoding, which needs no drafter."""
+        """Return the speed-up over plain decoding, which needs no drafter."""
         plain_s = self.verify_s(batch, 1, context)
         if rows <= 1:
             return 1.0
         return expected_acceptance_length(survival, rows) * plain_s / self.step(batch, rows, context).step_s
 
     def best_rows(self, batch: int, context: int, survival: Sequence[float]) -> int:
-        """Rows per request of most tokens per second; draft and verify are both cut to them."""
+        """Return the rows per request with the most tokens per second."""
         most = len(survival) + 1
         return max(range(1, most + 1), key=lambda rows: self.speedup(batch, rows, context, survival))
 
 
 def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:
-    """Each draft is accepted with the same probability, if those before it were."""
+    """Return the survival curve if each draft is accepted with the same probability after those before it."""
     return tuple(acceptance**j for j in range(1, num_drafts + 1))
 
 
 def survival_of_length(length: float, num_drafts: int) -> tuple[float, ...]:
-    """The geometric curve whose mean acceptance length is `length`, for drafts of so many tokens.
+    """Return the geometric survival curve with mean acceptance length `length`.
 
     Raises:
-        ConfigError: blocks of so many drafts cannot have that length.
+        ConfigError: blocks of `num_drafts` drafts cannot have that length.
     """
     if not 1.0 <= length <= num_drafts + 1:
         raise ConfigError(
@@ -165,7 +159,7 @@ def survival_of_length(length: float, num_drafts: int) -> tuple[float, ...]:
 
 
 def check_survival(survival: Sequence[float], num_drafts: int, *, param: str) -> None:
-    """ConfigError unless there is one probability for each draft, none above the one before it."""
+    """Raise ConfigError unless there is one probability per draft, and they never increase."""
     falls = all(after <= before for before, after in pairwise(survival))
     if len(survival) != num_drafts or not falls or not all(0.0 <= p <= 1.0 for p in survival):
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Who is here: the requests that wait and those that run, by rank, each with the slot and pages it has.
+"""Waiting and running requests in priority order, with the slot and pages of each running one.
 
     waiting ──enter: slot, prefix hits, pages──▶ running ──leave──▶ gone
        ▲                                            │
        └─────── preempt: loses slot and pages, keeps its tokens
 
-`scheduler.py` says when; here is what it means for the books. The order is `Sequence.rank`: by arrival, or by
-priority and then arrival; background work behind all others.
+`scheduler.py` decides when; this module updates tables, pages and counts. The order is `Sequence.rank`: by
+arrival, or by priority and then arrival, with background work last.
 
 Shape legend: R requests in a step.
 """
@@ -31,15 +31,15 @@ _by_rank = attrgetter("rank")
 
 
 class Roster:
-    """Of one engine.
+    """Waiting and running requests of one engine.
 
     Args:
-        config: of its scheduler.
-        on_leave: told of a slot before it is given up.
-        journal: told who comes and goes.
+        config: that of its scheduler.
+        on_leave: called with a slot before it is freed.
+        journal: records requests that come and go.
 
     Attributes:
-        running, waiting: by rank.
+        running, waiting: sorted by rank.
     """
 
     def __init__(self, config: SchedulerConfig, on_leave: Callable[[int], None], journal: Journal) -> None:
@@ -70,7 +70,6 @@ class Roster:
         return _num_online(self.waiting)
 
     def add(self, request: Request) -> None:
-        """Let it wait."""
         self._num_added += 1
         priority = request.priority if self._config.by_priority else 0
         rank = (int(request.background), priority, self._num_added)
@@ -94,35 +93,34 @@ class Roster:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """For want of room."""
+        """Move a running sequence back to the queue for lack of room."""
         self.send_back(sequence, "preempted")
         self.counters.preemptions += 1
 
     def send_back(self, sequence: Sequence, why: Why) -> None:
-        """From running to waiting, without slot and pages."""
+        """Move a running sequence back to the queue, without slot and pages."""
         self._journal.lost_slot(sequence.request.request_id, why)
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=_by_rank)
 
     def others(self, slots_R: IntArray) -> list[Sequence]:
-        """By rank, those that run and have none of these slots."""
+        """Return the running sequences without these slots, by rank."""
         chosen = set(slots_R.tolist())
         return [sequence for sequence in self.running if sequence.slot not in chosen]
 
     def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether there are a slot, a state and pages, for itself and for those to grow that it must not
-        crowd out."""
+        """Return whether there are a slot, a state and pages for a sequence, and pages for others to grow."""
         num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
-        seat = self.table.has_free_slot and self.books.has_state
-        return seat and self.books.has_room_to_enter(hit, num_tokens, num_before)
+        has_slot = self.table.has_free_slot and self.books.has_state
+        return has_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)
 
     def num_before(self, sequence: Sequence) -> int:
-        """Running sequences that it must leave room to grow."""
+        """Return the number of running sequences that must keep room to grow."""
         return len(self.running) if sequence.request.background else self.num_online_running
 
     def make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether a sequence can enter, perhaps in the place of background work."""
+        """Preempt background work until a sequence can enter, if necessary; return whether it can."""
         while not self.has_room_to_enter(sequence, hit):
             if not self.may_preempt_for(sequence):
                 return False
@@ -130,12 +128,12 @@ class Roster:
         return True
 
     def may_preempt_for(self, sequence: Sequence) -> bool:
-        """Whether the last of those that run is background work, and this one is not."""
+        """Return whether the last running sequence is background work, and this one is not."""
         running = self.running
         return bool(running) and running[-1].request.background and not sequence.request.background
 
     def enter(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
-        """Let the first of those that wait run, with these pages of its beginning."""
+        """Start the first waiting sequence, with a cached prefix."""
         table, sequence = self.table, self.waiting.pop(0)
         num_cached = hit.num_pages * self._config.page_size
         max_drafts = sequence.request.most_drafts(self._config.num_speculative_tokens)
@@ -154,7 +152,7 @@ class Roster:
         )
 
     def dismiss(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Let go of the sequences that ended, and of what was given out."""
+        """Remove the sequences that ended, and prompt log probabilities that were returned."""
         ended: list[Sequence] = []
         for update in updates:
             if update.prompt_logprobs is not None:
@@ -169,13 +167,12 @@ class Roster:
             self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a sequence's slot and pages."""
         self._on_leave(sequence.slot)
         self.books.leave(sequence.slot)
         self.table.leave(sequence)
 
     def check_invariants(self) -> None:
-        """No page, slot or token is lost or doubled; nobody writes where another reads."""
+        """Assert that no page, slot or token is lost or duplicated, and that no shared page is written."""
         self.books.check_invariants(self.table)
         self.table.check_invariants()
         for queue in (self.running, self.waiting):
@@ -187,7 +184,7 @@ class Roster:
 
 
 def _num_online(queue: list[Sequence]) -> int:
-    """How many of a queue are not background work: those before it."""
+    """Return how many requests of a queue are not background work; they come first."""
     if not queue or not queue[-1].request.background:
         return len(queue)
     return bisect_left(queue, (1,), key=_by_rank)

@@ -1,7 +1,7 @@
-"""Which replica of a model gets a request: its session's, the one that knows its prompt, or the least loaded.
+"""Chooses a replica for a request: that of its session, one that has cached its prompt, or the least loaded.
 
-Decides on numbers alone; who may be chosen and how loaded each is, the caller says (`actors/gateway/`, and
-simulations). A choice is booked when it is made.
+Decides on numbers only; the caller provides the available replicas and their loads (`actors/gateway/`, and
+simulations). A choice is recorded when it is made.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .known_prefixes import MAX_BLOCKS, KnownPrefixes
 Reason = Literal["session", "prefix", "load"]
 REASONS: tuple[Reason, ...] = ("session", "prefix", "load")
 
-# A replica that knows a prompt is not worth a queue: beyond this it counts as more loaded than the least.
+# A cached prompt is not worth queueing for: a replica above this load is not considered.
 LOAD_FACTOR = 1.5
 LOAD_SLACK = 4.0  # requests
-# Of equally loaded replicas the one that got least lately; a request counts half after 70 others.
+# Decay of recent requests, which break ties between equally loaded replicas; half the weight after 70 others.
 FADING = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes, why, and how many blocks of its prompt are known there."""
+    """The chosen replica, the reason, and how many blocks of the prompt it is believed to have cached."""
 
     replica: str
     reason: Reason
@@ -36,37 +36,39 @@ class Router:
     """Routes the requests of one model.
 
     Args:
-        max_blocks: of prompts remembered for each replica.
+        max_blocks: prompt blocks remembered for each replica.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._known: dict[str, KnownPrefixes] = {}
-        self._recent: dict[str, float] = {}  # requests lately sent to each
+        self._recent: dict[str, float] = {}  # recently sent requests, decayed, by replica
 
     def choose(self, loads: Mapping[str, float], chain: Sequence[int], session: str | None = None) -> Choice:
         """Choose among replicas that can take a request, at least one.
 
         Args:
-            loads: of each, in requests that are there.
+            loads: current requests of each replica.
             chain: `hash_chain` of the prompt.
-            session: requests of one session go to one replica as long as it is there and not overloaded.
+            session: requests of a session go to one replica while it is available and not overloaded.
         """
         least = min(loads.values())
         limit = max(LOAD_FACTOR * least, least + LOAD_SLACK)
-        able = [replica for replica, load in loads.items() if load <= limit]
-        known = {replica: self._prefixes(replica).match(chain) for replica in able}
+        candidates = [replica for replica, load in loads.items() if load <= limit]
+        known = {replica: self._prefixes(replica).match(chain) for replica in candidates}
         home = None if session is None else home_of(session, loads)
         if home in known:
-            return self._book(Choice(home, "session", known[home]), chain)
+            return self._record(Choice(home, "session", known[home]), chain)
         longest = max(known.values())
         reason: Reason = "prefix" if longest else "load"
-        knowing = [replica for replica in able if known[replica] == longest]
-        best = min(knowing, key=lambda replica: (loads[replica], self._recent.get(replica, 0.0), replica))
-        return self._book(Choice(best, reason, longest), chain)
+        best_matches = [replica for replica in candidates if known[replica] == longest]
+        best = min(
+            best_matches, key=lambda replica: (loads[replica], self._recent.get(replica, 0.0), replica)
+        )
+        return self._record(Choice(best, reason, longest), chain)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone, and its prefix cache with it."""
+        """Forget a replica that is gone, with its prefix cache."""
         self._known.pop(replica, None)
         self._recent.pop(replica, None)
 
@@ -75,7 +77,7 @@ class Router:
             self._known[replica] = KnownPrefixes(self._max_blocks)
         return self._known[replica]
 
-    def _book(self, choice: Choice, chain: Sequence[int]) -> Choice:
+    def _record(self, choice: Choice, chain: Sequence[int]) -> Choice:
         self._prefixes(choice.replica).add(chain)
         for replica in self._recent:
             self._recent[replica] *= FADING
@@ -84,7 +86,7 @@ class Router:
 
 
 def home_of(session: str, replicas: Mapping[str, object]) -> str:
-    """The replica of a session: when one comes or goes only the sessions that it takes or had move."""
+    """Return a session's replica by rendezvous hashing, so that few sessions move between replicas."""
 
     def weight(replica: str) -> bytes:
         return hashlib.blake2b(f"{session}\0{replica}".encode(), digest_size=8).digest()

@@ -1,7 +1,7 @@
-"""Sets of row numbers as ranges: what of a dataset is answered, leased, or left.
+"""Sets of row numbers as ranges, such as the answered, leased or remaining rows of a dataset.
 
 A set is a tuple of half-open ranges `(begin, end)`, sorted, disjoint and not touching, so that equal sets are
-equal values. A job's sets have few ranges however many rows there are: rows are handed out in runs.
+equal values. A job's sets have few ranges, as rows are handed out in runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ RowRanges = tuple[tuple[int, int], ...]
 
 
 def row_ranges(ranges: Iterable[tuple[int, int]]) -> RowRanges:
-    """The set of ranges in any order; they may overlap, touch or be empty."""
+    """Return the set of ranges in any order; they may overlap, touch or be empty."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if begin >= end:
@@ -26,7 +26,6 @@ def row_ranges(ranges: Iterable[tuple[int, int]]) -> RowRanges:
 
 
 def of_rows(rows: Iterable[int]) -> RowRanges:
-    """The set of single rows."""
     return row_ranges((row, row + 1) for row in rows)
 
 
@@ -48,18 +47,18 @@ def union(*sets: RowRanges) -> RowRanges:
     return row_ranges(each for ranges in sets for each in ranges)
 
 
-def minus(ranges: RowRanges, gone: RowRanges) -> RowRanges:
-    """The rows of one set that are not in the other."""
+def minus(ranges: RowRanges, removed: RowRanges) -> RowRanges:
+    """Return the rows of the first set that are not in the second."""
     left: list[tuple[int, int]] = []
     place = 0
     for begin, end in ranges:
-        while place < len(gone) and gone[place][1] <= begin:
+        while place < len(removed) and removed[place][1] <= begin:
             place += 1
         at = place
-        while at < len(gone) and gone[at][0] < end:
-            if begin < gone[at][0]:
-                left.append((begin, gone[at][0]))
-            begin = gone[at][1]
+        while at < len(removed) and removed[at][0] < end:
+            if begin < removed[at][0]:
+                left.append((begin, removed[at][0]))
+            begin = removed[at][1]
             at += 1
         if begin < end:
             left.append((begin, end))
@@ -67,12 +66,12 @@ def minus(ranges: RowRanges, gone: RowRanges) -> RowRanges:
 
 
 def both(a: RowRanges, b: RowRanges) -> RowRanges:
-    """The rows that are in both sets."""
+    """Return the rows that are in both sets."""
     return minus(a, minus(a, b))
 
 
 def split_off(ranges: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:
-    """The first rows of a set, and the others."""
+    """Return the first `num_rows` rows of a set, and the rest."""
     first: list[tuple[int, int]] = []
     for place, (begin, end) in enumerate(ranges):
         if end - begin > num_rows:

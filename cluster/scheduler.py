@@ -1,16 +1,17 @@
-"""Decides what each step computes: who runs, how many rows each gets, which pages, and what came of it.
+"""Decides what each step computes: which requests run, with how many rows and which pages; commits results.
 
 There is no prefill phase and no decode phase: every running sequence has known tokens of which some are not
-computed yet, and a step lets it catch up. A sequence that lacks only its newest token (the anchor) may add
-drafts behind it.
+computed yet, and a step computes some of them. A sequence that lacks only its newest token (the anchor) may
+add drafts after it.
 
-`schedule`, execute, `commit`; the next plans may be made while some are in flight. How many tokens those
-bring is not known then: pages (`page_books.py`) are taken for the most and given back for the least, and
-where a sequence stands is left to the workers. Whoever leaves (ended, aborted, preempted: `roster.py`) leaves
-at once: what is in flight for it is dropped on arrival, and as steps run in order, its pages are written by
-their next owner later. Called by `engine.py` alone; knows neither a clock nor an executor. The order of
-serving is the roster's: background work comes behind all others, who plan as if it were not there. It gets
-rows in what they leave (`step_controller.py` says how much) or pauses with slot and pages.
+The order is `schedule`, execute, `commit`; later plans may be made while earlier steps are in flight. The
+tokens of those are not known then: pages (`page_books.py`) are allocated for the maximum and freed for the
+minimum, and the workers determine positions. A request that ends, is aborted or is preempted (`roster.py`)
+leaves at once: its results in flight are dropped, and as steps run in order, its pages are written by their
+next owner later. Called by `engine.py` only; uses neither a clock nor an executor.
+
+Requests are served in the roster's order. Background work comes last, and others are planned as if it did not
+exist. It gets rows that they leave (as many as `step_controller.py` allows), or pauses with slot and pages.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -41,7 +42,7 @@ from .step_controller import ScheduledStep, StepController
 
 
 class Scheduler:
-    """See the module's text. Requests are expected to be valid and to fit (`engine.py` checks them)."""
+    """Plans and commits the steps of one engine. `engine.py` has checked that requests are valid and fit."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -55,27 +56,31 @@ class Scheduler:
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
         self._in_flight: deque[ScheduledStep] = deque()
-        self._halved = False  # whether the plan in the making is for half of the requests, by turns
-        self._admitted: list[AdmittedRequest] = []  # of the plan in the making
+        # whether the plan being made is for one of two alternating halves of the requests
+        self._halved = False
+        self._admitted: list[AdmittedRequest] = []  # of the plan being made
 
     def update_drafter_health(self, health: DrafterHealth) -> None:
-        """How the executor's drafter is, told before every plan."""
+        """Update the state of the executor's drafter; called before every plan."""
         self.drafter.update_health(health)
 
     def end_warm_up(self) -> None:
-        """Forget the requests so far: only what their steps took stays known."""
+        """Forget the requests so far, except for the step times."""
         self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
         self._controller.forget(costs=False)
 
-    # A step is planned.
+    # Planning.
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
-        """Plan the next step; None if there is nothing to do before one in flight ends. `now_s` is for the
-        record of times."""
+        """Plan the next step; None if nothing can be done before one in flight ends.
+
+        Args:
+            now_s: for the record of times.
+        """
         self._admitted = []
         self.journal.planning(self._num_steps, now_s)
         self.books.times.now_s = now_s
-        if self.config.halves and not self._take_turns():
+        if self.config.halves and not self._prepare_halves():
             return None
         self.drafter.prepare()
         slots_R, rows_R = self._plan_online(now_s)
@@ -87,9 +92,9 @@ class Scheduler:
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
             return None
-        slots_N, newcomers = self._newcomers()
-        self._controller.admit(slots_N, newcomers)
-        self.spending.enter(slots_N, [request.account for request in newcomers])
+        slots_N, admitted = self._admitted_requests()
+        self._controller.admit(slots_N, admitted)
+        self.spending.enter(slots_N, [request.account for request in admitted])
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.depart(plan)
         num_running = self.roster.num_online_running or len(self.roster.running)
@@ -111,30 +116,30 @@ class Scheduler:
 
     @property
     def controller(self) -> StepController:
-        """To be read."""
+        """The step controller, for reading only."""
         return self._controller
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that are not committed yet."""
+        """Number of plans that are not committed yet."""
         return len(self._in_flight)
 
-    def _take_turns(self) -> bool:
-        """Settle whether half of the requests or all go into the next plan, and whether it is time for it.
+    def _prepare_halves(self) -> bool:
+        """Decide between half of the requests and all for the next plan; return whether it may be made now.
 
-        Plans in flight have no request in common then, or else there is one at a time.
+        With halves, two plans without a common request may be in flight, else only one.
         """
         num_running = self.roster.num_online_running or len(self.roster.running)
         self._halved = self.drafter.health.ready and self._controller.uses_halves(num_running)
         return len(self._in_flight) < (2 if self._halved else 1)
 
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
-        """Slots and rows of all requests that are not background work.
+        """Return slots and rows of all requests that are not background work.
 
-        Beside decoding requests, prompts get no more rows than `StepController.prefill_rows`; those that get
+        Next to decoding requests, prompts get no more rows than `StepController.prefill_rows`; those that get
         none are left out of this step.
         """
-        slots_R = self._going_on(self.roster.running[: self.roster.num_online_running])
+        slots_R = self._unfinished_slots(self.roster.running[: self.roster.num_online_running])
         rows_R, budget, prompt_budget = slots_R, self.config.max_rows, self.config.max_rows
         if len(slots_R):
             num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
@@ -145,33 +150,36 @@ class Scheduler:
                 prompt_budget = self._controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
                 wanted_R = within(Portion(len(slots_R), prompt_budget), wanted_R, known_R)
-                kept = np.flatnonzero(wanted_R)
+                included = np.flatnonzero(wanted_R)
                 slots_R, num_tokens_R, known_R, wanted_R = (
-                    array_R[kept] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
+                    array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
                 )
             rows_R = share(wanted_R, budget)
             num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
             prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())
         budget = min(budget - int(rows_R.sum()), prompt_budget)
-        return self._with_newcomers(slots_R, rows_R, budget, now_s, background=False)
+        return self._admit_waiting(slots_R, rows_R, budget, now_s, background=False)
 
     def _plan_background(
         self, online_R: IntArray, online_rows_R: IntArray, now_s: float
     ) -> tuple[IntArray, IntArray]:
-        """Slots and rows of background work beside these. Who gets none pauses where it stands."""
+        """Return slots and rows of background work in addition to these online ones.
+
+        Requests that get no rows pause, keeping slot and pages.
+        """
         num_online = len(online_R)
         decode = bool(num_online) and bool((self.table.known_rows(online_R) == 1).all())
         if not decode and (num_online or (self._halved and self.roster.num_online_running)):
             return online_R[:0], online_R[:0]
-        slots_R = self._going_on(self.roster.running[self.roster.num_online_running :])
+        slots_R = self._unfinished_slots(self.roster.running[self.roster.num_online_running :])
         num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         limits_R = self._limits(slots_R, num_tokens_R)
         if not decode:
             portion = self._controller.background_alone(num_decoding, now_s - self._online_s)
-            in_turn_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
-            chosen = np.flatnonzero(in_turn_R)
+            fits_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
+            chosen = np.flatnonzero(fits_R)
             drafts_R = np.zeros_like(known_R)
             drafts_R[chosen] = self._drafts(
                 slots_R[chosen], known_R[chosen], limits_R[chosen], now_s, background=True
@@ -191,12 +199,12 @@ class Scheduler:
         num_kept = self._cover_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
         slots_R, known_R, rows_R = slots_R[:num_kept], known_R[:num_kept], rows_R[:num_kept]
         left = portion.prompt_rows - int(rows_R[known_R > 1].sum())
-        return self._with_newcomers(
+        return self._admit_waiting(
             slots_R, rows_R, min(left, budget - int(rows_R.sum())), now_s, background=True
         )
 
-    def _going_on(self, sequences: list[Sequence]) -> IntArray:
-        """Slots of those that may need another step; of half of them, if they take turns."""
+    def _unfinished_slots(self, sequences: list[Sequence]) -> IntArray:
+        """Return slots of sequences that may need another step; with halves, of one half."""
         slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
         slots_R = slots_R[self.table.go_on(slots_R)]
         if not self._halved:
@@ -204,12 +212,13 @@ class Scheduler:
         return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
 
     def _limits(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
-        """Most drafts of each."""
+        """Return the most drafts of each request."""
         table = self.table
-        # A step with k drafts brings up to k + 1 tokens.
+        # A step with k drafts yields up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         if self.books.has_windows:
-            # A window's pages stay until drafts in flight are judged: those reach one step's rows ahead.
+            # A window's pages are kept until drafts in flight are verified, which covers one step's rows
+            # ahead.
             drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
         return drafts_R
 
@@ -222,33 +231,35 @@ class Scheduler:
         *,
         background: bool = False,
     ) -> IntArray:
-        """Drafts of each of these requests, if it decodes."""
+        """Return the drafts of each request, 0 for those that do not decode."""
         drafts_R = np.zeros_like(known_R)
         if not self.drafter.health.ready:
             return drafts_R
-        decoding, prompt_rows, who = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
-        if len(decoding) < len(known_R):  # seldom
-            prompt_rows, who = int(known_R.sum()) - len(decoding), (slots_R[decoding], limits_R[decoding])
+        decoding, prompt_rows, decoding_requests = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
+        if len(decoding) < len(known_R):  # rare
+            prompt_rows, decoding_requests = (
+                int(known_R.sum()) - len(decoding),
+                (slots_R[decoding], limits_R[decoding]),
+            )
         load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
-        self.drafter.note_limits(who[1])
+        self.drafter.note_limits(decoding_requests[1])
         chosen_R = self._controller.choose_drafts(
-            *who, load, now_s, background=background, is_half=self._halved
+            *decoding_requests, load, now_s, background=background, is_half=self._halved
         )
         if self.drafter.can_draft:
             drafts_R[decoding] = chosen_R
         return drafts_R
 
     def _context(self, slots_R: IntArray) -> float:
-        """Tokens that rows of these look back on, together."""
+        """Return the number of context tokens of these requests together."""
         return float(self.table.num_computed_S[slots_R].sum())
 
-    def _newcomers(self) -> tuple[IntArray, list[Request]]:
-        """Of the plan in the making."""
+    def _admitted_requests(self) -> tuple[IntArray, list[Request]]:
         slots = [admitted.slot for admitted in self._admitted]
         return np.array(slots, np.int32), [self.table.sequences[slot].request for slot in slots]
 
     def _wanted_rows(self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray) -> IntArray:
-        """Rows that each sequence can use."""
+        """Return the rows that each sequence can use."""
         wanted_R = np.where(known_R == 1, 1 + drafts_R, known_R)
         if (refilled := self.drafter.refill.current) is None:
             return wanted_R
@@ -256,12 +267,12 @@ class Scheduler:
         return np.where(slots_R == refilled.slot, np.minimum(wanted_R, most), wanted_R)
 
     def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
-        """Take the pages of all rows, from position `first_R` on, in rank order; returns how many of the
-        sequences still run.
+        """Allocate the pages of all rows, from position `first_R` on, in rank order; return how many
+        sequences remain.
 
-        For too few pages in any pool background work behind all of them is preempted. Then rows are cut (in
-        place), so drafts go first; for the first row others are preempted. A prompt lacks pages only in
-        groups with a window, which it passes through.
+        If any pool has too few pages, lower-ranked background work is preempted first. Then rows are cut (in
+        place), so that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A
+        prompt only lacks pages in groups with a window, which it passes through.
         """
         books = self.books
         books.give_back(slots_R, self.table.least_computed(slots_R))
@@ -287,10 +298,10 @@ class Scheduler:
             rows_R[index] = books.grow_some(slot, first + rows) - first
         return num_left
 
-    def _with_newcomers(
+    def _admit_waiting(
         self, slots_R: IntArray, rows_R: IntArray, budget: int, now_s: float, *, background: bool
     ) -> tuple[IntArray, IntArray]:
-        """Let waiting sequences in, strictly by rank, while there are slots, rows and pages."""
+        """Admit waiting sequences, strictly by rank, while there are slots, rows and pages."""
         roster, num_before, rows = self.roster, len(self._admitted), list[int]()
         if not roster.waiting:
             return slots_R, rows_R
@@ -346,11 +357,13 @@ class Scheduler:
             writes_context=self.drafter.is_written,
         )
 
-    # A step is committed.
+    # Committing.
 
     def commit(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
-        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens
-        or failed."""
+        """Commit the result of the oldest plan in flight.
+
+        Returns updates for requests that got tokens or failed.
+        """
         assert self._in_flight, "a result without a plan"
         step = self._in_flight.popleft()
         outcome = read_result(self.table, step.plan, step.staying_R, result)
@@ -358,7 +371,7 @@ class Scheduler:
         self.journal.stepped(step.plan, step.planned_s, outcome, result.timings, now_s)
         self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
-        if outcome.failed.any():  # what they computed is of no use to others
+        if outcome.failed.any():  # others must not reuse what failed requests computed
             self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
@@ -375,7 +388,7 @@ class Scheduler:
         return updates
 
     def _take_prompt_logprobs(self, outcome: StepOutcome) -> None:
-        """Before what is computed steps on: rows begin where it stands."""
+        """Store prompt log probabilities, before `num_computed_S`, where their rows begin, is updated."""
         for slot, rows in outcome.prompt_logprobs.items():
             first = int(self.table.num_computed_S[slot])
             self.table.sequences[slot].take_prompt_logprobs(first, rows)
@@ -390,7 +403,7 @@ class Scheduler:
         table.num_computed_S[slots_R] = outcome.num_computed
 
     def _forget_slot(self, slot: int) -> None:
-        """Who has it leaves."""
+        """Drop everything in flight of a slot whose sequence leaves."""
         for step in self._in_flight:
             step.staying_R[step.plan.slots == slot] = False
         self.drafter.refill.leave(slot)

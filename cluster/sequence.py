@@ -1,10 +1,9 @@
-"""A request's progress: `Sequence` is what seldom changes, `SlotTable` what every step changes.
+"""A request's progress: `Sequence` has what rarely changes, `SlotTable` what every step changes.
 
-While a sequence waits it has known tokens and nothing else. While it runs it has a slot, and its numbers are
-row `slot` of the table's arrays: planning and committing a step are then a few NumPy calls for all running
-sequences, not a loop. The workers keep the same rows under the same slots. Edited by the scheduler alone.
-
-Which pages it has is `page_books.py`'s.
+A waiting sequence only has known tokens. A running one has a slot, and its numbers are row `slot` of the
+table's arrays, so that planning and committing a step are a few NumPy calls for all running sequences instead
+of a loop. The workers have the same rows for the same slots. Only the scheduler changes them. `page_books.py`
+has the pages.
 
 Shape legend: S slots, L longest sequence, V vocabulary.
 """
@@ -27,21 +26,21 @@ Rank = tuple[int, int, int]  # background work or not, priority, arrival
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way.
+    """One live request.
 
     Attributes:
-        request: what was asked.
-        rank: place in the order in which sequences are served, lower first.
+        request: the request.
+        rank: its position in the serving order, lower first.
         token_ids: int32; all known tokens while it waits (while it runs they are in the table).
-        max_length: tokens, prompt included, at which it ends at the latest.
-        sampling: what workers need to know of its parameters. Log probabilities of the prompt are asked for
-            until all are there.
-        prompt_logprobs: those that are there, until they are given out.
-        eos_token_ids: those that end it without being a `stop_reason`.
+        max_length: largest number of tokens, including the prompt.
+        sampling: its parameters for the workers. Prompt log probabilities are requested until all have
+            arrived.
+        prompt_logprobs: those that have arrived, until they are returned.
+        eos_token_ids: end tokens that are not reported as a `stop_reason`.
         digests: of its first full pages, as far as they were needed.
-        num_cached_tokens: found in the prefix cache when it first entered; None before.
+        num_cached_tokens: tokens found in the prefix cache when it first entered; None before.
         queue_s: how long it waited until then.
-        slot: while it runs.
+        slot: while it runs, else WAITING.
     """
 
     request: Request
@@ -58,12 +57,12 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, rank: Rank, max_length: int, model_eos: tuple[int, ...]) -> Sequence:
-        """A request as it arrives.
+        """Create a sequence for a new request.
 
         Args:
             request: checked and seeded.
-            rank: its place.
-            max_length: what no sequence can exceed.
+            rank: its position in the serving order.
+            max_length: limit of every sequence.
             model_eos: the model's end tokens.
         """
         params, length = request.params, len(request.prompt_token_ids)
@@ -95,21 +94,21 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether rows of its prompt have to be computed for what they tell, known or not."""
+        """Whether prompt rows must be computed for their log probabilities, even if they are cached."""
         return self.sampling.prompt_logprobs is not None
 
     def take_prompt_logprobs(self, first: int, rows: RowLogprobs) -> None:
-        """What the rows from position `first` on tell; after a preemption some tell it again."""
-        asked, num_known = self.sampling.prompt_logprobs, sum(map(len, self.prompt_logprobs))
-        if asked is None:
+        """Add log probabilities of rows from position `first` on; after a preemption some are repeated."""
+        num_top, num_known = self.sampling.prompt_logprobs, sum(map(len, self.prompt_logprobs))
+        if num_top is None:
             return
         assert first <= num_known, "rows of the prompt are missing"
-        self.prompt_logprobs.append(rows.cut(num_known - first, len(rows), asked))
+        self.prompt_logprobs.append(rows.cut(num_known - first, len(rows), num_top))
         if num_known + len(self.prompt_logprobs[-1]) == len(self.request.prompt_token_ids) - 1:
             self.sampling = replace(self.sampling, prompt_logprobs=None)
 
     def stop_reason(self, token_id: int) -> int | None:
-        """What to report when this token ended it."""
+        """Return the stop reason to report if this token ended the sequence."""
         return None if token_id in self.eos_token_ids else token_id
 
 
@@ -118,7 +117,7 @@ class SlotTable:
 
     Args:
         num_slots: most sequences that run at once.
-        max_model_len, vocab_size: of the model.
+        max_model_len, vocab_size: those of the model.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
@@ -127,11 +126,11 @@ class SlotTable:
         self.num_computed_S = np.zeros(num_slots, dtype=np.int32)  # tokens whose K/V exist
         self.max_length_S = np.zeros(num_slots, dtype=np.int32)
         self.max_drafts_S = np.zeros(num_slots, dtype=np.int32)
-        # What the steps in flight do to the numbers above, once they are committed.
+        # Changes to the numbers above when the steps in flight are committed.
         self._ahead_3S = np.zeros((3, num_slots), dtype=np.int32)
-        self.ahead_rows_S = self._ahead_3S[0]  # known tokens they compute
-        self.ahead_samples_S = self._ahead_3S[1]  # fewest tokens they bring: one per step
-        self.ahead_drafts_S = self._ahead_3S[2]  # most tokens they bring beyond these
+        self.ahead_rows_S = self._ahead_3S[0]  # known tokens that they compute
+        self.ahead_samples_S = self._ahead_3S[1]  # fewest tokens that they yield: one per step
+        self.ahead_drafts_S = self._ahead_3S[2]  # most tokens that they yield in addition
         self.stop_uses_V = np.zeros(vocab_size, dtype=np.int32)  # running sequences that a token would end
         self.sequences: dict[int, Sequence] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -141,7 +140,7 @@ class SlotTable:
         return bool(self._free_slots)
 
     def enter(self, sequence: Sequence, num_computed: int, max_drafts: int) -> int:
-        """Give a waiting sequence a slot; K/V of its first tokens may be there already."""
+        """Give a waiting sequence a slot; K/V of its first `num_computed` tokens already exist."""
         slot = sequence.slot = self._free_slots.pop()
         count = len(sequence.token_ids)
         self.sequences[slot] = sequence
@@ -155,47 +154,47 @@ class SlotTable:
         return slot
 
     def least_computed(self, slots_R: IntArray) -> IntArray:
-        """Where each sequence stands when the steps in flight have ended, if no draft is accepted."""
+        """Return the computed tokens of each sequence after the steps in flight, if no draft is accepted."""
         return self.num_computed_S[slots_R] + self.ahead_rows_S[slots_R]
 
     def go_on(self, slots_R: IntArray) -> BoolArray:
-        """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
+        """Return which sequences may need another step: those in flight need not complete them."""
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
 
     def is_idle(self, slots_R: IntArray) -> BoolArray:
-        """Which sequences no step in flight computes."""
+        """Return which sequences are in no step in flight."""
         return self.ahead_rows_S[slots_R] == 0
 
     def most_tokens(self, slots_R: IntArray) -> IntArray:
-        """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""
+        """Return each sequence's tokens if all drafts in flight are accepted and it is not full."""
         ahead_R = self.ahead_samples_S[slots_R] + self.ahead_drafts_S[slots_R]
         return np.minimum(self.num_tokens_S[slots_R] + ahead_R, self.max_length_S[slots_R] - 1)
 
     def known_rows(self, slots_R: IntArray) -> IntArray:
-        """Tokens of each sequence that no step computes yet; the anchor where one in flight samples."""
+        """Return each sequence's known tokens that no step computes yet; 1 (the anchor) if one samples."""
         left_R = self.num_tokens_S[slots_R] - self.least_computed(slots_R)
         return np.where(self.ahead_samples_S[slots_R] > 0, 1, left_R)
 
     def depart(self, plan: SchedulerOutput) -> None:
-        """A step is in flight."""
+        """Record that a step is in flight."""
         self._count_ahead(1, plan.slots, plan.num_rows - plan.num_drafts, plan.num_drafts, plan.samples)
 
     def arrive(self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray, samples_R: BoolArray) -> None:
-        """A step in flight has ended, for these of its sequences; the others have left."""
+        """Record that a step in flight has ended, for its sequences that have not left."""
         self._count_ahead(-1, slots_R, known_R, drafts_R, samples_R)
 
     def _count_ahead(
         self, sign: int, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray, samples_R: BoolArray
     ) -> None:
-        # One assignment: each costs a microsecond or two.
+        # A single assignment, as each costs a microsecond or two.
         self._ahead_3S[:, slots_R] += sign * np.array((known_R, samples_R, drafts_R), dtype=np.int32)
 
     def known_tokens(self, slot: int) -> IntArray:
-        """A copy of all tokens of a running sequence."""
+        """Return a copy of all tokens of a running sequence."""
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence's slot back; it keeps its tokens. Its pages are not this table's."""
+        """Free a sequence's slot; the sequence keeps its tokens."""
         slot = sequence.slot
         sequence.token_ids = self.known_tokens(slot)
         sequence.slot = WAITING
@@ -204,7 +203,7 @@ class SlotTable:
         self._free_slots.append(slot)
 
     def check_invariants(self) -> None:
-        """Slots are free or hold one sequence, and no sequence is shorter than what is computed."""
+        """Assert that every slot is free or holds one sequence, with consistent lengths."""
         slots = sorted([*self.sequences, *self._free_slots])
         assert slots == list(range(len(self.num_tokens_S))), "a slot is lost or doubled"
         for slot, sequence in self.sequences.items():
@@ -212,4 +211,4 @@ class SlotTable:
             assert 0 <= self.num_computed_S[slot] < self.num_tokens_S[slot] < self.max_length_S[slot]
             assert 0 <= self.ahead_samples_S[slot] <= self.ahead_rows_S[slot], "a step ahead computes nothing"
         num_stops = sum(len(q.sampling.stop_token_ids) for q in self.sequences.values())
-        assert self.stop_uses_V.sum() == num_stops, "stop tokens are counted for sequences that are gone"
+        assert self.stop_uses_V.sum() == num_stops, "stop tokens are counted for sequences that have left"

@@ -1,11 +1,9 @@
-"""An executor that computes nothing: tokens from a hash, acceptance and cost from set curves.
+"""An executor that computes nothing: tokens are hashes, acceptance and cost follow given curves.
 
-Drafts are `simulated_drafts.py`'s; a plan that trims them is obeyed, and costs what is left of it.
-
-The token at (seed, position) is a pure function, as the real workers' is: output cannot depend on drafts,
-batches or preemptions, and whoever lets it is caught. Ships with the product, for tests
-and questions of capacity at any scale. Time passes only where the caller wants it to: hand in
-`VirtualClock.advance`, or `time.sleep`.
+Drafts come from `simulated_drafts.py`; trims are applied, and reduce the cost. The token at (seed, position)
+is a pure function, as with real workers, so a scheduler that let drafts, batches or preemptions change the
+output would be caught. Part of the product for tests and capacity questions at any scale. Time only passes if
+the caller passes `VirtualClock.advance` or `time.sleep`.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.
 """
@@ -24,12 +22,12 @@ from .simulated_drafts import Hashes, SimulatedDrafts, noise
 from .simulated_time import StepTimes
 from .speculation.draft_trimming import trimmed
 
-_TOKENS = 0  # stream of noise, apart from those of `simulated_drafts.py`
+_TOKENS = 0  # stream of noise, different from those of `simulated_drafts.py`
 _NO_DRAFTER = -1
 
 
 class VirtualClock:
-    """Seconds that pass only when told to. Give the object itself to `Engine` as its clock."""
+    """A clock that only advances when told to. Pass the object itself to `Engine` as its clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -43,12 +41,12 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds of a step: a floor (reading the weights) or what the rows cost, whichever is more.
+    """Seconds of a step: a fixed time (to read the weights), or the time of its rows if that is more.
 
     Attributes:
         verify_floor_s, verify_row_s: of the target's pass.
-        draft_floor_s, draft_row_s: of the drafter's pass; nothing in a step without drafts.
-        inject_row_s: of what the drafter gets.
+        draft_floor_s, draft_row_s: of the drafter's pass; 0 in a step without drafts.
+        inject_row_s: of writing the drafter's context.
     """
 
     verify_floor_s: float = 0.0
@@ -66,15 +64,15 @@ class LinearCost:
 
 
 class SimulatedExecutor:
-    """See the module's text.
+    """Simulates an executor, see the module's docstring.
 
     Args:
-        info: the facts of the model that is imitated.
-        survival: survival[i] is how likely drafts 0..i are all accepted; 0 beyond its end.
-        cost: seconds of a step, its parts one after the other; asked for the drafting with the plan, and for
-            the rest with what is left of the plan when it has been trimmed.
-        spend: is told how long a step has to be waited for, e.g. `VirtualClock.advance`.
-        hardness: of a request's text, by its id: chances of its drafts are raised to this power.
+        info: facts of the simulated model.
+        survival: survival[i] is the probability that drafts 0..i are all accepted; 0 beyond its end.
+        cost: seconds of a step's parts in sequence; called with the plan for drafting, and with the trimmed
+            plan for the rest.
+        spend: called with the seconds that a step must be waited for, e.g. `VirtualClock.advance`.
+        hardness: hardness of a request's text, by its id: acceptance probabilities are raised to this power.
     """
 
     def __init__(
@@ -94,7 +92,8 @@ class SimulatedExecutor:
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._hardness_S = np.zeros(0)
         self._computed_S = np.zeros(0, dtype=np.int32)
-        self._drafters_S = np.zeros(0, dtype=np.int32)  # the generation that has seen all of a sequence
+        # the generation whose drafter has the whole context of the slot's sequence
+        self._drafters_S = np.zeros(0, dtype=np.int32)
         self._sampling: dict[int, SlotSampling] = {}
         self._results: deque[StepResult] = deque()
         self._drafter = DrafterHealth()
@@ -109,11 +108,11 @@ class SimulatedExecutor:
         return self._drafter
 
     def lose_drafter(self) -> None:
-        """From now on no draft is accepted."""
+        """Lose the drafter: no draft is accepted from now on."""
         self._drafter = replace(self._drafter, ready=False)
 
     def start_drafter(self) -> None:
-        """A new one, in the place of whichever there is; it has no context of what was computed so far."""
+        """Start a new drafter, which has no context of anything computed so far."""
         self._drafter = DrafterHealth(ready=True, generation=self._drafter.generation + 1)
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -126,7 +125,7 @@ class SimulatedExecutor:
         return self._results.popleft()
 
     def first_positions(self, plan: SchedulerOutput) -> IntArray:
-        """Of each request's first row [R], where the plan could not know it too. After its admissions."""
+        """Return the position of each request's first row [R], after the plan's admissions."""
         return np.where(plan.num_computed < 0, self._computed_S[plan.slots], plan.num_computed)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
@@ -137,13 +136,13 @@ class SimulatedExecutor:
         if not self._drafter.ready:
             self._drafters_S[plan.slots] = _NO_DRAFTER
         hardness_R = self._hardness_S[plan.slots]
-        margins_RK, stands_RK = self._drafts.propose(seeds_R, begin_R, plan.num_drafts, hardness_R)
+        margins_RK, accepted_RK = self._drafts.propose(seeds_R, begin_R, plan.num_drafts, hardness_R)
         verified_R = plan.num_drafts
         if plan.trim is not None and margins_RK.size:
             num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
             verified_R = trimmed(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
         in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
-        accepted_R = np.where(in_context_R, np.minimum(stands_RK.sum(axis=1), verified_R), 0)
+        accepted_R = np.where(in_context_R, np.minimum(accepted_RK.sum(axis=1), verified_R), 0)
         if not plan.writes_context:
             self._drafters_S[plan.slots] = _NO_DRAFTER
         num_tokens_R = np.where(plan.samples, 1 + accepted_R, 0)
@@ -163,15 +162,17 @@ class SimulatedExecutor:
         )
 
     def _costs(self, plan: SchedulerOutput, verified_R: IntArray) -> StepTimings:
-        """Of a step in which so many of its drafts are verified."""
-        whole = self._cost(plan)
+        """Return the times of a step with these numbers of verified drafts."""
+        untrimmed = self._cost(plan)
         if plan.trim is None:
-            return whole
-        cut = replace(plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R)
-        return replace(self._cost(cut), draft_s=whole.draft_s)
+            return untrimmed
+        trimmed_plan = replace(
+            plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R
+        )
+        return replace(self._cost(trimmed_plan), draft_s=untrimmed.draft_s)
 
     def check_health(self) -> None:
-        """Arithmetic does not fall ill."""
+        """Do nothing: it is always healthy."""
 
     def close(self) -> None:
         self._closed = True
@@ -199,7 +200,7 @@ class SimulatedExecutor:
 
 
 def simulated_tokens(sampling: SlotSampling, begin: int, count: int, vocab_size: int) -> list[int]:
-    """The tokens at positions begin .. begin + count - 1, whoever computes them."""
+    """Return the tokens at positions begin .. begin + count - 1."""
     positions = np.arange(begin, begin + count, dtype=np.int32)
     tokens = _tokens(np.full(count, sampling.seed % 2**64, dtype=np.uint64), positions, vocab_size).tolist()
     return [

@@ -1,7 +1,7 @@
-"""What a request changes in the logits before a token is chosen: bias, tokens that cannot be, penalties.
+"""A request's changes to logits before sampling: bias, forbidden tokens, penalties.
 
-The values alone, as the workers need them: what they mean is `drafter/step/rules.py`. A request that asks for
-nothing of it has none, and costs nothing. Made by `sequence.py`, carried by `plan.py`.
+Values only, as the workers need them; `drafter/step/rules.py` applies them. A request without any has no
+rules, at no cost. Made by `sequence.py`, carried by `plan.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ThinkingRule:
-    """Reasoning that must end.
+    """A limit of reasoning.
 
     Attributes:
-        budget: tokens of reasoning, behind which its end is the only thing that can follow.
+        budget: tokens of reasoning, after which its end is forced.
         start, end: the tokens around it; without a start it begins with the answer.
     """
 
@@ -34,17 +34,17 @@ class ThinkingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
-    """See `SamplingParams`.
+    """A request's logits rules, see `SamplingParams`.
 
     Attributes:
         prompt_length: tokens from this position on were generated.
         allowed_token_ids: all others are impossible; None allows all.
-        bad_words: sequences of tokens; the last of one cannot follow the others, where these were generated.
-        logit_bias: (token, what is added to its logit).
-        repetition: the logit of a token of prompt or output is divided by it, or multiplied where negative.
-        frequency: taken from a token's logit for each time it was generated.
-        presence: taken from the logit of a token that was generated at all.
-        thinking: before all others, None where reasoning has no limit.
+        bad_words: token sequences; the last token cannot follow the others if these were generated.
+        logit_bias: (token, value added to its logit).
+        repetition: divides the logit of a token of prompt or output, or multiplies it if negative.
+        frequency: subtracted from a token's logit for each time it was generated.
+        presence: subtracted from the logit of a token that was generated.
+        thinking: applied first; None if reasoning has no limit.
     """
 
     prompt_length: int
@@ -58,7 +58,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_length: int) -> TokenRules | None:
-        """The rules of a request, None where it has none."""
+        """Return the rules of a request; None if it has none."""
         rules = cls(
             prompt_length=prompt_length,
             allowed_token_ids=params.allowed_token_ids,
@@ -79,12 +79,12 @@ class TokenRules:
 
 @dataclass(frozen=True, slots=True)
 class RuleLimits:
-    """What an engine's tables hold of one request's rules.
+    """Capacity of an engine's tables per request.
 
     Attributes:
-        allowed_tokens, biased_tokens, bad_words: how many.
-        bad_word_tokens: of one bad word.
-        reasoning_tokens: of the marks around reasoning.
+        allowed_tokens, biased_tokens, bad_words: numbers of entries.
+        bad_word_tokens: tokens of one bad word.
+        reasoning_tokens: tokens of each mark around reasoning.
     """
 
     allowed_tokens: int
@@ -94,9 +94,9 @@ class RuleLimits:
     reasoning_tokens: int
 
     def excess(self, params: SamplingParams) -> tuple[str, str] | None:
-        """The field that asks for more, and what would be right."""
+        """Return a field that exceeds the limits, with a description; None if none does."""
         words, reasoning = params.bad_words_token_ids, (self.reasoning_tokens, "tokens")
-        asked = (
+        sizes = (
             ("allowed_token_ids", len(params.allowed_token_ids or ()), self.allowed_tokens, "tokens"),
             ("logit_bias", len(params.logit_bias), self.biased_tokens, "tokens"),
             ("bad_words", len(words), self.bad_words, "sequences of tokens"),
@@ -104,5 +104,7 @@ class RuleLimits:
             ("reasoning_start_token_ids", len(params.reasoning_start_token_ids), *reasoning),
             ("reasoning_end_token_ids", len(params.reasoning_end_token_ids), *reasoning),
         )
-        over = (each for each in asked if each[1] > each[2])
-        return next(((name, f"{count} {what}; at most {most}") for name, count, most, what in over), None)
+        excessive = (each for each in sizes if each[1] > each[2])
+        return next(
+            ((name, f"{count} {what}; at most {most}") for name, count, most, what in excessive), None
+        )

@@ -1,10 +1,10 @@
-"""vLLM's settings that have another name here, or none, and what is answered to them: the one table.
+"""vLLM settings with another name here, or none, and the response to each.
 
-Names are those of vLLM's `EngineArgs`, `FrontendArgs` and `SpeculativeConfig` (0.33), without those that are
-settings here under the same name. Flags (`jobs/vllm_flags.py`), YAML files, Serve configs and
-`manta.LLM(...)` all come here. A setting that asks for nothing, as `pipeline_parallel_size: 1`, passes in
-silence. One without effect on Manta is dropped, and a log line says why. One whose loss would be noticed
-later is refused.
+Names are those of vLLM's `EngineArgs`, `FrontendArgs` and `SpeculativeConfig` (0.33), except for settings
+with the same name here. Flags (`jobs/vllm_flags.py`), YAML files, Serve configs and `manta.LLM(...)` all use
+this table. A setting with a value that requests nothing, such as `pipeline_parallel_size: 1`, is silently
+accepted. One without effect on Manta is dropped with a warning that says why. One whose absence would be
+noticed later is refused.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .errors import ConfigError, shown
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["switch", "value", "list"]  # how the flag is written: --x, --x VALUE, --x VALUE VALUE
+Kind = Literal["switch", "value", "list"]  # form of the flag: --x, --x VALUE, --x VALUE VALUE
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is said to some settings of vLLM.
+    """The response to some settings of vLLM.
 
     Attributes:
         says: a sentence that follows the setting's name.
-        switches, values, lists: names, by how their flags are written.
-        unasked: values that ask for nothing, beside None and false.
+        switches, values, lists: names, by the form of their flags.
+        unasked: values that request nothing, in addition to None and false.
         refused: whether a setting is an error; otherwise it is dropped.
     """
 
@@ -40,7 +40,7 @@ class Answer:
     refused: bool = False
 
     def kinds(self) -> dict[str, Kind]:
-        """Return how each name is written as a flag."""
+        """Return the flag's form for each name."""
         groups: tuple[tuple[str, Kind], ...] = (
             (self.switches, "switch"),
             (self.values, "value"),
@@ -49,7 +49,7 @@ class Answer:
         return {name: kind for names, kind in groups for name in names.split()}
 
     def is_asked(self, value: object) -> bool:
-        """Return whether a value asks for anything."""
+        """Return whether a value requests anything."""
         if not value or value == "None":
             return False
         return not any(type(value) is type(other) and value == other for other in self.unasked)
@@ -57,12 +57,12 @@ class Answer:
 
 SETTINGS = (
     Answer(
-        "has no effect: no code of a checkpoint is run; families and tokenizers are read by Manta's own code",
+        "has no effect: Manta runs no code from checkpoints; its own code reads families and tokenizers",
         switches="trust_remote_code",
         values="code_revision",
     ),
     Answer(
-        "has no effect: Manta serves text, and loads a checkpoint's language model alone",
+        "has no effect: Manta serves text, and loads only a checkpoint's language model",
         switches="language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only "
         "skip_mm_profiling disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache",
         values="limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
@@ -79,7 +79,7 @@ SETTINGS = (
         lists="cudagraph_capture_sizes",
     ),
     Answer(
-        "has no effect: kernels and how steps are computed are chosen by Manta (attention_backend chooses "
+        "has no effect: Manta chooses kernels and how steps are computed (attention_backend selects "
         "among them)",
         switches="disable_custom_all_reduce disable_cascade_attn enable_flashinfer_autotune use_replayssm "
         "enable_mamba_cache_stochastic_rounding kv_sharing_fast_prefill enable_dbo enable_cumem_allocator "
@@ -91,13 +91,13 @@ SETTINGS = (
         unasked=("auto",),
     ),
     Answer(
-        "has no effect: prompts and answers are never logged. `manta logs explain ID` tells what happened to "
-        "a request; `capture` keeps traffic as token ids",
+        "has no effect: prompts and answers are never logged. `manta logs explain ID` shows what happened to "
+        "a request; `capture` stores traffic as token ids",
         switches="enable_log_requests enable_log_outputs enable_log_deltas log_error_stack",
         values="max_log_len",
     ),
     Answer(
-        "has no effect: it is so already",
+        "has no effect: this is always the case",
         switches="disable_log_requests enable_request_id_headers enable_prompt_tokens_details "
         "enable_server_load_tracking enable_offline_docs use_tqdm_on_load",
         unasked=(True,),
@@ -114,7 +114,7 @@ SETTINGS = (
         unasked=(1,),
     ),
     Answer(
-        "has no effect: config.json tells the family, which Manta's own decoder computes; tokenizer.json or "
+        "has no effect: config.json names the family, which Manta's own decoder runs; tokenizer.json or "
         "tiktoken.model is read",
         values="model_impl config_format hf_config_path model_class_overrides tokenizer_mode",
         unasked=("auto", "hf", "vllm", "fast"),
@@ -126,12 +126,12 @@ SETTINGS = (
         unasked=("ray",),
     ),
     Answer(
-        "has no effect: routed experts are shared out between the ranks of tensor_parallel_size",
+        "has no effect: routed experts are sharded over the ranks of tensor_parallel_size",
         switches="enable_expert_parallel enable_eplb enable_elastic_ep enable_ep_weight_filter",
         values="eplb_config expert_placement_strategy",
     ),
     Answer(
-        "has no effect: answers are held to schemas and grammars by llguidance",
+        "has no effect: llguidance enforces schemas and grammars",
         values="guided_decoding_backend structured_outputs_config reasoning_config",
         unasked=("auto", "guidance"),
     ),
@@ -140,7 +140,7 @@ SETTINGS = (
         values="swap_space preemption_mode",
     ),
     Answer(
-        "has no effect: the scheduler measures what rows of prompts cost beside decoding requests",
+        "has no effect: the scheduler measures what prompt rows cost next to decoding requests",
         switches="scheduler_reserve_full_isl disable_hybrid_kv_cache_manager",
         values="long_prefill_token_threshold max_num_partial_prefills max_long_partial_prefills "
         "max_num_scheduled_tokens prefill_schedule_interval scheduler_delay_factor watermark stream_interval "
@@ -148,7 +148,7 @@ SETTINGS = (
         unasked=(1,),
     ),
     Answer(
-        "has no effect: safetensors files are read as they lie, each rank its own part",
+        "has no effect: safetensors files are read directly, by each rank its own part",
         values="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
         "model_loader_extra_config pt_load_map_location ignore_patterns",
     ),
@@ -160,12 +160,12 @@ SETTINGS = (
         lists="collect_detailed_traces",
     ),
     Answer(
-        "has no effect: requests may ask for up to 20 log probabilities of each token",
+        "has no effect: requests may get up to 20 log probabilities per token",
         values="max_logprobs logprobs_mode",
         unasked=(20, "raw_logprobs"),
     ),
     Answer(
-        "has no effect: messages are given to the chat template as it asks for them, and answers are the "
+        "has no effect: messages have the form that the chat template expects, and answers are the "
         "assistant's",
         values="chat_template_content_format response_role",
         unasked=("auto", "assistant"),
@@ -186,14 +186,14 @@ SETTINGS = (
         refused=True,
     ),
     Answer(
-        "is not served: there are no adapters. Merge the adapter into the weights, and serve those",
+        "is not served: there are no adapters. Merge the adapter into the weights",
         switches="enable_lora fully_sharded_loras",
         values="max_loras max_lora_rank max_cpu_loras lora_dtype default_mm_loras",
         lists="lora_modules lora_target_modules",
         refused=True,
     ),
     Answer(
-        "is not served: K/V are kept in the target's dtype. Leave it out",
+        "is not served: K/V are stored in the target's dtype. Leave it out",
         values="kv_cache_dtype",
         lists="kv_cache_dtype_skip_layers",
         unasked=("auto",),
@@ -220,7 +220,7 @@ SETTINGS = (
         refused=True,
     ),
     Answer(
-        "is not served: code of others is not loaded into the server. Leave it out",
+        "is not served: the server loads no external code. Leave it out",
         values="worker_cls worker_extension_cls scheduler_cls io_processor_plugin tool_parser_plugin "
         "reasoning_parser_plugin tool_server",
         lists="logits_processors middleware",
@@ -228,7 +228,7 @@ SETTINGS = (
         refused=True,
     ),
     Answer(
-        "is not served: the endpoint speaks plain HTTP on a port. Put a proxy in front for TLS, a path or a "
+        "is not served: the endpoint is plain HTTP on a port. Put a proxy in front for TLS, a path or a "
         "socket (docs/security.md)",
         switches="enable_ssl_refresh",
         values="ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers root_path uds",
@@ -243,12 +243,12 @@ SETTINGS = (
         refused=True,
     ),
     Answer(
-        "would stand in the list of processes: set HF_TOKEN in the environment, or run `hf auth login`",
+        "would be visible in the process list: set HF_TOKEN in the environment, or run `hf auth login`",
         values="hf_token",
         refused=True,
     ),
     Answer(
-        "is not served: the tokenizer is of the target's `revision`. Give `tokenizer` as a folder",
+        "is not served: the tokenizer has the target's `revision`. Set `tokenizer` to a folder",
         values="tokenizer_revision",
         refused=True,
     ),
@@ -274,30 +274,30 @@ SPECULATION = (
         unasked=("greedy",),
     ),
     Answer(
-        "has no effect: a draft stands if it equals the target's own choice, so that no token changes",
+        "has no effect: a draft is accepted if it equals the target's own choice, so no token changes",
         values="rejection_sample_method",
         unasked=("standard", "strict"),
     ),
     Answer(
-        "has no effect: how much is drafted follows what it brings, down to none (`adaptive`)",
+        "has no effect: the draft length follows the measured benefit, down to none (`adaptive`)",
         values="disable_by_batch_size disable_padded_drafter_batch disable_eagle_block_drop",
     ),
     Answer(
-        "has no effect: the drafter has the engine's kernels, dtype and longest sequence",
+        "has no effect: the drafter uses the engine's kernels, dtype and maximum length",
         switches="enforce_eager use_local_argmax_reduction index_share_for_mtp_iteration",
         values="moe_backend attention_backend max_model_len draft_load_config",
         unasked=("auto",),
     ),
-    Answer("has no effect: no code of a checkpoint is run", values="code_revision"),
+    Answer("has no effect: Manta runs no code from checkpoints", values="code_revision"),
     Answer('has no effect: "dflash" drafts a block in one pass', switches="parallel_drafting"),
     Answer(
-        "is not served: K/V are kept in the target's dtype. Leave it out",
+        "is not served: K/V are stored in the target's dtype. Leave it out",
         values="kv_cache_dtype",
         unasked=("auto",),
         refused=True,
     ),
     Answer(
-        "is not served: it would change tokens. Leave it out; `manta simulate node` plays with acceptance "
+        "is not served: it would change tokens. Leave it out; `manta simulate node` simulates acceptance "
         "rates",
         values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
         "posterior_alpha typical_acceptance_sampler_posterior_threshold",
@@ -320,8 +320,8 @@ def _most_drafts(schedule: Any) -> int:  # Any: JSON
     except (TypeError, ValueError, IndexError, KeyError):
         raise ConfigError(
             f"speculative_config.num_speculative_tokens_per_batch_size={shown(schedule)} must be a list like "
-            "[[1, 4, 7], [5, 64, 3]]: batch sizes from and to, and drafts. How many are drafted is measured "
-            "here: num_speculative_tokens alone says the most.",
+            "[[1, 4, 7], [5, 64, 3]]: batch sizes from and to, and drafts. Manta measures the best number "
+            "itself: num_speculative_tokens alone sets the maximum.",
             param="speculative_config.num_speculative_tokens_per_batch_size",
         ) from None
 
@@ -330,7 +330,7 @@ def _same(value: Any) -> Any:  # Any: whatever the setting takes
     return value
 
 
-# vLLM's name -> the name here, and what becomes of the value.
+# vLLM's name -> the name here, and the conversion of the value.
 RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "block_size": ("page_size", _same),
     "num_gpu_blocks_override": ("num_pages", _same),
@@ -340,7 +340,7 @@ RENAMED_SPECULATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "num_speculative_tokens_per_batch_size": ("num_speculative_tokens", _most_drafts),
     "enable_adaptive_verification": ("adaptive", _same),
 }
-# Setting -> vLLM's word for a value -> the word here.
+# Setting -> vLLM's name of a value -> the name here.
 VALUES: Mapping[str, Mapping[object, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
@@ -352,52 +352,52 @@ _SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answe
 
 
 def accept(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: plain data, checked by its owner
-    """Return settings of engine and server under the names they have here; others stay as they are.
+    """Return settings of engine and server with their names here; others are unchanged.
 
     Raises:
-        ConfigError: a setting of vLLM is refused, or stands under both names.
+        ConfigError: a setting of vLLM is refused, or is given under both names.
     """
-    return _accepted(settings, ANSWERS, RENAMED, "")
+    return _translate(settings, ANSWERS, RENAMED, "")
 
 
 def accept_speculation(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: as above
-    """The same for `speculative_config`."""
-    return _accepted(config, _SPECULATION_ANSWERS, RENAMED_SPECULATION, "speculative_config.")
+    """Return settings of `speculative_config` with their names here."""
+    return _translate(config, _SPECULATION_ANSWERS, RENAMED_SPECULATION, "speculative_config.")
 
 
 def answer(name: str, shown_as: str, value: object, answers: Mapping[str, Answer] = ANSWERS) -> None:
-    """Log what is said to a setting of vLLM that has none here, or raise it as a ConfigError."""
-    found = answers[name]
-    if not found.is_asked(value):
+    """Log the response to a setting of vLLM that does not exist here, or raise it as a ConfigError."""
+    entry = answers[name]
+    if not entry.is_asked(value):
         return
-    if found.refused:
-        raise ConfigError(f"{shown_as} {found.says}.", param=shown_as)
-    logger.warning("%s %s.", shown_as, found.says)
+    if entry.refused:
+        raise ConfigError(f"{shown_as} {entry.says}.", param=shown_as)
+    logger.warning("%s %s.", shown_as, entry.says)
 
 
-def _accepted(
+def _translate(
     settings: Mapping[str, Any],
     answers: Mapping[str, Answer],
     renamed: Mapping[str, tuple[str, Callable[[Any], Any]]],
     prefix: str,
 ) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for name, value in settings.items():
         if name in answers:
             answer(name, prefix + name, value, answers)
         elif name not in renamed:
-            known[name] = _in_our_words(name, value)
+            translated[name] = _translate_value(name, value)
         elif value is not None:
             own, convert = renamed[name]
             if settings.get(own) is not None:
                 raise ConfigError(
-                    f"{prefix}{name} is vLLM's name of {prefix}{own}, which is set, too. Drop one.",
+                    f"{prefix}{name} is vLLM's name of {prefix}{own}, which is also set. Remove one of them.",
                     param=prefix + name,
                 )
-            known[own] = convert(value)
-    return known
+            translated[own] = convert(value)
+    return translated
 
 
-def _in_our_words(name: str, value: Any) -> Any:
+def _translate_value(name: str, value: Any) -> Any:
     words = VALUES.get(name)
     return words.get(value, value) if words and isinstance(value, str) else value

@@ -1,1 +1,1 @@
-"""Begins and ends: the command line, serving, batch jobs, benchmarks, training."""
+"""Programs with a start and an end: the command line, serving, batch jobs, benchmarks, training."""

@@ -1,6 +1,6 @@
-"""`manta chat`: a conversation in the terminal, in this process and without Ray.
+"""`manta chat`: a chat in the terminal, in this process and without Ray.
 
-Ctrl-C ends the answer that is being given and keeps what was said; at the prompt it clears the line.
+Ctrl-C stops the current answer and keeps its text; at the prompt it clears the line.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..cluster.errors import RequestError
 from ..cluster.request import SamplingParams
 from .generate import open_llm, stream_text
 
-HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."
+HELP = "/reset clears the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 
 
 class Conversation:
-    """The messages so far, and how they grow.
+    """The messages of a chat.
 
     Args:
-        limit: of an answer's tokens, if the user gave it: it must fit the context beside the messages.
+        limit: maximum tokens of an answer if the user gave it; messages and answer must fit into the context.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Conversation:
         self.messages = list(self._opening)
 
     def say(self, text: str) -> str:
-        """Answer `text` on standard output. An answer that fails leaves the conversation as it was."""
+        """Stream the answer to `text` to standard output. A failed answer does not change the messages."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer: list[str] = []
         with (
@@ -62,7 +62,7 @@ class Conversation:
 def run_chat(
     config: EngineConfig, params: SamplingParams, system: str | None, limit: int | None = None
 ) -> None:
-    """Read lines until the user leaves."""
+    """Read lines and answer them until the user quits."""
     with open_llm(config) as llm:
         conversation = Conversation(llm, params, system, limit)
         print(HELP, file=sys.stderr)
@@ -80,13 +80,13 @@ def run_chat(
 def _answer(conversation: Conversation, line: str) -> None:
     try:
         conversation.say(line)
-    except RequestError as error:  # e.g. the conversation outgrew the context: say so and stay
+    except RequestError as error:  # such as a conversation longer than the context
         print(f"error: {error.message}", file=sys.stderr)
 
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event and breaks nothing: a step of the engine is never torn in the middle."""
+    """Make Ctrl-C set the event instead of raising, so that it never interrupts a step of the engine."""
     event = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: event.set())
     try:
@@ -96,7 +96,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 def _read_line() -> str | None:
-    """The next line, "" after Ctrl-C, None at the end."""
+    """Return the next line, "" after Ctrl-C, None at the end of input."""
     try:
         return input("> ").strip()
     except KeyboardInterrupt:

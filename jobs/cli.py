@@ -1,8 +1,8 @@
-"""The command line `manta`: parses, hands over to one function per command, and turns errors into words.
+"""The command line `manta`: parses arguments, calls one function per command, and prints errors.
 
-Not the work itself: each command checks its settings, then imports its module, so that neither `--help` nor
-a wrong flag waits for torch or Ray. How flags become settings: `flags.py`. A `MantaError` ends with exit code
-1, wrong usage with 2.
+Each command checks its settings and only then imports its module, so that neither `--help` nor a wrong flag
+waits for torch or Ray. `flags.py` explains how flags become settings. A `MantaError` exits with code 1, wrong
+usage with 2.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,22 +24,23 @@ from rich.markup import escape
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import MantaError, RequestError
-from .audit.cli import audit
+from .audit.options import AuditOptions
 from .batch.cli import batch
 from .bench.cli import bench
 from .config_file import read_config_file
 from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
-from .doctor.cli import doctor
+from .doctor.options import DoctorOptions
 from .drafters.cli import drafter
 from .flags import EngineFlags, Model, SamplingFlags, ServerFlags, given_flags, options_of, with_flags
 from .logs.cli import logs
-from .plan.cli import plan
+from .plan.options import PlanOptions
+from .progress import counting, say
 from .receipts import receipts
 from .render.cli import render
 from .serve_options import ServeOptions
 from .settings import merge_settings, sampling_params, used_config
-from .simulate.cli import simulate
+from .simulate.options import NodeOptions
 from .stop import Stopped, StopSignals
 from .vllm_flags import without_vllm_flags
 
@@ -46,34 +48,33 @@ app = typer.Typer(
     name="manta",
     help="Ray-native inference with DFlash block-diffusion speculative decoding.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # its tables cut long option names
+    rich_markup_mode=None,  # rich tables truncate long option names
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_num_seqs, as vLLM takes it
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # accept --max_num_seqs, like vLLM
     },
+)
+simulate = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Simulate a node of GPUs that serves a model."
 )
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
 app.add_typer(logs, name="logs")
 app.add_typer(simulate, name="simulate")
-app.command()(doctor)
-app.command()(audit)
 app.command()(batch)
-app.command()(plan)
 app.command()(receipts)
 app.command()(render)
-app.command("run-batch", help="The same as batch.", hidden=True)(batch)
-SHUTDOWN_TIMEOUT_S = 30.0  # of a server at somebody's terminal
-# Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
+app.command("run-batch", help="Alias of batch.", hidden=True)(batch)
+SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
+# Any: merged settings and sampling fields are plain data, validated when they become dataclasses.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script."""
     if arguments is None:
-        _speak_utf8()
+        _use_utf8()
     try:
         app(without_vllm_flags(sys.argv[1:] if arguments is None else arguments), prog_name="manta")
     except MantaError as error:
@@ -82,19 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        typer.echo("error: too many files are open: raise the limit (ulimit -n 8192).", err=True)
+        typer.echo("error: too many open files; raise the limit (ulimit -n 8192).", err=True)
         sys.exit(1)
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
 
 
-def _speak_utf8() -> None:
-    """Texts, names and what other processes are told are UTF-8, whatever the locale is.
+def _use_utf8() -> None:
+    """Use UTF-8 for text, file names and subprocesses, whatever the locale.
 
-    Where Python was started otherwise (PYTHONUTF8=0, an old locale) it is started once more, as it takes
-    arguments and names apart before the first line of ours. A stream that is told to be something else
-    (PYTHONIOENCODING) escapes what it has no character for.
+    If Python was started with another encoding (PYTHONUTF8=0, an old locale), restart it, since it decodes
+    arguments and file names before our first line. A stream with another encoding (PYTHONIOENCODING) escapes
+    characters that it lacks.
     """
     if codecs.lookup(sys.getfilesystemencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
@@ -105,7 +106,7 @@ def _speak_utf8() -> None:
 
 
 def _standard_input() -> str:
-    """Raises RequestError for what is no text."""
+    """Read standard input; raises RequestError if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -137,7 +138,7 @@ def generate(
     sampling: SamplingFlags,
     config: EngineConfig,
 ) -> None:
-    """Continue one prompt in this process, streaming to the terminal; figures go to standard error."""
+    """Continue one prompt in this process and stream the text; statistics go to standard error."""
     params = sampling_params(sampling)
     from .generate import generate_text
 
@@ -151,9 +152,9 @@ def chat(
     sampling: SamplingFlags,
     config: EngineConfig,
     model_: Model = None,
-    system: Annotated[str | None, typer.Option("--system", help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
 ) -> None:
-    """Talk to a model in the terminal (/reset forgets the conversation, /exit or Ctrl-D ends)."""
+    """Chat with a model in the terminal (/reset clears the conversation, /exit or Ctrl-D quits)."""
     params = sampling_params(sampling)
     from .chat import run_chat
 
@@ -168,7 +169,7 @@ def serve(
     flags: EngineFlags,
     model_: Model = None,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
+    """Serve an OpenAI-compatible endpoint with Ray Serve until Ctrl-C; running requests may then finish."""
     file = used_config(flags.pop("config", None), flags.get("model"))
     settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **merge_settings(flags, file), **server}
     options = ServeOptions(**{**serve_address(file), **where})
@@ -179,12 +180,12 @@ def serve(
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
     except Stopped as stopped:
-        typer.echo(f"{stopped} before it served", err=True)
+        typer.echo(f"{stopped} before the server was ready", err=True)
         raise typer.Exit(stopped.exit_code) from None
 
 
 def serve_address(file: Path | None) -> Mapping[str, Any]:
-    """Return `host` and `port` of the file, if any. Names what else the file says and is not used."""
+    """Return `host` and `port` of the file, if any, and print the names of its unused settings."""
     if file is None:
         return {}
     found = read_config_file(file)
@@ -196,11 +197,81 @@ def serve_address(file: Path | None) -> Mapping[str, Any]:
 @app.command()
 @with_flags
 def demo(options: DemoOptions) -> None:
-    """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
+    """Serve the shipped pair over HTTP, run a dataset, and compare with plain decoding."""
     from ..actors.checkpoints import shipped
 
     paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
     run_demo(replace(options, **paths))
+
+
+@app.command()
+@with_flags
+def doctor(
+    options: DoctorOptions,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, not as a table.")
+    ] = False,
+) -> None:
+    """Report what this machine has and what Manta uses of it, and check that it computes correctly.
+
+    Compares kernels with fp64 and speculation with plain decoding token by token, and measures bandwidth.
+    Needs neither Ray nor HTTP. Exit code 1 if a check failed; the table says what to do.
+    """
+    with counting("loading PyTorch and the compiled loops", say):
+        from .doctor.run import print_report, run_doctor
+
+    report = run_doctor(options)
+    if as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_report(report)
+    if report["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_flags
+def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> None:
+    """Decode a dataset with and without speculation, compare token by token, and write a certificate.
+
+    Both passes use one engine with different batches, which must not matter either. Exit code 1 if any token
+    differs.
+    """
+    with counting("loading PyTorch", say, begin=False):
+        from .audit.run import print_certificate, run_audit
+
+    certificate = run_audit(config, options)
+    print_certificate(certificate)
+    if certificate["mismatches"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_flags
+def plan(options: PlanOptions) -> None:
+    """Plan a model's layout over a node's GPUs, with estimated speeds and the best one's ray_config.yaml.
+
+    Uses shapes and rates only: needs no GPU, no weights and no Ray.
+    """
+    from .plan.run import make_plan
+
+    make_plan(options)
+
+
+@simulate.callback()
+def _simulate() -> None: ...
+
+
+@simulate.command()
+@with_flags
+def node(options: NodeOptions) -> None:
+    """Simulate load on one node for each method: throughput per GPU against speed per user.
+
+    Runs the real scheduler and policies with the roofline's step times; see docs/simulation.md.
+    """
+    from .simulate.node import run_node
+
+    run_node(options)
 
 
 if __name__ == "__main__":

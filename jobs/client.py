@@ -1,9 +1,8 @@
-"""The HTTP client of Manta's own commands: asks an OpenAI-compatible server, Manta's or another.
+"""HTTP client of Manta's own commands, for any OpenAI-compatible server.
 
-On Python's `http.client` alone: openai and httpx only the tests install, and a command must run where nothing
-but Manta is. No proxies from the environment. One connection, which is kept; threads that ask at once have a
-client each. Used by `serve.py` and the demo while a server starts, by the demo for its requests, by
-`logs/`, by `receipts.py` and by `tests/benchmarks/`.
+Uses only Python's `http.client`: openai and httpx are test dependencies. Ignores proxies of the environment.
+Each client has one persistent connection and is not thread-safe. Used by `serve.py` and the demo while a
+server starts, by the demo for its requests, and by `logs/`, `receipts.py` and `tests/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ Json = Mapping[str, Any]  # Any: JSON
 LONG_S = 600.0
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
-MAX_SHOWN = 300  # characters of what a server says when it refuses
+MAX_SHOWN = 300  # characters of a server's error message
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said; `body` is {} unless it was a JSON object, or a text as OpenAI's errors have it."""
+    """A server's response. `body` is {} unless it was a JSON object; text becomes an OpenAI error object."""
 
     status: int
     body: Json
 
     @property
     def error(self) -> str:
-        """Its error in a sentence."""
+        """Return the error message as a sentence."""
         error = self.body.get("error", self.body)
         message = str(error.get("message", error) if isinstance(error, Mapping) else error)
         return message[:MAX_SHOWN].rstrip(".") + "."
@@ -47,10 +46,10 @@ class ServerClient:
     """A connection to the server at `url`, with or without `/v1`.
 
     Args:
-        api_key: sent as a bearer token.
+        api_key: bearer token.
 
     Raises:
-        ConfigError: that is no URL.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, url: str, timeout_s: float = LONG_S, *, api_key: str | None = None) -> None:
@@ -64,22 +63,22 @@ class ServerClient:
         self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
     def ask(self, path: str, body: Json | None = None) -> Answer:
-        """GET, or POST a body. Raises UnreachableError; any status is an answer."""
+        """GET a path, or POST a body to it. Returns any status; raises UnreachableError."""
         response = self._request(path, body)
         return Answer(response.status, _json_object(self._read(response)))
 
     def text(self, path: str) -> str:
-        """GET; the body of any status. Raises UnreachableError."""
+        """GET a path and return its body, whatever the status; raises UnreachableError."""
         return self._read(self._request(path, None)).decode(errors="replace")
 
     def found(self, path: str) -> Json:
-        """GET what must be there. Raises MantaError with what the server says where it is not."""
+        """GET a path and return its body; raises MantaError with the server's message for other statuses."""
         answer = self.ask(path)
         self._accept(path, answer)
         return answer.body
 
     def stream_chat(self, body: Json) -> Iterator[Json]:
-        """The chunks of a streamed chat answer, as they come."""
+        """Yield the chunks of a streamed chat answer as they arrive."""
         path = "/v1/chat/completions"
         response = self._request(path, {**body, "stream": True})
         if response.status != 200:
@@ -89,17 +88,16 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from None
         finally:
-            self.close()  # the rest of an answer that is left early must not be read as the next one
+            self.close()  # the rest of an abandoned stream must not be read as the next response
 
     def is_ready(self) -> bool:
-        """Whether it answers and would serve."""
         try:
             return self.ask("/health").status == 200
         except UnreachableError:  # not listening yet
             return False
 
     def close(self) -> None:
-        """Idempotent; asking again opens a new connection."""
+        """Close the connection; the next request opens a new one. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -134,13 +132,13 @@ class ServerClient:
 
 
 def operators_key() -> str | None:
-    """The environment's key for operators' routes."""
+    """Return the key for operators' routes from the environment."""
     names = (ENVIRONMENT["admin_api_key"], ENVIRONMENT["api_key"])
     return next((keys.split()[0] for name in names if (keys := os.environ.get(name, "").strip())), None)
 
 
 def num_requests(url: str, api_key: str | None = None) -> int:
-    """Requests that the server at `url` has, running and waiting; 0 if it does not say."""
+    """Return the number of running and waiting requests of a server; 0 if it is unknown."""
     counted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     with ServerClient(url, HEALTH_TIMEOUT_S, api_key=api_key) as client:
         try:
@@ -151,11 +149,11 @@ def num_requests(url: str, api_key: str | None = None) -> int:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a server's URL; http if it names no scheme."""
+    """Split a server's URL; the default scheme is http."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:  # the port is no number
+    except ValueError:  # invalid port
         known = False
     if not known:
         raise ConfigError(f"server={shown_url(url)} is not a URL like http://127.0.0.1:8000.", param="server")
@@ -163,13 +161,13 @@ def split_url(url: str) -> SplitResult:
 
 
 def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: None) -> float:
-    """Wait until the server at `url` would serve; the seconds that took.
+    """Wait until the server at `url` is ready; return the seconds that this took.
 
     Args:
-        look: called now and then while it does not; raises where waiting is in vain.
+        look: called regularly while waiting; raises if the server cannot become ready.
 
     Raises:
-        UnreachableError: it is not ready in time.
+        UnreachableError: the server was not ready in time.
     """
     begin_s = time.monotonic()
     with ServerClient(url, HEALTH_TIMEOUT_S) as client:

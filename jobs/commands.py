@@ -1,8 +1,7 @@
-"""Manta's own commands in processes of their own: what the demo shows, and sides of benchmarks.
+"""Runs Manta's commands as subprocesses, for the demo and benchmarks.
 
-A command is waited for by whoever started it; a server is ready in the block, and ends with it as a user
-would end it, by one Ctrl-C. Either logs to a file, whose end is told if it fails. Nothing of the engine is
-imported.
+A server is ready within the `with` block and is stopped at its end by one Ctrl-C. Commands log to a file; if
+one fails, the error contains the end of its log. Does not import the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ LOG_TAIL_LINES = 40
 
 
 def manta(*arguments: str) -> list[str]:
-    """`manta` with these arguments, by this Python."""
+    """Return the command line of `manta` with these arguments, with this Python."""
     return [sys.executable, "-m", "manta.jobs.cli", *arguments]
 
 
 def without_ray() -> dict[str, str]:
-    """The environment, for a Ray of the command's own also where another one is running."""
+    """Return the environment without RAY_ADDRESS, so that the command starts its own Ray."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
@@ -37,14 +36,14 @@ def without_ray() -> dict[str, str]:
 def server(
     command: Sequence[str], url: str, log: Path, while_waiting: Callable[[], None] | None = None
 ) -> Iterator[float]:
-    """A server in a process group of its own, ready; how many seconds that took.
+    """Run a server in its own process group; yield the seconds until it was ready.
 
     Args:
-        while_waiting: called now and then until it is ready.
+        while_waiting: called regularly until the server is ready.
 
     Raises:
-        MantaError: it ended, or did not end when it was asked to.
-        UnreachableError: it was not ready in time.
+        MantaError: the server exited, or did not exit when it was stopped.
+        UnreachableError: the server was not ready in time.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -55,14 +54,14 @@ def server(
         if while_waiting is not None:
             while_waiting()
         if process.poll() is not None:
-            raise MantaError(f"The server ended with exit code {process.returncode}:\n{log_tail(log)}")
+            raise MantaError(f"The server exited with code {process.returncode}:\n{log_tail(log)}")
 
     try:
         yield await_ready(url, START_TIMEOUT_S, look)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise MantaError(f"The server did not end within {STOP_TIMEOUT_S:.0f} s:\n{log_tail(log)}") from None
+        raise MantaError(f"The server did not exit within {STOP_TIMEOUT_S:.0f} s:\n{log_tail(log)}") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

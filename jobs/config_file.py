@@ -1,7 +1,7 @@
-"""A YAML file of settings as every command reads it: a Ray Serve config, or a mapping of flag names.
+"""Reads a YAML file of settings: a Ray Serve config, or a mapping of flag names.
 
-Names outside `args:` are checked here, because Ray Serve ignores the ones that it does not know. What stands
-in `args:` is checked where it becomes a config (`settings.py`). Called by that, `render/` and `manta serve`.
+Names outside `args:` are checked here, since Ray Serve ignores unknown ones. The content of `args:` is
+checked when it becomes a config (`settings.py`). Used by `settings.py`, `render/` and `manta serve`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..cluster.errors import ConfigError, did_you_mean
 from .yaml_file import read_yaml
 
 Json = Mapping[str, Any]  # Any: YAML
-# The names of Ray Serve's own schema (`ray.serve.schema`), without the import of Ray; a test compares them.
+# Names in Ray Serve's schema (`ray.serve.schema`), listed here to avoid importing Ray; a test compares them.
 _TOP = (
     "proxy_location http_options grpc_options controller_options logging_config tracing_config applications "
     "target_capacity"
@@ -30,18 +30,18 @@ _APPLICATION = (
 )
 TOP_KEYS, HTTP_KEYS, APPLICATION_KEYS = (frozenset(names.split()) for names in (_TOP, _HTTP, _APPLICATION))
 ADDRESS = ("host", "port")
-# What `manta serve` uses of such a file, or sets itself to the same effect.
+# Keys that `manta serve` uses, or whose effect it has anyway.
 _USED = {"proxy_location", "applications", "name", "import_path", "args", *ADDRESS}
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file says.
+    """Content of a file.
 
     Attributes:
-        settings: `applications[0].args`, or all of a mapping of flag names but the address.
-        address: `host` and `port`, those that the file gives.
-        unused: keys with an effect under `serve deploy` that `manta serve` does not use, dotted.
+        settings: `applications[0].args`, or a mapping of flag names without the address.
+        address: `host` and `port`, if given.
+        unused: dotted keys that `serve deploy` uses but `manta serve` does not.
     """
 
     settings: Json
@@ -54,7 +54,7 @@ def read_config_file(path: Path) -> ConfigFile:
     found = read_yaml(path)
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"config: {path} must hold a mapping of settings, or a Serve config with applications[0].args.",
+            f"config: {path} must be a mapping of settings, or a Serve config with applications[0].args.",
             param="config",
         )
     if not TOP_KEYS & found.keys():
@@ -70,15 +70,15 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def check_serve_config(found: Any, path: Path) -> None:  # Any: YAML
-    """Raise ConfigError unless `found` has the shape of a Serve config and no name that Serve ignores."""
+    """Raise ConfigError unless `found` is a Serve config without names that Serve would ignore."""
     found = found if isinstance(found, Mapping) else {}
     _known(found, TOP_KEYS, path, "")
     _known(found.get("http_options"), HTTP_KEYS, path, "http_options.")
     applications = found.get("applications")
     if not isinstance(applications, list) or not applications:
         raise ConfigError(
-            f"config: {path} is no Serve config: `applications` must be a list, its first item with `args`, "
-            "as in ray_config.yaml and as `manta plan -o` writes it.",
+            f"config: {path} is not a Serve config: `applications` must be a list whose first item has "
+            "`args`, as in ray_config.yaml and in the output of `manta plan -o`.",
             param="config",
         )
     for i, application in enumerate(applications):
@@ -106,15 +106,17 @@ def _address(found: Json, path: Path, prefix: str) -> dict[str, Any]:
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 1 << 16:
         raise ConfigError(f"{prefix}port={port!r} in {path} must be a number from 1 to 65535.", param="port")
     if not isinstance(host, str):
-        raise ConfigError(f"{prefix}host={host!r} in {path} must be an address, as 127.0.0.1.", param="host")
+        raise ConfigError(
+            f"{prefix}host={host!r} in {path} must be an address, such as 127.0.0.1.", param="host"
+        )
     return address
 
 
 def _unused(found: Json, http: Json, first: Json) -> Iterator[str]:
     for prefix, keys in (("", found), ("http_options.", http), ("applications[0].", first)):
         for key, value in keys.items():
-            whole = key == "route_prefix" and value == "/"
-            if value and not whole and key not in _USED and key != "http_options":
+            is_default = key == "route_prefix" and value == "/"
+            if value and not is_default and key not in _USED and key != "http_options":
                 yield f"{prefix}{key}"
     if len(found["applications"]) > 1:
         yield "applications[1:]"

@@ -1,11 +1,10 @@
-"""`manta demo`: the whole path on the pair that ships, in the commands that a user would type.
+"""`manta demo`: runs serving, a batch job and a benchmark on the shipped pair, with the commands of a user.
 
-1. `manta serve`: a streaming chat request over HTTP, then the same by turns with speculation and without.
+1. `manta serve`: a streamed chat request over HTTP, then the same with and without speculation, alternating.
 2. `manta batch` over the sample prompts.
-3. `manta bench` over the same prompts: both modes take turns, and their outputs are compared.
+3. `manta bench` over the same prompts: both modes alternate, and their outputs are compared.
 
-One table at the end says what speculation brought in 1 and 3. Nothing of the engine is imported here: see
-`demo_commands.py`.
+A table at the end shows the speed-up in 1 and 3. Does not import the engine; see `demo_commands.py`.
 """
 
 from __future__ import annotations
@@ -33,24 +32,23 @@ CHAT = "Write the function with this signature and docstring.\n\n" + (
 )
 ANSWER_TOKENS = 96
 ANSWER_TIMEOUT_S = 120.0
-ASKED = 3  # times of each mode, by turns; the median counts
-ROUNDS = 2  # of the comparison over the dataset; some seconds each
+ASKED = 3  # requests per mode, alternating; the median is reported
+ROUNDS = 2  # rounds of the comparison over the dataset, some seconds each
 TAKES = "about two minutes on two idle cores"
-DIFFER = "The outputs with and without speculation differ; they must never."
+DIFFER = "The outputs with and without speculation differ, which must never happen."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo runs on.
+    """Options of `manta demo`.
 
     Attributes:
         target: target checkpoint.
         drafter: drafter checkpoint.
         prompts: sample dataset, JSONL.
-        rows: rows of it to run, spread over the file.
-        max_tokens: tokens of every row.
-        max_num_seqs: rows that run at once. Few, as on a laptop: many rows together leave a CPU no spare
-            arithmetic for verifying drafts.
+        rows: number of rows, taken evenly from the file.
+        max_tokens: output tokens per row.
+        max_num_seqs: concurrent rows. With many rows a CPU has no spare compute for verifying drafts.
     """
 
     target: Path = Path("models/target")
@@ -63,7 +61,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """A streamed answer: its tokens, the events that they came in, and the seconds until the last one."""
+    """A streamed answer: number of tokens and of events, and seconds until the last event."""
 
     text: str
     num_tokens: int
@@ -76,26 +74,26 @@ class ChatAnswer:
 
 
 def run_demo(options: DemoOptions) -> None:
-    """Run it all; raises MantaError when a step fails or outputs differ."""
+    """Run the demo; raises MantaError if a step fails or outputs differ."""
     for path in (options.target, options.drafter, options.prompts):
         if not path.exists():
             raise CheckpointError(
-                f"{path} is missing. Run the demo in the root of a clone, or name the folders with flags.",
+                f"{path} is missing. Run the demo in the root of a clone, or give the paths with flags.",
                 param="model",
             )
-    print(f"A server, a dataset and a comparison; this takes {TAKES}.", flush=True)
+    print(f"A server, a dataset and a comparison; takes {TAKES}.", flush=True)
     with tempfile.TemporaryDirectory(prefix="manta-demo-") as scratch:
         dataset = Path(scratch) / "prompts.jsonl"
         _choose_rows(options, dataset)
         chat = _serve(options, Path(scratch) / "serve.log")
-        _title("2. Run a dataset, exactly once by row")
+        _title("2. Run a dataset, each row exactly once")
         run_command([*_arguments("batch", options), "-i", str(dataset), "-o", str(Path(scratch) / "answers")])
         bench = compare_modes(options, dataset, Path(scratch))
     print_result(chat, bench, options)
 
 
 def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
-    """Return the answer of median speed with speculation (True) and the one without."""
+    """Serve the pair and chat; return the answers of median speed with (True) and without speculation."""
     _title("1. Serve the pair over HTTP, and chat")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -106,7 +104,7 @@ def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
     ):
         print(f"\n> {CHAT}\n", flush=True)
         stream_chat(client, speculate=True, show=True)
-        print("\nthe same again, by turns with speculation and without", flush=True)
+        print("\nthe same again, alternating with and without speculation", flush=True)
         modes = [mode for _ in range(ASKED) for mode in (True, False)]
         answers = [(mode, stream_chat(client, speculate=mode)) for mode in modes]
     if len({answer.text for _, answer in answers}) != 1:
@@ -115,7 +113,7 @@ def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
 
 
 def stream_chat(client: ServerClient, *, speculate: bool, show: bool = False) -> ChatAnswer:
-    """Ask for a chat answer; with `show`, print it as its blocks come."""
+    """Stream a chat answer; with `show`, print it as its blocks arrive."""
     body = {
         "model": "manta",
         "messages": [{"role": "user", "content": CHAT}],
@@ -152,18 +150,18 @@ def _choose_rows(options: DemoOptions, dataset: Path) -> None:
 
 
 def _arguments(command: str, options: DemoOptions) -> list[str]:
-    """What `batch` and `bench` have in common."""
+    """Return the arguments that `batch` and `bench` share."""
     models = ["--model", str(options.target), "--spec-model", str(options.drafter)]
     return [command, *models, "--max-tokens", str(options.max_tokens), "--temperature", "0"]
 
 
 def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> Mapping[str, Any]:  # Any: JSON
-    """Both modes over the same rows, by a benchmark in which they take turns. Returns its figures.
+    """Benchmark both modes over the same rows, alternating; return the figures.
 
     Raises:
         MantaError: the outputs differ.
     """
-    _title("3. Both modes over the same rows, by turns")
+    _title("3. Both modes over the same rows, alternating")
     output = scratch / "figures.json"
     arguments = [*_arguments("bench", options), "--prompts", str(dataset), "--num-prompts", str(options.rows)]
     arguments += ["--rounds", str(ROUNDS), "--max-concurrency", str(options.max_num_seqs), "--no-trial"]
@@ -175,8 +173,7 @@ def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> Mapping
 
 
 def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], options: DemoOptions) -> None:
-    """The one table of the demo."""
-    _title("What speculation brought: the same tokens, in fewer steps of the target")
+    _title("With speculation: the same tokens in fewer steps of the target")
     on, off = chat[True], chat[False]
     length = decimals(bench["on"]["mean_acceptance_length"])
     many = f"dataset, {options.max_num_seqs} requests at once"
@@ -184,16 +181,18 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
     rows = [
         ["chat: tokens", str(on.num_tokens), str(off.num_tokens), ""],
         ["chat: events", str(on.num_events), str(off.num_events), ""],
-        ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _times(on, off)],
+        ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _speedup(on, off)],
         [f"{many}: tokens/s", *rates, f"{bench['speedup']:.2f} x"],
     ]
     print_table("", ["", "with speculation", "without", "faster"], rows)
-    print(f"The texts are the same. Over the dataset a step brought {length} tokens on average.", flush=True)
+    print(
+        f"The texts are equal. Mean acceptance length over the dataset: {length} tokens per step.", flush=True
+    )
     if warning := bench["idleness"]["warning"]:
         print(warning, flush=True)
 
 
-def _times(on: ChatAnswer, off: ChatAnswer) -> str:
+def _speedup(on: ChatAnswer, off: ChatAnswer) -> str:
     return f"{on.tokens_per_s / off.tokens_per_s:.2f} x"
 
 

@@ -1,4 +1,4 @@
-"""The demo's commands, shown as a user would type them (`commands.py` runs them). Called by `demo.py`."""
+"""Runs the demo's commands (with `commands.py`) and prints them as typed. Called by `demo.py`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ TELL_S = 4.0
 
 
 def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
-    """Wait for its end; its output is the demo's, or without `show` only what it says of its progress."""
+    """Run a command; without `show` its standard output is hidden, and only its progress is shown."""
     _show(arguments)
     output = None if show else subprocess.DEVNULL
     code = subprocess.run(manta(*arguments), env=without_ray(), stdout=output, check=False).returncode
     if code != 0:
-        raise MantaError(f"manta {arguments[0]} ended with exit code {code}; see its output above.")
+        raise MantaError(f"manta {arguments[0]} exited with code {code}; see its output above.")
 
 
 @contextmanager
 def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
-    """`manta serve`, ready in the block; where that fails, the end of its log is shown."""
+    """Run `manta serve`, ready in the `with` block; if that fails, print the end of its log."""
     _show(arguments)
-    begin_s = told_s = time.monotonic()
+    begin_s = printed_s = time.monotonic()
 
-    def tell() -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= TELL_S:
-            told_s = time.monotonic()
-            print(f"starting ({told_s - begin_s:.0f} s)", flush=True)
+    def print_progress() -> None:
+        nonlocal printed_s
+        if time.monotonic() - printed_s >= TELL_S:
+            printed_s = time.monotonic()
+            print(f"starting ({printed_s - begin_s:.0f} s)", flush=True)
 
-    with server(manta(*arguments), url, log, tell) as ready_s:
+    with server(manta(*arguments), url, log, print_progress) as ready_s:
         print(f"ready after {ready_s:.0f} s", flush=True)
         try:
             yield

@@ -1,25 +1,28 @@
-"""Command-line flags, made of the dataclasses that hold the options.
+"""Command-line flags made from the dataclasses that hold the options.
 
 How an option gets from the terminal to the code that uses it:
 
 1. It is declared once, as a field of a frozen dataclass: `EngineConfig` (cluster/config.py), `ServerSettings`
    (actors/http/settings.py) or the options of a command (`BatchOptions`, `AuditOptions`, ...). The field has
-   its name, type and default. Its entry under `Attributes:` describes it: `--help` shows the first sentence,
-   the reference all of it. A `Flag` (cluster/flag.py) beside the type adds other spellings or a parser.
-2. A command names the dataclass as the type of a parameter: `def audit(options: AuditOptions, config:
-   EngineConfig)`. `with_flags` shows typer an option for each field in place of that parameter.
-3. typer parses the command line. `with_flags` makes the dataclass of the values and calls the command.
+      its name, type and default. Its entry under `Attributes:` describes it: `--help` shows the first
+      sentence, the reference all of it. A `Flag` (cluster/flag.py) in the type's annotation adds other
+      spellings or a parser.
+   2. A command uses the dataclass as the type of a parameter: `def audit(options: AuditOptions, config:
+      EngineConfig)`. `with_flags` replaces this parameter by an option for each field in typer's view.
+   3. typer parses the command line. `with_flags` makes the dataclass from the values and calls the command.
 
-A YAML file can hold the settings of the engine and of the server, too. Their flags have no default, so that
-those that were given win over the file (`settings.py`). A command receives them by the type of its parameter:
+   The settings of the engine and of the server can also be in a YAML file. Their flags have no defaults, so
+   that given flags take precedence over the file (`settings.py`). A command receives them by the type of its
+   parameter:
 
-    config: EngineConfig      the engine's settings, checked
-    settings: Settings        the same as a mapping, with what the file says of the server
-    flags: EngineFlags        the engine's flags that were given, without the file
-    server: ServerFlags       the endpoint's flags that were given
-    sampling: SamplingFlags   fields of `SamplingParams` that were given
+       config: EngineConfig      the engine's settings, validated
+       settings: Settings        the same as a mapping, with the server's settings in the file
+       flags: EngineFlags        the engine's flags that were given, without the file
+       server: ServerFlags       the server's flags that were given
+       sampling: SamplingFlags   fields of `SamplingParams` that were given
 
-Imports neither torch nor Ray: `--help` starts at once, and so do the modules that hold commands' options.
+   Imports neither torch nor Ray, so that `--help` is fast; the modules with commands' options must not
+   either.
 """
 
 from __future__ import annotations
@@ -47,21 +50,21 @@ ENGINE = "Engine"
 SPECULATION = "Speculation"
 SERVER = "Server"
 SAMPLING = "Sampling"
-# To the first full stop with a new sentence behind it.
+# Up to the first full stop that is followed by a new sentence.
 _FIRST_SENTENCE = re.compile(r".+?\.(?= [A-Z0-9\"'`]|$)")
 
-# Any in this module: fields, types and values of whichever dataclass.
+# Any in this module: fields, types and values of dataclasses.
 Command = Callable[..., None]
 Options = Mapping[str, inspect.Parameter]
 
-# The target as a command's own argument, beside `--model`.
+# The target as an argument of a command, besides `--model`.
 Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="Target checkpoint (or --model).")
 ]
 
 
 def with_flags(command: Command) -> Command:
-    """Replace each parameter of `command` that is made of flags by those flags, for typer to see."""
+    """Replace each parameter of `command` that is made from flags by these flags, for typer."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups = {name: group for name, each in parameters.items() if (group := _group(each.annotation))}
 
@@ -82,7 +85,7 @@ def with_flags(command: Command) -> Command:
         for name, each in parameters.items()
         for option in (groups[name].options.values() if name in groups else (each,))
     ]
-    # By keyword, so that any order of defaults is legal.
+    # Keyword-only, so that any order of defaults is valid.
     signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown])
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     wrapped.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
@@ -94,8 +97,8 @@ class FlagGroup:
     """Flags that become one argument of a command.
 
     Attributes:
-        options: typer's parameters, by name.
-        build: makes the argument of their values.
+        options: typer's parameters by name.
+        build: makes the argument from their values.
     """
 
     options: Options
@@ -103,7 +106,7 @@ class FlagGroup:
 
 
 def _group(kind: Any) -> FlagGroup | None:
-    """Return the flags that a parameter of this type is made of, or None for typer's own parameters."""
+    """Return the flags from which a parameter of this type is made; None for typer's own parameters."""
     if get_origin(kind) is Annotated:
         return next((each for each in get_args(kind) if isinstance(each, FlagGroup)), None)
     if kind is EngineConfig:
@@ -112,12 +115,12 @@ def _group(kind: Any) -> FlagGroup | None:
 
 
 def _make(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make a dataclass of its flags' values; where one is None, the field has its default."""
+    """Make a dataclass from its flags' values; None means the field's default."""
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given(values).items()})
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of flags that were given, or have a default."""
+    """Return the values of flags that were given or have a default."""
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 
@@ -132,20 +135,21 @@ def options_of(
 
     Args:
         panel: heading of the flags in the reference.
-        defaults: False if None stands for a flag that is not given, whatever the field's default is.
-        only: the fields that have flags, where those are not declared beside their types.
+        defaults: if False, a flag that is not given has the value None, whatever the field's default.
+        only: flags by field, if they are not declared in the types' annotations.
     """
     types = get_type_hints(kind, include_extras=True)
-    said: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for each in reversed(kind.__mro__):
-        said |= described(each.__doc__, "Attributes:")
+        descriptions |= described(each.__doc__, "Attributes:")
     found: dict[str, inspect.Parameter] = {}
     for field in fields(kind):
         value, repeats, flag = _read_type(types[field.name])
         flag = flag if only is None else only.get(field.name, NO_FLAG)
         if not flag.absent:
             default = _default(field, repeats) if defaults else None
-            shown = _typer_parameter(field.name, value, flag, said.get(field.name, ""), panel, default)
+            text = descriptions.get(field.name, "")
+            shown = _typer_parameter(field.name, value, flag, text, panel, default)
             value = list[value] if repeats else value
             found[field.name] = inspect.Parameter(
                 field.name,
@@ -157,17 +161,17 @@ def options_of(
 
 
 def _read_type(hint: Any) -> tuple[Any, bool, Flag]:
-    """Return the type of one value, whether the flag may be repeated, and the `Flag` beside the type.
+    """Return the type of one value, whether the flag may be repeated, and the `Flag` in the annotation.
 
-    A tuple is a flag that may be repeated, a mapping is JSON. Of `int | str` the flag takes text, of
+    A tuple is a flag that may be repeated, a mapping is JSON. For `int | str` the flag takes text, for
     `str | tuple[str, ...]` it may be repeated.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kind, repeats, flag = _read_type(inner[0])
-        for beside in inner[1:]:
-            flag = _over(beside, flag)
-            if beside.parser is not None:
+        for annotation in inner[1:]:
+            flag = _override(flag, annotation)
+            if annotation.parser is not None:
                 kind, repeats = str, False
         return kind, repeats, flag
     if origin in (Union, UnionType):
@@ -182,40 +186,40 @@ def _read_type(hint: Any) -> tuple[Any, bool, Flag]:
     return hint, False, Flag()
 
 
-def _over(flag: Flag, inner: Flag) -> Flag:
-    """Return `inner` with what `flag` says otherwise."""
-    own = {field.name: getattr(flag, field.name) for field in fields(Flag)}
-    return replace(inner, **{name: value for name, value in own.items() if value != getattr(Flag(), name)})
+def _override(flag: Flag, by: Flag) -> Flag:
+    """Return `flag` with the fields of `by` that are not defaults."""
+    own = {field.name: getattr(by, field.name) for field in fields(Flag)}
+    return replace(flag, **{name: value for name, value in own.items() if value != getattr(Flag(), name)})
 
 
 def _default(field: Field[Any], repeats: bool) -> Any:
-    """Return the default as typer takes it: a list if the flag may be repeated; None for an empty one."""
+    """Return the default for typer: a list if the flag may be repeated; None instead of an empty one."""
     if field.default is MISSING and field.default_factory is MISSING:
         return inspect.Parameter.empty
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return (list(default) if repeats else default) or None if isinstance(default, tuple | dict) else default
 
 
-def _typer_parameter(name: str, kind: Any, flag: Flag, said: str, panel: str | None, default: Any) -> Any:
+def _typer_parameter(name: str, kind: Any, flag: Flag, text: str, panel: str | None, default: Any) -> Any:
     more: dict[str, Any] = {"metavar": flag.metavar, "min": flag.least, "max": flag.most}
     if flag.parser is not None:
         more["parser"] = text_parser(flag.parser)
-    said = said[:1].upper() + said[1:]
-    sentence = _FIRST_SENTENCE.match(said)
-    more |= {"help": sentence[0] if sentence else said, "rich_help_panel": panel}
+    text = text[:1].upper() + text[1:]
+    sentence = _FIRST_SENTENCE.match(text)
+    more |= {"help": sentence[0] if sentence else text, "rich_help_panel": panel}
     if flag.positional:
         return typer.Argument(**more)
     names = flag.names.split()
     if not any(each.startswith("--") for each in names):
         own = name.replace("_", "-")
-        # False can only be said where something else may be true.
+        # A --no- form is needed only if the value could otherwise be true.
         both = kind is bool and default in (None, True)
         names = [f"--{own}/--no-{own}" if both else f"--{own}", *names]
     return typer.Option(*names, **more)
 
 
 def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Return the parser as typer calls it: also with defaults, which are parsed already."""
+    """Return a parser for typer, which also calls it with defaults, which are not text."""
 
     def parse(value: Any) -> Any:
         try:
@@ -227,7 +231,6 @@ def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Read a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -238,12 +241,12 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFlagsBeside:
-    """Flags of the engine that are no fields of `EngineConfig`.
+class ConfigFlag:
+    """Flags of the engine that are not fields of `EngineConfig`.
 
     Attributes:
-        config: YAML file: a ray_config.yaml (applications[0].args) or a mapping of flag names; flags win over
-            it, and without it and --model ./ray_config.yaml is read.
+        config: YAML file: a ray_config.yaml (applications[0].args) or a mapping of flag names. Flags take
+            precedence; without --config and --model, ./ray_config.yaml is read.
     """
 
     config: Path | None = None
@@ -251,18 +254,18 @@ class EngineFlagsBeside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFlags:
-    """Flags for a `SpeculativeConfig`, whole or in parts (`settings.merge_speculation`).
+    """Flags for a `SpeculativeConfig`, as JSON or by field (`settings.merge_speculation`).
 
     Attributes:
         speculative_config: JSON: '{"model": DRAFTER, "num_speculative_tokens": 15, "placement":
-            "colocated"}'; none decodes plainly.
+            "colocated"}'; none disables speculation.
         spec_model: drafter checkpoint (instead of --speculative-config).
-        spec_method: how drafts are made: dflash (the default), eagle3, or ngram, which needs no --spec-model.
+        spec_method: drafting method: dflash (the default), eagle3, or ngram, which needs no --spec-model.
         spec_tokens: drafts per step (num_speculative_tokens), at most the drafter's block size - 1 (the
             default: 15 for a block of 16, whose first slot holds the last accepted token; SGLang's
-            --speculative-num-draft-tokens counts that slot too: its 16 is 15 here); 5 for eagle3, 8 for
+            --speculative-num-draft-tokens counts this slot, too: its 16 is 15 here); 5 for eagle3, 8 for
             ngram.
-        no_speculation: decode plainly, whatever the YAML file says.
+        no_speculation: disable speculation, also if the YAML file has a drafter.
     """
 
     speculative_config: str | None = None
@@ -272,7 +275,7 @@ class SpeculationFlags:
     no_speculation: Annotated[bool, Flag("--no-speculation")] = False
 
 
-# `SamplingParams` is what requests and Python bring, too; these of its fields have flags.
+# `SamplingParams` is also used by requests and in Python, so its flags are declared here.
 _SAMPLING = {
     **{name: Flag() for name in ("max_tokens", "min_tokens", "top_p", "top_k", "min_p", "stop")},
     "temperature": Flag("-t"),
@@ -280,7 +283,7 @@ _SAMPLING = {
 }
 
 ENGINE_OPTIONS: Options = {
-    **options_of(EngineFlagsBeside, ENGINE, defaults=False),
+    **options_of(ConfigFlag, ENGINE, defaults=False),
     **options_of(EngineConfig, ENGINE, defaults=False),
     **options_of(SpeculationFlags, SPECULATION, defaults=False),
 }
@@ -299,11 +302,13 @@ def _server_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(values: Sequence[str]) -> list[str]:
-    """Return values of which some are lists in JSON, as vLLM's --allowed-origins takes them."""
+    """Return values with JSON lists expanded, as in vLLM's --allowed-origins."""
     try:
         return [item for value in values for item in (json.loads(value) if value[:1] == "[" else [value])]
     except ValueError:
-        raise typer.BadParameter(f"--allowed-origins: {values!r} holds a list that is no JSON.") from None
+        raise typer.BadParameter(
+            f"--allowed-origins: {values!r} contains a list that is not valid JSON."
+        ) from None
 
 
 Settings = Annotated[dict[str, Any], FlagGroup(ENGINE_OPTIONS, _merged_with_file)]

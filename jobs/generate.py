@@ -1,4 +1,4 @@
-"""`manta generate`: one prompt, one answer, streamed to standard output. In this process, without Ray."""
+"""`manta generate`: continues one prompt on standard output, in this process and without Ray."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from ..cluster.request import SamplingParams
 
 
 def open_llm(config: EngineConfig) -> LLM:
-    """The offline engine of a config."""
     return LLM(**asdict(config))
 
 
 def generate_text(
     config: EngineConfig, prompt: str, params: SamplingParams, limit: int | None = None
 ) -> None:
-    """Continue `prompt` on standard output; end with a line of figures on standard error.
+    """Stream the continuation of `prompt` to standard output and print statistics on standard error.
 
     Args:
-        limit: max_tokens, if the user gave it: it must fit the context, as over HTTP.
+        limit: max_tokens if the user gave it; prompt and answer must fit into the context, as over HTTP.
     """
     if not prompt:
         raise RequestError("prompt is empty: give some text to continue.", param="prompt")
@@ -42,7 +41,7 @@ def generate_text(
 def stream_text(
     llm: LLM, prompt: Prompt, params: SamplingParams, limit: int | None
 ) -> Generator[RequestOutput]:
-    """Print the continuation as it comes; also yields each delta."""
+    """Print the continuation as it arrives, and yield each delta."""
     encoded = encode_prompt(prompt, llm.tokenizer)
     check_room(len(encoded.token_ids), limit, llm.info.max_model_len)
     for delta in llm.stream(encoded, params):
@@ -52,7 +51,7 @@ def stream_text(
 
 
 def summary(metrics: RequestMetrics, llm: LLM) -> str:
-    """One line: speed and, with a drafter, the mean acceptance length."""
+    """Return a line with speed and, with a drafter, the mean acceptance length."""
     tokens = llm.stats().generation_tokens
     line = f"[{tokens} tokens, {tokens / max(metrics.e2e_s, 1e-9):.1f} tokens/s"
     if (length := metrics.mean_acceptance_length) is not None:

@@ -1,7 +1,7 @@
-"""What `manta serve` tells a newcomer: what is loaded and from where, how long it will take, and how to ask.
+"""Messages of `manta serve` at its start: the models, the expected loading time, and an example request.
 
-The models are checked on the way: what checkpoints and settings show to be wrong is an error here, before
-anything starts, and not a line in a replica's log.
+The models are validated here, so that errors in checkpoints and settings are reported before anything starts
+and not in a replica's log.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ..actors.checkpoints import drafter_folder, target_folder
 from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 
-# Rough, and called so: processes, imports and warm-up; then bytes at the rate of a common disk.
+# Rough estimate of the start: processes, imports and warm-up, plus reading the weights from a typical disk.
 START_S = {"cpu": 8.0, "cuda": 60.0}
 BYTES_PER_S = 1e9
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def find_checkpoints(config: EngineConfig) -> None:
-    """Find the folders of a model, or download them, without importing torch.
+    """Find or download the checkpoints of a config, without importing torch.
 
     Raises:
-        CheckpointError: there is no such folder, and no such model on the hub.
+        CheckpointError: there is neither such a folder nor such a model on the hub.
     """
     target_folder(config)
     spec = config.speculative_config
@@ -33,10 +33,10 @@ def find_checkpoints(config: EngineConfig) -> None:
 
 
 def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
-    """Lines about one model before it is loaded.
+    """Validate a model and yield lines about it before it is loaded.
 
     Raises:
-        ConfigError, CheckpointError: it cannot be, or not so.
+        ConfigError, CheckpointError: the model cannot be loaded with these settings.
     """
     from ..actors.targets.loading.plan import plan_load
 
@@ -44,7 +44,7 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
     size = weight_bytes(plan.target_folder)
     yield f"model {', '.join(settings.model_names(config.model))}: {plan.target_folder} ({as_size(size)})"
     if plan.drafter_folder is None:
-        yield "no drafter: every token is decoded plainly"
+        yield "no drafter: plain decoding"
     else:
         drafter_size = weight_bytes(plan.drafter_folder)
         size += drafter_size
@@ -55,11 +55,11 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
     dtype = str(plan.dtype).removeprefix("torch.")
     where = kind if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} x {kind}"
-    yield f"on {where} in {dtype}; it will take about {round(seconds, -1) or 10:.0f} s"
+    yield f"on {where} in {dtype}; loading takes about {round(seconds, -1) or 10:.0f} s"
 
 
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
-    """A line for a shell that asks the server at `url` something."""
+    """Return a curl command with an example request to the server at `url`."""
     from ..actors.tokenizer_config import read_chat_templates
 
     folder = target_folder(config)
@@ -77,12 +77,12 @@ def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of the checkpoint's tensors on this disk."""
+    """Return the size of a checkpoint's safetensors files."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def as_size(count: float) -> str:
-    """In the largest unit that leaves a whole number before the point."""
+    """Return a size in the largest unit of which it has at least one."""
     for unit, size in UNITS:
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Progress of commands that take seconds or minutes: lines that count, times in words, work in threads."""
+"""Progress of long-running commands: lines with counts and remaining time, and work in threads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FIRST_S, INTERVAL_S = 2.0, 4.0
 
 
 class TimeLeft:
-    """Says how much of some work is done and how long the rest will take, every few seconds.
+    """Reports the progress of work and the estimated remaining time every few seconds.
 
-    Takes the place of a tqdm bar: see `LLM.generate`.
+    Can replace a tqdm bar, see `LLM.generate`.
 
     Args:
-        what: the work, in words.
-        total: its size.
-        unit: names what is counted; None: a share is shown alone.
-        report: gets a line.
-        clock: seconds, monotonic.
+        what: description of the work.
+        total: amount of work.
+        unit: name of the counted items; None: only the share is shown.
+        report: called with a line.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TimeLeft:
         self._next_s = self._begin_s + FIRST_S
 
     def update(self, count: float = 1) -> None:
-        """Count what was done since the last call, perhaps nothing. Call it often."""
+        """Add the work done since the last call, which may be 0. Call it often."""
         self._done = min(self._done + count, self._total)
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -69,7 +69,7 @@ class TimeLeft:
 
 
 def spell_time(seconds: float) -> str:
-    """In the two largest units that it has."""
+    """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = round(seconds)
     for unit, name, below, part in (
         (86400, "d", 3600, "h"),
@@ -83,13 +83,13 @@ def spell_time(seconds: float) -> str:
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a thread of its own, which the process does not wait for at its end."""
+    """Run `work` in a daemon thread, which does not delay the exit of the process."""
     future = Future[Result]()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # the future's reader raises it
+        except BaseException as error:  # raised by the reader of the future
             future.set_exception(error)
 
     threading.Thread(target=run, name="manta-beside", daemon=True).start()

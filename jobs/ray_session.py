@@ -1,4 +1,4 @@
-"""A Ray to run on: the one that this process has, the one that RAY_ADDRESS names, or a local one."""
+"""Connects to Ray: the one of this process, the one at RAY_ADDRESS, or a new local one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-OBJECT_STORE_BYTES = 200 * 1024 * 1024  # of a Ray started here: little goes through it
+OBJECT_STORE_BYTES = 200 * 1024 * 1024  # for a Ray that is started here; little data passes through it
 
 
 def ray_address() -> str | None:
-    """The cluster that this process is told to use; `ray job submit` sets it."""
+    """Return RAY_ADDRESS, the cluster to use; `ray job submit` sets it."""
     return os.environ.get("RAY_ADDRESS")
 
 
@@ -49,8 +49,8 @@ def join_or_start_ray(
     return True
 
 
-def join_ray(address: str, **settings: Any) -> None:  # Any: `ray.init`'s own
-    """Connect to a Ray that runs: at an address, or "auto" for the one of this machine."""
+def join_ray(address: str, **settings: Any) -> None:  # Any: arguments of `ray.init`
+    """Connect to a running Ray at an address, or on this machine for "auto"."""
     import ray
 
     from ..actors.workers.local_ray import on_loopback, use_token
@@ -62,11 +62,11 @@ def join_ray(address: str, **settings: Any) -> None:  # Any: `ray.init`'s own
 
 
 def lost_ray() -> str | None:
-    """What has ended of a Ray that was started here and cannot live without it; None while all is well."""
+    """Return the vital process (raylet or GCS) of a Ray started here that has exited; None if all run."""
     from ray._private import ray_constants, worker
 
     vital = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
-    node = worker.global_worker.node  # there is no public way
+    node = worker.global_worker.node  # there is no public API
     processes: Any = [] if node is None else node.dead_processes()
     dead = [kind for kind, _ in processes]
     return next((kind for kind in dead if kind in vital), None)

@@ -1,4 +1,4 @@
-"""`manta receipts`: what was spent for whom, and saved; `jobs/cli.py` has the other commands."""
+"""`manta receipts`: prints the usage of each tenant and what speculation saved."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _COLUMNS = [
 
 def receipts(
     folder: Annotated[
-        Path | None, typer.Argument(help="Of --receipts; a server is asked if it is left out.")
+        Path | None, typer.Argument(help="Folder of --receipts; default: ask the server.")
     ] = None,
-    url: Annotated[str, typer.Option("--url", help="The server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", help="The operators'; else that of MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
+        typer.Option("--api-key", help="Operators' key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
     ] = None,
-    day: Annotated[str | None, typer.Option("--day", help="YYYY-MM-DD, of UTC; all if left out.")] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Of one tenant alone.")] = None,
+    day: Annotated[str | None, typer.Option("--day", help="Day in UTC, YYYY-MM-DD; default: all.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Tenant; default: all.")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of a table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
 ) -> None:
-    """What each tenant and category took, by day, and what speculation saved of it, as it was measured."""
+    """Show the usage of each tenant and category by day, and the measured savings by speculation."""
     found = _of_server(url, api_key, day, tenant) if folder is None else _of_folder(folder, day, tenant)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -61,13 +61,13 @@ def _of_folder(folder: Path, day: str | None, tenant: str | None) -> Sequence[Re
         return read_receipts(folder, day, tenant)
     except OSError as error:
         raise ConfigError(
-            f"folder={str(folder)!r} cannot be read ({error.strerror}): name the one of --receipts.",
+            f"folder={str(folder)!r} cannot be read ({error.strerror}). Give the folder of --receipts.",
             param="folder",
         ) from None
 
 
 def _write_csv(found: Sequence[Receipt]) -> None:
-    """Of what is not measured the cell is empty."""
+    """Write CSV; cells without a measurement are empty."""
     if found:
         writer = csv.DictWriter(sys.stdout, list(found[0]))
         writer.writeheader()
@@ -75,9 +75,9 @@ def _write_csv(found: Sequence[Receipt]) -> None:
 
 
 def _print(found: Sequence[Receipt]) -> None:
-    """Saved seconds are those of steps that were compared with plain ones, a share "of" all.
+    """Print a table. Saved seconds are of steps compared with plain ones; "of" is their share.
 
-    Models of one endpoint are told apart by CSV and JSON.
+    Only CSV and JSON distinguish the models of an endpoint.
     """
     rows = [
         [

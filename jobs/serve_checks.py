@@ -1,4 +1,4 @@
-"""What can be found wrong before `manta serve` starts anything: the port, places for batches and traffic."""
+"""Checks before `manta serve` starts anything: port, open files, folders for batches and captured traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 
 LEAST_FILES, MOST_FILES = 256, 1 << 16
-_ESTABLISHED = "01"  # in the kernel's tables
+_ESTABLISHED = "01"  # TCP state in /proc/net/tcp
 
 
 def check_port(host: str, port: int, param: str = "port") -> None:
@@ -32,17 +32,17 @@ def check_port(host: str, port: int, param: str = "port") -> None:
 
 
 def warning_of_exposure(host: str, settings: ServerSettings) -> str | None:
-    """What to say of an address that other machines reach and that asks no key; None where all is well."""
+    """Return a warning if other machines can reach the address without an API key, else None."""
     if is_loopback(host) or settings.keys("api_key"):
         return None
     return (
-        f"warning: whoever reaches {host} is served, for no key is asked for: name a file of keys with "
-        "--api-key-file (or set MANTA_API_KEY), or listen on this machine alone with --host 127.0.0.1"
+        f"warning: the server on {host} accepts requests without a key. Give a file of keys with "
+        "--api-key-file (or set MANTA_API_KEY), or listen only on this machine with --host 127.0.0.1"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone; of names only localhost is."""
+    """Return whether only this machine can reach the address; the only such name is localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_open_files() -> None:
-    """Let this process and those that it starts open as many files as they may. Raises ConfigError."""
+    """Raise the limit of open files for this process and its children; ConfigError if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard or hard == resource.RLIM_INFINITY:
         most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -58,14 +58,14 @@ def check_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < LEAST_FILES:
         raise ConfigError(
-            f"open files: a process may open {soft} here, and Ray needs {LEAST_FILES} or more. Raise the "
+            f"open files: the limit is {soft}, and Ray needs {LEAST_FILES} or more. Raise the "
             "limit (ulimit -n 8192; LimitNOFILE= of a systemd unit).",
             param="ulimit",
         )
 
 
 def check_storage(where: str) -> None:
-    """A folder of this machine must be there to be written, or to be made. Raises ConfigError."""
+    """Raise ConfigError if a local folder for batches cannot be created or written."""
     from ..actors.batch.storage import Storage
 
     storage = Storage.open(where, field="batch_storage")
@@ -74,7 +74,7 @@ def check_storage(where: str) -> None:
 
 
 def check_capture(config: EngineConfig, settings: ServerSettings) -> None:
-    """Captured traffic has a folder of its own, and a hook that is there. Raises ConfigError."""
+    """Raise ConfigError if the folder or the hook for captured traffic is invalid."""
     from ..actors.capture.traffic import writer_settings
     from ..actors.capture.writer import Writer
 
@@ -83,7 +83,7 @@ def check_capture(config: EngineConfig, settings: ServerSettings) -> None:
 
 
 def open_connections(port: int) -> int:
-    """TCP connections that are open to a port of this machine, idle ones too; 0 where Linux does not tell."""
+    """Return the number of established TCP connections to a local port; 0 on systems other than Linux."""
     count = 0
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():

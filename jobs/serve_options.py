@@ -1,4 +1,4 @@
-"""Where and how `manta serve` listens, and which of that has flags. Imports neither torch nor Ray."""
+"""Options of `manta serve` besides the engine's and the server's settings. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..cluster.flag import NO_FLAG, Flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where and how to serve.
+    """Options of `manta serve`.
 
     Attributes:
-        host: address to listen on; 0.0.0.0 for all; by default the file's, or 127.0.0.1.
-        port: TCP port; by default the file's, or 8000. It must be free.
-        plain_proxy: Serve's own proxy in place of HAProxy (several times the cost per token).
-        probe_port: TCP port for probes and /metrics alone, with connections that no client can take.
-        verbose: show Ray's own log lines, too.
+        host: address to listen on; 0.0.0.0 for all interfaces; by default the file's, or 127.0.0.1.
+        port: TCP port, which must be free; by default the file's, or 8000.
+        plain_proxy: use Serve's own proxy instead of HAProxy, at several times the cost per token.
+        probe_port: separate TCP port for probes and /metrics, which works when clients use all connections.
+        verbose: also show Ray's own log lines.
         name: name of the Serve application.
-        num_cpus: CPUs that a Ray started here may use; None counts the machine's.
-        ready_timeout_s: seconds of loading after which the start has failed.
+        num_cpus: CPUs of a Ray that is started here; None uses all of the machine.
+        ready_timeout_s: timeout of loading in seconds.
     """
 
     host: str = "127.0.0.1"

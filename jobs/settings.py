@@ -1,7 +1,6 @@
-"""Flags and YAML become engine settings: the one way that every command takes.
+"""Merges flags and a YAML file into engine settings, for all commands.
 
-`config_file.py` reads the file. What stands on the command line wins. Not the flags themselves: those are
-`flags.py`.
+`config_file.py` reads the file; flags take precedence. The flags themselves are defined in `flags.py`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from ..cluster.vllm_settings import accept, accept_speculation
 from .config_file import read_config_file
 
 DEFAULT_CONFIG = Path("ray_config.yaml")
-# Flag -> the key of `speculative_config` that it refines.
+# Flag -> key of `speculative_config` that it sets.
 _REFINED = {"spec_model": "model", "spec_method": "method", "spec_tokens": "num_speculative_tokens"}
 _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
 
 
-# Any in this module: settings come from YAML and flags as plain data; EngineConfig checks them.
+# Any in this module: settings from YAML and flags are plain data, validated by EngineConfig.
 def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
-    """One flat mapping of engine (and server) settings from a YAML file and flags that were given.
+    """Return engine (and server) settings from a YAML file and the given flags, as one flat mapping.
 
     Args:
         flags: setting name -> value; None means that the flag was not given.
-        config_path: the YAML file. Without it `ray_config.yaml` of the working directory is read, unless
-            the flags name a model.
+        config_path: YAML file; by default `ray_config.yaml` in the working directory, unless the flags name a
+            model.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     config_path = used_config(config_path, given.get("model"))
@@ -44,29 +43,28 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
     if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
             "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
-            "pair that ships is --model models/target --spec-model models/drafter.",
+            "shipped pair is --model models/target --spec-model models/drafter.",
             param="model",
         )
     return settings
 
 
 def used_config(given: Path | None, model: object) -> Path | None:
-    """The YAML file that a command reads: the given one, or the working directory's if no model is given."""
+    """Return the given YAML file, or the working directory's if no model is given, if there is one."""
     return DEFAULT_CONFIG if given is None and model is None and DEFAULT_CONFIG.is_file() else given
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """The engine's part of merged settings; unknown names are refused with the nearest known one."""
+    """Return the engine's part of merged settings; an unknown name is an error that suggests a known one."""
     return split_settings(settings)[0]
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from the flags that were given."""
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file: a Serve config's `applications[0].args`, or a mapping of flag names."""
+    """Read settings from a YAML file: `applications[0].args` of a Serve config, or a mapping of flags."""
     settings = accept({str(k).replace("-", "_"): item for k, item in read_config_file(path).settings.items()})
     refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
@@ -74,30 +72,30 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The speculative config: `speculative_config` replaces `base`, `spec_model` and its kin refine it."""
-    whole = flags.get("speculative_config")
+    """Merge speculation flags into `base`: `speculative_config` replaces it, the others set its fields."""
+    given = flags.get("speculative_config")
     refined = {key: flags[flag] for flag, key in _REFINED.items() if flags.get(flag) is not None}
     off = bool(flags.get("no_speculation"))
-    if sum((whole is not None, bool(refined), off)) > 1:
+    if sum((given is not None, bool(refined), off)) > 1:
         raise ConfigError(
             "speculative_config, spec_model/spec_method/spec_tokens and no_speculation exclude each other.",
             param="speculative_config",
         )
     if off:
         return None
-    config = parse_speculation(whole if whole is not None else base)
+    config = parse_speculation(given if given is not None else base)
     if not refined:
         return config
     config = (config or {}) | refined
     if "model" not in config and config.get("method") != "ngram":
         raise ConfigError(
-            "A drafter is missing: give spec_model too, or spec_method ngram.", param="spec_model"
+            "The drafter is missing: give spec_model, too, or spec_method ngram.", param="spec_model"
         )
     return config
 
 
 def parse_speculation(value: Any) -> dict[str, Any] | None:
-    """A speculative config as a mapping, as JSON text, or "none" for plain decoding."""
+    """Read a speculative config from a mapping, JSON text, or "none" for plain decoding."""
     if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", "off", "")):
         return None
     if isinstance(value, str):

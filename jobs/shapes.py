@@ -1,6 +1,6 @@
-"""Checkpoints as the roofline sees them: the sizes of a target's spec, of a drafter's configuration.
+"""Shapes of targets and drafters for the roofline, from their specifications.
 
-Called by `plan/` and `bench/step.py`.
+Used by `plan/` and `bench/step.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from ..cluster.model_shape import ExpertShape, LatentShape, LayerShape, ModelSha
 from ..drafter.compute.packed import BLOCK
 from ..drafter.dflash.config import DrafterConfig
 
-_BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # of a weight
-# Of a packed weight: four bits, and a scale for a block, in MXFP4 of a byte, in INT4 of two.
+_BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # per weight
+# Bytes of a packed weight: four bits, and a scale per block of one byte (MXFP4) or two bytes (INT4).
 PACKED_BYTES, INT4_BYTES = 0.5 + 1 / BLOCK, 0.5 + 2 / BLOCK
 
 
 def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
-    """Of a target whose weights, and K/V, take so many bytes each; packed experts stay packed.
+    """Return a target's shape. Packed experts stay packed.
 
     Args:
-        quantization: of its dense products.
+        itemsize: bytes of a weight and of a K/V element.
+        quantization: quantization of dense products.
     """
     kept = {PACKED_EXPERTS: PACKED_BYTES, INT4_EXPERTS: INT4_BYTES}
     weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)

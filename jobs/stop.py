@@ -1,8 +1,8 @@
-"""Signals that ask a job to end: SIGTERM and Ctrl-C.
+"""Handles the signals that stop a job: SIGTERM and Ctrl-C.
 
-At first they raise `Stopped` where the main thread stands. A job that has something to save takes them as
-events instead (`told_to`). Either way the second signal ends the process at once. Light: the command line
-installs it before torch and Ray are imported.
+By default the first signal raises `Stopped` in the main thread. A job that has state to save can handle it as
+an event instead (`told_to`). The second signal always ends the process at once. Imports little: the command
+line installs the handlers before torch and Ray are imported.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
-    """A signal ended the job. Not an error: nothing that handles errors may take it for one.
+    """Raised when a signal stops the job. A BaseException, so that error handlers do not catch it.
 
     Args:
         number: the signal.
 
     Attributes:
-        told: whether the user was told already, with what is left of the job.
+        told: whether the user has been informed about the remaining work.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -34,16 +34,16 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Takes the signals over while its `with` block lasts. Outside the main thread it does nothing."""
+    """Handles the signals within a `with` block. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self._tell: Callable[[signal.Signals], None] = _raise
-        self._before: dict[signal.Signals, Any] = {}  # Any: what `signal.signal` gives back
+        self._before: dict[signal.Signals, Any] = {}  # Any: return value of `signal.signal`
         self._signalled = False
 
     @contextmanager
     def told_to(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Hand signals to `tell` in place of raising; it must be safe in a signal handler."""
+        """Pass signals to `tell` instead of raising; it must be safe in a signal handler."""
         self._tell = tell
         try:
             yield
@@ -51,8 +51,8 @@ class StopSignals:
             self._tell = _raise
 
     def take_back(self) -> None:
-        """Be the handler again, after a library (Ray) has put its own in place."""
-        if not self._signalled:  # else the next one ends the process
+        """Reinstall the handlers after a library (Ray) has replaced them."""
+        if not self._signalled:  # else the next signal must end the process
             for number in self._before:
                 signal.signal(number, self._handle)
 
@@ -65,7 +65,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        # Compiled code that the exception passes through wraps it.
+        # Compiled code wraps an exception that passes through it in a SystemError.
         if isinstance(error, SystemError) and isinstance(error.__cause__, Stopped):
             raise error.__cause__ from None
 

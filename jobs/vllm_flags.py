@@ -1,7 +1,7 @@
-"""vLLM's flags that are no flags of ours, taken out of a command line and answered.
+"""Removes vLLM's flags that Manta does not have from a command line, and answers them.
 
-Called by `cli.py` before typer reads the arguments; what is said to each flag stands in
-`cluster/vllm_settings.py`. `--max_num_seqs` for `--max-num-seqs` is the business of typer's own contexts.
+Called by `cli.py` before typer reads the arguments; the answers are in `cluster/vllm_settings.py`. typer's
+contexts handle `--max_num_seqs` for `--max-num-seqs`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..cluster.vllm_settings import ANSWERS, VALUES, Kind, answer
 
 _KINDS: dict[str, Kind] = {name: kind for found in ANSWERS.values() for name, kind in found.kinds().items()}
-_NAMES = "served_model_name"  # vLLM takes several names behind one flag, typer one
+_NAMES = "served_model_name"  # vLLM allows several names after one flag, typer one
 _SHORT = {
     "-O": "optimization_level",
     "-pp": "pipeline_parallel_size",
@@ -27,10 +27,10 @@ _SHORT = {
 
 
 def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that typer is to read: without flags of vLLM, and with our words for its values.
+    """Return the arguments for typer: without vLLM's flags, and with our names for its values.
 
     Raises:
-        ConfigError: one of them is refused.
+        ConfigError: a flag is not supported.
     """
     kept: list[str] = []
     rest = list(arguments)
@@ -63,19 +63,19 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _names_model(arguments: Sequence[str]) -> bool:
-    """Whether the model stands behind the command, so that no other word without a flag is one."""
+    """Return whether the model follows the command, so that no later word without a flag is the model."""
     return len(arguments) > 2 and not arguments[1].startswith("-")
 
 
 def _name(flag: str) -> str | None:
-    """Return the setting that a flag names; `--compilation-config.mode` is one of its parts."""
+    """Return the setting of a flag; `--compilation-config.mode` sets a part of one."""
     if flag.startswith("--"):
         return flag[2:].partition(".")[0].replace("-", "_")
     return _SHORT.get(flag.partition(".")[0])
 
 
 def _take(rest: list[str], kind: Kind) -> Any:  # Any: JSON
-    """Take a flag's values from the arguments behind it."""
+    """Remove and return a flag's values from the following arguments."""
     if kind == "switch":
         return True
     taken: list[str] = []

@@ -1,4 +1,4 @@
-"""A YAML file of settings, read as it was meant. What it says is for `settings.py` and `render/` to know."""
+"""Reads YAML files of settings and rejects base-60 numbers. `settings.py` and `render/` interpret them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _SixtiesError(yaml.YAMLError):
-    """A number that YAML 1.1 reads in base 60, which nobody means.
+    """A value that YAML 1.1 reads as a base-60 number, which is never intended.
 
     Args:
-        node: where it stands.
+        node: its YAML node.
     """
 
     def __init__(self, node: yaml.Node) -> None:
         self.line: int = node.start_mark.line + 1
         written = node.value
-        super().__init__(f'{written} without quotes is a number of base 60 in YAML. Write "{written}".')
+        super().__init__(f'{written} without quotes is a base-60 number in YAML. Write "{written}".')
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,10 +33,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> Any:  # Any: YAML
-    """What a file holds.
+    """Read a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or holds a number in base 60 (`replicas: 1:4` is 64).
+        ConfigError: the file cannot be read, is not valid YAML, or has a base-60 number (`replicas: 1:4` is
+        64).
     """
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
@@ -53,5 +54,5 @@ def check_new_file(file: Path, *, force: bool) -> None:
     """Raise ConfigError if a file that may have been edited by hand would be replaced."""
     if file.exists() and not force:
         raise ConfigError(
-            f"output: {file} is there already. Give another name, or --force to replace it.", param="output"
+            f"output: {file} exists already. Give another name, or --force to replace it.", param="output"
         )

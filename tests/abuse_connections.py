@@ -6,7 +6,7 @@ what it opened and returns what it saw as a `Held`. None takes much longer than 
 
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
     slow_heads(port, 500)                   likewise; all of them are closed within 15 s
-    unfinished_bodies(port, 30, 31)         of 31 MB each: probes 200, the small request answered
+    unfinished_bodies(port, 30, 31)         of 31 MB each: likewise; closed 20 s behind their last byte
     trickled_bodies(port, 50, seconds=30)   a byte a second: 408 after 20 s and 1 s more for each 32 KiB
 """
 
@@ -17,13 +17,13 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 SOURCES = [f"127.0.0.{i}" for i in range(2, 12)]  # a limit for each address
 ANSWER_S = 20.0
-CLOSED_S = 90.0
+CLOSED_S = 90.0  # sending included; see `Held.silent_s`
 SMALL = b'{"prompt": "x", "max_tokens": 1}'
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -40,6 +40,7 @@ class Held:
         small: status of a small request from another address meanwhile, and `small_s`.
         answers: statuses that the held connections got in the end; 0: closed without one.
         open_s: how long the last of them stayed open; None: some still were after CLOSED_S.
+        silent_s: the longest that one stayed open behind the last byte that it sent.
     """
 
     opened: int = 0
@@ -49,6 +50,7 @@ class Held:
     small_s: float = 0.0
     answers: dict[int, int] = field(default_factory=dict[int, int])
     open_s: float | None = None
+    silent_s: float = 0.0
 
 
 def idle_connections(port: int, count: int, probe_port: int | None = None) -> Held:
@@ -77,49 +79,45 @@ def unfinished_bodies(port: int, count: int, megabytes: int, probe_port: int | N
 def trickled_bodies(port: int, count: int, seconds: float = 30.0, probe_port: int | None = None) -> Held:
     """Bodies of which a byte comes each second."""
 
-    async def trickle(connection: Connection) -> None:
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s and not connection[0].at_eof():
-            connection[1].write(b" ")
-            await connection[1].drain()
-            await asyncio.sleep(1.0)
-
     head = ROUTE + b"Content-Length: 1000000\r\n\r\n" + b" " * 70_000
-    return _hold(port, count, head, trickle, probe_port=probe_port)
+    return _hold(port, count, head, num_trickled=round(seconds), probe_port=probe_port)
 
 
 def _hold(
     port: int,
     count: int,
     sent: bytes,
-    more: Callable[[Connection], Awaitable[None]] | None = None,
     *,
+    num_trickled: int = 0,
     probe_port: int | None = None,
 ) -> Held:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return asyncio.run(_trial(port, count, sent, more, probe_port or port))
+    return asyncio.run(_trial(port, count, sent, num_trickled, probe_port or port))
 
 
 async def _trial(
     port: int,
     count: int,
     sent: bytes,
-    more: Callable[[Connection], Awaitable[None]] | None,
+    num_trickled: int,
     probe_port: int,
 ) -> Held:
     held = Held()
     async with _opened(port, count) as connections:
         held.opened = len(connections)
         began_s = time.monotonic()
-        ends = [asyncio.create_task(_until_closed(each, sent, more)) for each in connections]
+        clients = [_Client(*each) for each in connections]
+        ends = [asyncio.create_task(each.until_closed(sent, num_trickled)) for each in clients]
         await asyncio.sleep(2.0)
         held.probe, held.probe_s = await _ask(probe_port, b"GET /health HTTP/1.1\r\nHost: x\r\n")
         head = ROUTE + f"Content-Length: {len(SMALL)}\r\n".encode()
         held.small, held.small_s = await _ask(port, head, SMALL)
         done, left = await asyncio.wait(ends, timeout=CLOSED_S)
         held.answers = dict(Counter(task.result() for task in done))
-        held.open_s = None if left else round(time.monotonic() - began_s, 1)
+        ended_s = time.monotonic()
+        held.open_s = None if left else round(ended_s - began_s, 1)
+        held.silent_s = round(max((each.closed_s or ended_s) - each.sent_s for each in clients), 1)
         for task in left:
             task.cancel()
     return held
@@ -140,23 +138,43 @@ async def _opened(port: int, count: int) -> AsyncIterator[list[Connection]]:
             writer.transport.abort()
 
 
-async def _until_closed(
-    connection: Connection, sent: bytes, more: Callable[[Connection], Awaitable[None]] | None
-) -> int:
-    """Send, and read until the server closes; the last status that it said, or 0."""
-    reader, writer = connection
-    said = b""
-    with suppress(OSError):
-        for at in range(0, len(sent), 1 << 16):
-            writer.write(sent[at : at + (1 << 16)])
-            await writer.drain()
-        if more is not None:
-            await more(connection)
-    with suppress(OSError):
-        while piece := await reader.read(1 << 16):
-            said = (said + piece)[-(1 << 16) :]
-    at = said.rfind(b"HTTP/1.1 ")
-    return int(said[at + 9 : at + 12]) if at >= 0 else 0
+class _Client:
+    """One connection: sends, and reads at the same time what the server says.
+
+    Attributes:
+        sent_s: when its last byte was taken.
+        closed_s: when the server closed it; None while it is open.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.sent_s = time.monotonic()
+        self.closed_s: float | None = None
+
+    async def until_closed(self, sent: bytes, num_trickled: int) -> int:
+        """Send, then a byte each second; return the last status that the server said, or 0."""
+        sending = asyncio.create_task(self._send(sent, num_trickled))
+        said = b""
+        with suppress(OSError):
+            while piece := await self._reader.read(1 << 16):
+                said = (said + piece)[-(1 << 16) :]
+        self.closed_s = time.monotonic()
+        sending.cancel()
+        at = said.rfind(b"HTTP/1.1 ")
+        return int(said[at + 9 : at + 12]) if at >= 0 else 0
+
+    async def _send(self, sent: bytes, num_trickled: int) -> None:
+        with suppress(OSError):
+            for at in range(0, len(sent), 1 << 16):
+                await self._write(sent[at : at + (1 << 16)])
+            for _ in range(num_trickled):
+                await self._write(b" ")
+                await asyncio.sleep(1.0)
+
+    async def _write(self, piece: bytes) -> None:
+        self._writer.write(piece)
+        await self._writer.drain()
+        self.sent_s = time.monotonic()
 
 
 async def _ask(port: int, head: bytes, body: bytes = b"") -> tuple[int, float]:

@@ -31,6 +31,7 @@ MAX_ERROR_BYTES = 8192
 GROWTH_BYTES = 24 << 20
 ROUNDS = 3
 TIMEOUT_S = 60.0
+SILENT_S = 25.0  # that a connection may stay open behind its last byte: 20 s, and time to notice
 KEYS = ("abuser-key", "reader-key")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -529,6 +530,8 @@ def hold_connections(port: int) -> Iterator[tuple[str, Held, str | None]]:
         answers = {"/health": held.probe, "a small request": held.small}
         refused = [f"{what} got {status}" for what, status in answers.items() if status != 200]
         left = [] if held.open_s is not None else ["some stayed open"]
+        if held.silent_s > SILENT_S:
+            left.append(f"one stayed open for {held.silent_s} s behind its last byte")
         yield name, held, ", ".join([*refused, *left]) or None
 
 

@@ -1,4 +1,5 @@
-"""Results, papers and outputs of batch jobs, made by hand for tests; and all rows of an output read back."""
+"""Results, job specs and outputs of batch jobs, made by hand for tests; and all rows of an output read
+back."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from manta.actors.batch.answering import Result
-from manta.actors.batch.contents import results_in
-from manta.actors.batch.paper import JobPaper
+from manta.actors.batch.job_spec import JobSpec
+from manta.actors.batch.output_index import results_in
 from manta.actors.batch.parts import PART_NAME, OutputForm
 from manta.actors.batch.storage import Storage
 
@@ -43,11 +44,11 @@ def form(format: Any = "jsonl", *, ordered: bool = False, columns: pa.Schema = C
     return OutputForm(format, columns, ordered)
 
 
-def paper(num_rows: int, given: OutputForm | None = None, **changes: Any) -> JobPaper:
+def spec(num_rows: int, given: OutputForm | None = None, **changes: Any) -> JobSpec:
     made_from = {"model": "tiny", "seed": 0}
     input = [{"name": "rows.jsonl", "size": 1203, "modified": 1.0}]
     values = {"made_from": made_from, "input": input, "input_format": "jsonl", "num_rows": num_rows}
-    return JobPaper(**{**values, "form": given or form(), **changes})
+    return JobSpec(**{**values, "form": given or form(), **changes})
 
 
 def parts(output: Storage) -> list[str]:

@@ -93,7 +93,7 @@ class CheckingExecutor(SimulatedExecutor):
     def submit(self, plan: SchedulerOutput) -> None:
         if self.info.halves:
             new = {request.slot for request in plan.admitted}
-            under_way = {slot for _, slots in self._times._under_way for slot in slots.tolist()}
+            under_way = {slot for _, slots in self._times._in_flight for slot in slots.tolist()}
             assert not under_way & set(plan.slots.tolist()) - new, "plans in flight have a request in common"
         super().submit(plan)
 

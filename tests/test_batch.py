@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.figures import ErrorCount, RowFigures
+from manta.actors.batch.row_stats import ErrorCount, RowStats
 from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.cluster.pool_size import Concurrency
-from manta.jobs.batch import room as batch_room
+from manta.jobs.batch import placement
 from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.report import Report
@@ -91,7 +91,7 @@ def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.Te
 def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:
     folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
-    assert len(rows) == len(ROWS) - 3 and made.figures.num_draft_tokens > 0
+    assert len(rows) == len(ROWS) - 3 and made.stats.num_draft_tokens > 0
     asked = [row for row in ROWS if row["id"] in rows]
     params = [
         SamplingParams(
@@ -111,7 +111,7 @@ def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], 
 
 def test_every_row_is_answered_or_explained(answered: Answered) -> None:
     folder, made = answered
-    figures = made.figures
+    figures = made.stats
     assert (figures.rows, figures.failed) == (len(ROWS), 3)
     rows = {row["id"]: row for row in read_results(folder)}
     assert set(rows) == {row["id"] for row in ROWS}
@@ -129,10 +129,10 @@ def test_figures_add_up_and_the_same_command_says_them_once_more(
     pair: tuple[Path, Path], parquet: Path, answered: Answered
 ) -> None:
     folder, first = answered
-    cores = round(first.device_s / first.figures.wall_s)
-    assert first.device == "core" and first.device_s / first.figures.wall_s == pytest.approx(cores, rel=0.1)
-    assert first.tokens_per_device_s == pytest.approx(first.figures.completion_tokens / first.device_s)
-    assert first.loading_s > 0 and first.figures.device_s == first.device_s + first.loading_s
+    cores = round(first.device_s / first.stats.wall_s)
+    assert first.device == "core" and first.device_s / first.stats.wall_s == pytest.approx(cores, rel=0.1)
+    assert first.tokens_per_device_s == pytest.approx(first.stats.completion_tokens / first.device_s)
+    assert first.loading_s > 0 and first.stats.device_s == first.device_s + first.loading_s
     again = run_batch(config(pair), options(parquet, folder, sampling={"max_tokens": 16}))
     assert again.lines() == first.lines() and again.as_json() == first.as_json()
 
@@ -166,7 +166,7 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     path = tmp_path / "batch.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     job = options(path, tmp_path / "out", model_name="small")
-    figures = run_batch(config(pair), job).figures
+    figures = run_batch(config(pair), job).stats
     assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
     body = by_id["chat"]["response"]["body"]
@@ -214,7 +214,7 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
     report = run_batch(engine, options(path, tmp_path / "out"))
-    assert (report.figures.rows, report.figures.failed) == (1, 0)
+    assert (report.stats.rows, report.stats.failed) == (1, 0)
     assert dict(report.lines())["speculation"] == "off"
 
 
@@ -233,8 +233,8 @@ class _Taken:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_room, "TOLD_EVERY_S", 0.5)
-    monkeypatch.setattr(batch_room, "ROOM_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(placement, "REPORT_INTERVAL_S", 0.5)
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -258,7 +258,7 @@ def test_a_job_makes_do_with_the_cores_that_are_free(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     with _Taken((os.cpu_count() or 2) - 1):
-        figures = run_batch(config(pair), options(path, tmp_path / "out")).figures
+        figures = run_batch(config(pair), options(path, tmp_path / "out")).stats
     assert (figures.rows, figures.failed) == (1, 0)
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 
@@ -297,5 +297,5 @@ def test_a_job_whose_rows_all_failed_has_failed() -> None:
     job = BatchOptions(input=("rows.jsonl",), output="out")
     error = ErrorCount(1, "temperature=-1 must be at least 0.")
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
-        check_answered(RowFigures(rows=1, failed=1, errors={"BadRequestError": error}), job)
-    check_answered(RowFigures(rows=2, failed=1), job)
+        check_answered(RowStats(rows=1, failed=1, errors={"BadRequestError": error}), job)
+    check_answered(RowStats(rows=2, failed=1), job)

@@ -248,7 +248,7 @@ def test_a_row_that_kills_is_found_and_explained_and_all_others_are_answered(
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 40, killers=(23,))
     this = job(model, tmp_path / "rows.jsonl", tmp_path, concurrency="2", max_num_seqs=8)
-    figures = run_batch(this.config, this.options, make=replace(this, simulated=True).make).figures
+    figures = run_batch(this.config, this.options, make=replace(this, simulated=True).make).stats
     assert (figures.rows, figures.failed) == (40, 1)
     (error,) = (row for row in read_results(tmp_path / "out") if row["error"])
     assert error["id"] == "r23"

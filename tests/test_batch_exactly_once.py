@@ -21,7 +21,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
-from batch_outputs import form, manifest, numbers_in, paper, parts, result, rows_in
+from batch_outputs import form, manifest, numbers_in, parts, result, rows_in, spec
 from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -143,7 +143,7 @@ class Job(RuleBasedStateMachine):
         self.output = self.mortal()
         self.output.fate[:] = [] if kill is None else [None] * kill + [die]
         changed = {"name": "rows.jsonl", "size": 1000 + self.version, "modified": 1.0}
-        job = paper(len(self.ids), self.form, input=[changed])
+        job = spec(len(self.ids), self.form, input=[changed])
         hashes = np.array([id_hash(f"id-{each}") for each in self.ids], dtype=np.uint64)
         try:
             self.ledger = Ledger.open(

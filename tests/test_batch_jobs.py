@@ -15,7 +15,7 @@ import chaos_job
 import pyarrow.parquet as pq
 import pytest
 from chaos_job import ChaosJob, write_rows
-from manta.actors.batch.figures import RowFigures
+from manta.actors.batch.row_stats import RowStats
 from manta.actors.batch.source import read_results
 from manta.cluster import pool_size
 from manta.cluster.errors import ConfigError, DatasetError
@@ -39,10 +39,10 @@ def job(model: str, source: Path, output: Path) -> ChaosJob:
     return ChaosJob(model=model, input=str(source), output=str(output))
 
 
-def run(model: str, source: Path, output: Path, **changes: Any) -> RowFigures:
+def run(model: str, source: Path, output: Path, **changes: Any) -> RowStats:
     this = job(model, source, output)
     options = replace(this.options, **{"output_format": None, **changes})
-    return run_batch(this.config, options, make=this.make).figures
+    return run_batch(this.config, options, make=this.make).stats
 
 
 def ids_by_part(output: Path) -> list[str]:

@@ -18,16 +18,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_outputs import COLUMNS, form, manifest, numbers_in, paper, parts, result, results, rows_in
+from batch_outputs import COLUMNS, form, manifest, numbers_in, parts, result, results, rows_in, spec
 from manta.actors.batch import answering
 from manta.actors.batch import ledger as ledgers
 from manta.actors.batch import parts as part_files
 from manta.actors.batch import storage as storages
+from manta.actors.batch.job_spec import JobSpec
 from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.paper import JobPaper
+from manta.actors.batch.output_index import write_segment
 from manta.actors.batch.parts import make_part, put
 from manta.actors.batch.rows import id_hash
-from manta.actors.batch.segments import write_segment
 from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
@@ -40,7 +40,7 @@ def test_what_a_dead_writer_made_durable_is_adopted_and_the_job_ends_with_every_
     format: Any, tmp_path: Path
 ) -> None:
     output = Storage.open(str(tmp_path / "out"), field="output")
-    job = paper(100, form(format))
+    job = spec(100, form(format))
     ledger = Ledger.open(output, job)
     died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
     died.add(results(range(0, 100, 2), failed=range(0, 100, 10)))
@@ -57,7 +57,7 @@ def test_what_a_dead_writer_made_durable_is_adopted_and_the_job_ends_with_every_
     ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(100))
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
-    assert (ledger.figures.rows, ledger.figures.failed) == (100, 10)
+    assert (ledger.stats.rows, ledger.stats.failed) == (100, 10)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def output(tmp_path: Path) -> Storage:
 
 
 def answer(
-    output: Storage, job: JobPaper, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
+    output: Storage, job: JobSpec, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
 ) -> Ledger:
     """A run that answers some rows and ends there; its ledger is closed."""
     ledger = Ledger.open(output, job, **how)
@@ -78,7 +78,7 @@ def answer(
     return ledger
 
 
-def finish(output: Storage, job: JobPaper, **how: Any) -> Ledger:
+def finish(output: Storage, job: JobSpec, **how: Any) -> Ledger:
     ledger = Ledger.open(output, job, **how)
     ledger.finish({"rows": count(ledger.answered)}, html="<html></html>")
     ledger.close()
@@ -90,7 +90,7 @@ def texts(output: Storage) -> dict[str, str]:
 
 
 def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_do(output: Storage) -> None:
-    job = paper(6, about={"drafter": "one"})
+    job = spec(6, about={"drafter": "one"})
     assert answer(output, job, range(6), failed=[2]).failed == ((2, 3),)
     finish(output, job)
     said = manifest(output)
@@ -102,48 +102,16 @@ def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_d
     assert json.loads(output.read("_report.json")) == {"rows": 5}
     assert output.read("_report.html") == b"<html></html>"
     assert [run["run"] for run in said["runs"]] == [1, 2]
-    ledger = Ledger.open(output, paper(6, about={"drafter": "another"}))
+    ledger = Ledger.open(output, spec(6, about={"drafter": "another"}))
     assert (ledger.complete, ledger.left, ledger.failed) == (True, (), ((2, 3),))
     ledger.close()
     assert output.entry("_SUCCESS") is not None
 
 
-def put_back(output: Storage) -> None:
-    """Give an output the layout that it had before failed rows and papers had names with `_`."""
-    folder = Path(output.root)
-    for path in (*folder.glob("_errors/*"), *folder.glob("_report.*"), *folder.glob("_manifest.json")):
-        path.rename(folder / path.name.removeprefix("_"))
-    papers = (*folder.glob("_manta/records/errors-*"), folder / "_manta/job.json", *folder.glob("m*.json"))
-    for path in papers:
-        path.write_text(path.read_text().replace("_errors/", "").replace('"version": 2', '"version": 1'))
-
-
-def test_an_output_of_an_earlier_version_is_brought_into_todays_layout(output: Storage) -> None:
-    job = paper(6)
-    answer(output, job, range(4), failed=[2])
-    put_back(output)
-    ledger = answer(output, job, [4, 5], failed=[5])
-    assert (ledger.answered, ledger.failed) == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
-    finish(output, job)
-    found = {path.name: path.read_bytes() for path in Path(output.root).rglob("*.json*")}
-    put_back(output)
-    assert not [name for name in parts(output) if name.startswith("_")]
-    ledger = Ledger.open(output, job)
-    assert (ledger.complete, ledger.failed) == (True, ((2, 3), (5, 6)))
-    ledger.close()
-    assert sorted(numbers_in(output, parts(output))) == list(range(6))
-    assert found.keys() == {path.name for path in Path(output.root).rglob("*.json*")}
-    put_back(output)
-    answer(output, job, range(6), overwrite=True)
-    finish(output, job)
-    left = {path.name for path in Path(output.root).iterdir()} - set(parts(output))
-    assert left == {"_SUCCESS", "_manta", "_manifest.json", "_report.html", "_report.json"}
-
-
 def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
     """Of one schema, though a column has no value in one file; DuckDB and Spark take the same names."""
     columns = pa.schema([*COLUMNS, ("note", pa.string())])
-    job = paper(8, form("parquet", columns=columns))
+    job = spec(8, form("parquet", columns=columns))
     ledger = Ledger.open(output, job)
     for rows, note in ((range(4), None), (range(4, 8), "x")):
         writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
@@ -167,7 +135,7 @@ def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
 def test_failed_rows_that_are_answered_later_leave_the_errors_and_the_figures(
     again: list[int], left: list[int], ordered: bool, output: Storage
 ) -> None:
-    job = paper(8, form(ordered=ordered))
+    job = spec(8, form(ordered=ordered))
     answer(output, job, range(8), failed=[1, 3, 5])
     finish(output, job)
     ledger = Ledger.open(output, job)
@@ -191,7 +159,7 @@ def test_failed_rows_that_are_answered_later_leave_the_errors_and_the_figures(
 
 def check_figures(ledger: Ledger, failed: list[int]) -> None:
     """Of eight rows, four a category; the odd ones are those that failed at first."""
-    figures = ledger.figures
+    figures = ledger.stats
     assert (figures.rows, figures.failed) == (8, len(failed))
     assert {kind: each.rows for kind, each in figures.errors.items()} == {"BadRequestError": len(failed)}
     categories = figures.categories.named
@@ -203,7 +171,7 @@ def check_figures(ledger: Ledger, failed: list[int]) -> None:
 
 
 def test_what_dead_writers_have_left_is_counted_as_what_it_is(output: Storage) -> None:
-    job = paper(8)
+    job = spec(8)
     ledger = Ledger.open(output, job)
     died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
     died.add(results(range(6), failed=[1, 3]))
@@ -222,7 +190,7 @@ def test_an_output_that_an_earlier_version_has_begun_is_gone_on_with(
     given: Any, ordered: bool, output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wrote no log probabilities, and its records said less of failed rows."""
-    job = paper(8, form(given, ordered=ordered))
+    job = spec(8, form(given, ordered=ordered))
     shard = 0 if ordered else None
     with monkeypatch.context() as earlier:
         columns = [column for column in answering.RESULT_SCHEMA if column.name != "logprobs"]
@@ -245,7 +213,7 @@ def test_an_output_that_an_earlier_version_has_begun_is_gone_on_with(
     writer.add([each | {"logprobs": told} for each in results([1, 5, 6, 7])], shard=shard)
     writer.close()
     ledger.finish({})
-    assert (ledger.figures.rows, ledger.figures.failed) == (8, 1)
+    assert (ledger.stats.rows, ledger.stats.failed) == (8, 1)
     ledger.close()
     rows = {row["id"]: row for row in rows_in(output, parts(output))}
     assert set(rows) == {f"id-{i}" for i in range(8)}
@@ -259,7 +227,7 @@ def test_an_output_that_an_earlier_version_has_begun_is_gone_on_with(
 def test_rows_that_move_into_a_part_while_they_are_looked_for_are_found(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = paper(4)
+    job = spec(4)
     ledger = Ledger.open(output, job)
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="w")
     writer.add(results(range(4)))
@@ -280,7 +248,7 @@ def test_rows_that_move_into_a_part_while_they_are_looked_for_are_found(
 
 
 def test_an_engine_that_was_given_up_makes_no_part_after_the_end(output: Storage) -> None:
-    job = paper(4)
+    job = spec(4)
     answer(output, job, range(4))
     ledger = Ledger.open(output, job)
     given_up = RowWriter(output, job.form, run=ledger.run, shard=0, writer="given up")
@@ -297,7 +265,7 @@ def test_an_engine_that_was_given_up_makes_no_part_after_the_end(output: Storage
 
 def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storage) -> None:
     """A writer that was given up, and was between its last look at the run and its part."""
-    job = paper(4)
+    job = spec(4)
     answer(output, job, range(4))
     finish(output, job)
     record, content = make_part(
@@ -318,7 +286,7 @@ def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two parts of a shard become one: at some moments all three are there."""
-    job = paper(4, form(ordered=True))
+    job = spec(4, form(ordered=True))
     for place in itertools.count():
         output = Storage.open(str(tmp_path / f"{place}"), field="output")
         ledger = Ledger.open(output, job)
@@ -338,11 +306,11 @@ def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice
                 killed = False
         ledger.close()
         ledger = Ledger.open(output, job)
-        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        assert (ledger.stats.rows, ledger.stats.completion_tokens) == (4, 8)
         ledger.finish({})
         ledger.close()
         assert numbers_in(output, parts(output)) == [0, 1, 2, 3]
-        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        assert (ledger.stats.rows, ledger.stats.completion_tokens) == (4, 8)
         if not killed:
             break
     assert place == 10
@@ -358,25 +326,25 @@ def killed_at(place: int, steps: Iterator[int], work: Callable[..., Any]) -> Cal
 
 
 def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
-    answer(output, paper(5), [0, 1, 4])
-    ledger = Ledger.open(output, paper(5))
+    answer(output, spec(5), [0, 1, 4])
+    ledger = Ledger.open(output, spec(5))
     with pytest.raises(OutputError, match=r"2 rows are in no part of .* Run the same command again"):
         ledger.finish({})
     ledger.close()
     assert output.entry("_SUCCESS") is None
-    sample = paper(5, sample=((0, 2), (4, 5)))
+    sample = spec(5, sample=((0, 2), (4, 5)))
     assert finish(output, sample).left == ()
-    ledger = Ledger.open(output, paper(5))  # the others too, now
+    ledger = Ledger.open(output, spec(5))  # the others too, now
     assert (ledger.complete, ledger.left) == (False, ((2, 4),))
     ledger.close()
 
 
 def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage) -> None:
     first = {"model": "tiny", "seed": 0, "sampling": {"top_p": 0.5, "n": 1}}
-    answer(output, paper(3, made_from=first), [0])
+    answer(output, spec(3, made_from=first), [0])
     changed = {"model": "other", "seed": 0, "template": "{x}", "sampling": {"top_p": 0.9, "n": 1}}
     with pytest.raises(ConfigError) as refused:
-        Ledger.open(output, paper(3, made_from=changed))
+        Ledger.open(output, spec(3, made_from=changed))
     for words in (
         "model: tiny before, other now; sampling.top_p: 0.5 before, 0.9 now; ",
         "template: none before, {x} now. Run it as it was",
@@ -384,10 +352,10 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
         "--overwrite",
     ):
         assert words in refused.value.message
-    ledger = Ledger.open(output, paper(3, made_from=changed), resume="force")
+    ledger = Ledger.open(output, spec(3, made_from=changed), resume="force")
     assert ledger.left == ((1, 3),)
     ledger.close()
-    assert json.loads(output.read("_manta/job.json"))["paper"]["made_from"] == changed
+    assert json.loads(output.read("_manta/job.json"))["spec"]["made_from"] == changed
 
 
 @pytest.mark.parametrize(
@@ -418,9 +386,9 @@ def test_an_input_that_changed_is_refused_naming_how(
     before = [{"name": "rows.jsonl", "size": 1203, "modified": 1.0}]
     if "sha256" in now[0]:
         before[0]["sha256"] = "a" * 64
-    answer(output, paper(3, input=before), [0])
+    answer(output, spec(3, input=before), [0])
     with pytest.raises(ConfigError, match=re.escape(f"{words}. Run it as it was")):
-        Ledger.open(output, paper(3, input=now))
+        Ledger.open(output, spec(3, input=now))
 
 
 @pytest.mark.parametrize(
@@ -435,17 +403,17 @@ def test_an_input_of_the_same_content_is_gone_on_with(
     before: dict[str, Any], now: dict[str, Any], output: Storage
 ) -> None:
     named = {"name": "rows.jsonl", "size": 1203}
-    answer(output, paper(3, input=[{**named, **before}]), [0])
-    ledger = Ledger.open(output, paper(3, input=[{**named, **now}]))
+    answer(output, spec(3, input=[{**named, **before}]), [0])
+    ledger = Ledger.open(output, spec(3, input=[{**named, **now}]))
     assert ledger.left == ((1, 3),)
     ledger.close()
 
 
 def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> None:
-    answer(output, paper(3), [0])
+    answer(output, spec(3), [0])
     for given, words in (
-        (paper(3, form("parquet")), "output format: jsonl before, parquet now"),
-        (paper(3, form(ordered=True)), "output ordered: False before, True now"),
+        (spec(3, form("parquet")), "output format: jsonl before, parquet now"),
+        (spec(3, form(ordered=True)), "output ordered: False before, True now"),
     ):
         with pytest.raises(ConfigError, match=words):
             Ledger.open(output, given, resume="force")
@@ -453,7 +421,7 @@ def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> 
 
 def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None:
     """Also those that were in segments when the job was killed; ids that are gone leave the output."""
-    job = paper(6)
+    job = spec(6)
     answer(output, job, [0, 1, 3], failed=[1])
     ledger = Ledger.open(output, job)
     killed = RowWriter(output, job.form, run=ledger.run, shard=0, writer="killed")
@@ -461,7 +429,7 @@ def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None
     killed.flush()
     ledger.close()
     ids = ["id-4", "id-9", "id-1", "id-0"]
-    changed = paper(4, input=[{"name": "rows.jsonl", "size": 7, "modified": 2.0}])
+    changed = spec(4, input=[{"name": "rows.jsonl", "size": 7, "modified": 2.0}])
     hashes = np.array([id_hash(each) for each in ids], dtype=np.uint64)
     ledger = Ledger.open(output, changed, resume="force", id_hashes=lambda: hashes)
     assert (ledger.answered, ledger.failed, ledger.left) == (((0, 1), (3, 4)), ((2, 3),), ((1, 2),))
@@ -475,7 +443,7 @@ def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_without_resume_an_output_that_is_not_empty_is_refused(begun: bool, output: Storage) -> None:
-    job = paper(3)
+    job = spec(3)
     if begun:
         Ledger.open(output, job).close()
     else:
@@ -485,7 +453,7 @@ def test_without_resume_an_output_that_is_not_empty_is_refused(begun: bool, outp
 
 
 def test_parts_that_nobody_recorded_and_parts_that_changed_are_refused(output: Storage) -> None:
-    job = paper(3)
+    job = spec(3)
     answer(output, job, [0, 1])
     (ours,) = parts(output)
     content = output.read(ours)
@@ -505,12 +473,12 @@ def test_parts_that_nobody_recorded_and_parts_that_changed_are_refused(output: S
 
 
 def test_earlier_results_stay_until_there_is_something_in_their_place(output: Storage) -> None:
-    job = paper(2)
+    job = spec(2)
     answer(output, job, [0, 1])
     finish(output, job)
     output.write("notes.txt", b"mine")
     before = parts(output)
-    new = paper(2, made_from={"model": "new"})
+    new = spec(2, made_from={"model": "new"})
     ledger = Ledger.open(output, new, overwrite=True)
     assert (ledger.run, ledger.left, parts(output)) == (3, ((0, 2),), before)
     assert output.entry("_SUCCESS") is not None
@@ -532,7 +500,7 @@ def test_earlier_results_stay_until_there_is_something_in_their_place(output: St
 
 
 def test_segments_of_another_version_of_ours_are_adopted(output: Storage) -> None:
-    job = paper(2)
+    job = spec(2)
     ledger = Ledger.open(output, job)
     old = job.form.table(results([0, 1])).drop_columns(["stop_reason"])
     write_segment(output, "_manta/pending/old/000000.arrow", old, run=1, shard=0)
@@ -546,18 +514,18 @@ def test_segments_of_another_version_of_ours_are_adopted(output: Storage) -> Non
 
 
 def test_a_record_that_cannot_be_read_is_named(output: Storage) -> None:
-    answer(output, paper(2), [0])
+    answer(output, spec(2), [0])
     (record,) = output.entries("_manta/records")
     output.write(record.name, b"{}")
     with pytest.raises(ConfigError, match=f"{record.name} is no record of a part"):
-        Ledger.open(output, paper(2))
+        Ledger.open(output, spec(2))
 
 
 @pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])
 def test_a_job_paper_that_cannot_be_read_is_named_and_may_be_overwritten(
     broken: bytes, output: Storage
 ) -> None:
-    job = paper(2)
+    job = spec(2)
     answer(output, job, [0, 1])
     output.write("_manta/job.json", broken)
     with pytest.raises(ConfigError, match=r"cannot be used .*--overwrite"):
@@ -570,7 +538,7 @@ def test_a_job_paper_that_cannot_be_read_is_named_and_may_be_overwritten(
 def test_finishing_waits_for_an_output_that_fails_for_a_while(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = paper(2)
+    job = spec(2)
     answer(output, job, [0, 1])
     ledger = Ledger.open(output, job)
     writes = itertools.count()
@@ -593,7 +561,7 @@ def test_an_output_of_five_million_rows_opens_soon_and_by_few_requests(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a second on a core of its own; the test's bound is a busy machine's."""
-    job = paper(5_000_000)
+    job = spec(5_000_000)
     answer(output, job, [0])
     (made,) = parts(output)
     content = output.read(made)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from batch_outputs import form, numbers_in, paper, parts, results
+from batch_outputs import form, numbers_in, parts, results, spec
 from manta.actors.batch import lock as locks
 from manta.actors.batch.ledger import Ledger
 from manta.actors.batch.lock import Claim, Lock, lock
@@ -49,10 +49,10 @@ def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(
             with pytest.raises(
                 ConfigError, match=rf"another job \(process {other.pid} on .*, since 2"
             ) as refused:
-                Ledger.open(output, paper(3), overwrite=overwrite)
+                Ledger.open(output, spec(3), overwrite=overwrite)
             assert refused.value.param == "output"
         other.kill()
-    ledger = Ledger.open(output, paper(3))
+    ledger = Ledger.open(output, spec(3))
     ledger.close()
     ledger.close()
     assert not (tmp_path / "out/_manta/lock").exists()
@@ -61,7 +61,7 @@ def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(
 def test_a_folder_that_is_refused_is_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is not empty \(notes.txt\)"):
-        Ledger.open(Storage.open(str(tmp_path), field="output"), paper(3))
+        Ledger.open(Storage.open(str(tmp_path), field="output"), spec(3))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", Path("/proc/manta")):
         with pytest.raises(ConfigError, match=f"output: {path} cannot be written"):
-            Ledger.open(Storage.open(str(path), field="output"), paper(3))
+            Ledger.open(Storage.open(str(path), field="output"), spec(3))
 
 
 def test_of_many_that_lock_and_leave_a_folder_one_has_it_at_a_time(tmp_path: Path) -> None:
@@ -143,14 +143,14 @@ def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
 
 def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
     output = Storage.open(where, field="output")
-    slept = Ledger.open(output, paper(4))
+    slept = Ledger.open(output, spec(4))
     assert isinstance(slept._lock, Claim)
     old = RowWriter(output, form(), run=slept.run, shard=0, writer="old")
     old.add(results([0, 1]))
     old.flush()
     slept._lock._closing.set()  # as a machine that was suspended: no beat, nothing given back
     slept._lock._beating.join()
-    heir = Ledger.open(output, paper(4))
+    heir = Ledger.open(output, spec(4))
     with pytest.raises(OutputError, match="another job has taken"):
         slept.finish({})
     with pytest.raises(OutputError, match="not written by run 1 any more: run 2 writes it now"):
@@ -162,6 +162,6 @@ def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(whe
     heir.finish({})
     heir.close()
     assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
-    last = Ledger.open(output, paper(4))
+    last = Ledger.open(output, spec(4))
     assert last.complete
     last.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manta.actors.batch.identity import checkpoint_identity
 from manta.actors.batch.source import open_source
 from manta.actors.batch.storage import Storage
 from manta.actors.executor import make_executor
@@ -14,9 +15,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.row_ranges import count
 from manta.jobs.batch.messages import EngineSetup
-from manta.jobs.batch.opening import LEASE_BYTES, Opening
 from manta.jobs.batch.options import BatchOptions
-from manta.jobs.batch.papers import LARGEST_SHARD, checkpoint_identity, rows_per_shard, sampled
+from manta.jobs.batch.startup import LARGEST_SHARD, LEASE_BYTES, Startup, rows_per_shard, sampled
 from text_pair import make_text_pair
 
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text_pair(tmp_path_factory.mktemp("pair"))[0]
 
 
-def opening(model: Path, folder: Path, prompts: list[str], **changes: Any) -> Opening:
+def startup(model: Path, folder: Path, prompts: list[str], **changes: Any) -> Startup:
     rows = folder / "rows.jsonl"
     content = "".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts)
     if not rows.exists() or rows.read_text() != content:  # else it is another input
@@ -38,11 +38,11 @@ def opening(model: Path, folder: Path, prompts: list[str], **changes: Any) -> Op
     setup = EngineSetup(
         config=config, source=source, layout=layout, model_name="m", output=output, make=make_executor
     )
-    return Opening(setup, options, print)
+    return Startup(setup, options, print)
 
 
 def test_an_output_is_ours_until_it_is_closed_whoever_gives_up_waiting(model: Path, tmp_path: Path) -> None:
-    first = opening(model, tmp_path, ["a", "b"])
+    first = startup(model, tmp_path, ["a", "b"])
 
     async def give_up() -> None:
         waiting = asyncio.wrap_future(first.job)
@@ -51,19 +51,19 @@ def test_an_output_is_ours_until_it_is_closed_whoever_gives_up_waiting(model: Pa
 
     asyncio.run(give_up())
     assert count(first.job.result(30).rows) == 2
-    second = opening(model, tmp_path, ["a", "b"])
+    second = startup(model, tmp_path, ["a", "b"])
     with pytest.raises(ConfigError, match="another job"):
         second.job.result(30)
     second.close()
     first.close()
-    third = opening(model, tmp_path, ["a", "b"])
+    third = startup(model, tmp_path, ["a", "b"])
     assert third.job.result(30).ledger.run == 2
     third.close()
 
 
 def test_leases_are_small_where_rows_are_large(model: Path, tmp_path: Path) -> None:
     for prompts, largest in ((["a"] * 9, 128), (["a" * (LEASE_BYTES // 8), "b", "c", "d"], 31)):
-        job = opening(model, tmp_path, prompts, overwrite=True)
+        job = startup(model, tmp_path, prompts, overwrite=True)
         assert job.job.result(30).largest == largest
         job.close()
 

@@ -12,16 +12,14 @@ from io import StringIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch.figures import EngineFigures, RowFigures
 from manta.actors.batch.metering import EngineMeter
+from manta.actors.batch.row_stats import EngineTotals, RowStats
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet_metrics import BATCH_CATALOGUE
 from manta.cluster.plain_sample import PlainSample, num_plain_rows
 from manta.jobs.batch import progress
-from manta.jobs.batch.gauges import JobGauges
-from manta.jobs.batch.pace import Pace, Progress
-from manta.jobs.batch.progress import ProgressView
+from manta.jobs.batch.progress import JobGauges, Pace, Progress, ProgressView
 from manta.jobs.progress import spell_time
 from rich.console import Console
 
@@ -193,7 +191,7 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     meter.row_started()
     clock.now_s += 5
     meter.row_ended(None, True)  # given up: what it took is nobody's, until a row ends
-    figures = meter.figures()
+    figures = meter.totals()
     spent = {
         name: sum(result["engine_spent"][name] for result in results) for name in results[0]["engine_spent"]
     }
@@ -209,30 +207,30 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
 
 
 def test_figures_of_engines_add_up() -> None:
-    one = EngineFigures(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1, device="GPU")
-    two = EngineFigures(rows_done=5, busy_s=4, first_row_s=40, last_row_s=55, num_devices=1)
+    one = EngineTotals(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1, device="GPU")
+    two = EngineTotals(rows_done=5, busy_s=4, first_row_s=40, last_row_s=55, num_devices=1)
     both = one.merge(two)
     assert (both.rows_done, both.busy_s, both.num_devices) == (7, 7, 2)
     assert (both.first_row_s, both.last_row_s, both.device) == (40, 60, "GPU")
-    assert one.merge(EngineFigures()) == one == EngineFigures().merge(one)
+    assert one.merge(EngineTotals()) == one == EngineTotals().merge(one)
 
 
-def durable(rows: int, tokens_out: int) -> RowFigures:
-    return RowFigures(rows=rows, prompt_tokens=10 * rows, completion_tokens=tokens_out)
+def durable(rows: int, tokens_out: int) -> RowStats:
+    return RowStats(rows=rows, prompt_tokens=10 * rows, completion_tokens=tokens_out)
 
 
 def test_rates_and_time_left_follow_the_tokens() -> None:
     clock = Clock()
     pace = Pace(300, clock=clock)
-    now = pace.look(durable(100, 1000), EngineFigures(), 2)  # of an earlier run
+    now = pace.update(durable(100, 1000), EngineTotals(), 2)  # of an earlier run
     assert (now.rows, now.answering, now.left_s, now.mean_tokens_per_s) == (100, False, None, 0)
     clock.now_s += 100  # loading: no part of any rate
-    pace.look(durable(100, 1000), EngineFigures(rows_running=10), 2)
+    pace.update(durable(100, 1000), EngineTotals(rows_running=10), 2)
     for second in range(1, 41):
         clock.now_s += 1
         done = second // 2 * 10
-        live = EngineFigures(rows_done=done, rows_running=10, completion_tokens=50 * second, prompt_tokens=9)
-        now = pace.look(durable(100 + done, 1000 + 10 * done), live, 2)
+        live = EngineTotals(rows_done=done, rows_running=10, completion_tokens=50 * second, prompt_tokens=9)
+        now = pace.update(durable(100 + done, 1000 + 10 * done), live, 2)
         if second == 1:
             assert now.left_s is None, "no row of this run is done"
     assert now.rows == 300 and now.left_s == 0
@@ -243,10 +241,10 @@ def test_rates_and_time_left_follow_the_tokens() -> None:
 def test_the_time_left_counts_what_running_rows_have() -> None:
     clock = Clock()
     pace = Pace(100, clock=clock)
-    pace.look(durable(0, 0), EngineFigures(rows_running=4), 1)
+    pace.update(durable(0, 0), EngineTotals(rows_running=4), 1)
     clock.now_s += 10
-    live = EngineFigures(rows_done=20, rows_running=4, completion_tokens=240)
-    now = pace.look(durable(10, 100), live, 1)  # of 20 done rows 10 are durable
+    live = EngineTotals(rows_done=20, rows_running=4, completion_tokens=240)
+    now = pace.update(durable(10, 100), live, 1)  # of 20 done rows 10 are durable
     # 80 rows of 10 tokens are left, of which 240 - 100 - 10 x 10 = 40 tokens are there; 24 a second come.
     assert now.left_s == pytest.approx((800 - 40) / 24) and now.rows == 20
 
@@ -257,19 +255,19 @@ def test_the_pace_of_now_forgets_what_was_and_survives_a_lost_engine() -> None:
     for _ in range(100):
         clock.now_s += 1
         tokens += 10
-        pace.look(durable(700, 0), EngineFigures(rows_running=4, completion_tokens=tokens), 1)
+        pace.update(durable(700, 0), EngineTotals(rows_running=4, completion_tokens=tokens), 1)
     for _ in range(12):
         clock.now_s += 1
         tokens += 200
-        now = pace.look(durable(700, 0), EngineFigures(rows_running=4, completion_tokens=tokens), 1)
+        now = pace.update(durable(700, 0), EngineTotals(rows_running=4, completion_tokens=tokens), 1)
     assert now.tokens_per_s == pytest.approx(200) and now.mean_tokens_per_s < 40
     assert now.rows == 500, "failed rows are answered again: what is left counts"
     clock.now_s += 1
-    now = pace.look(durable(700, 0), EngineFigures(rows_running=2, completion_tokens=tokens // 2), 1)
+    now = pace.update(durable(700, 0), EngineTotals(rows_running=2, completion_tokens=tokens // 2), 1)
     assert now.tokens_per_s == 0 and now.left_s is None
     clock.now_s += 1
-    live = EngineFigures(rows_running=2, completion_tokens=tokens // 2 + 30)
-    assert pace.look(durable(700, 0), live, 1).tokens_per_s == pytest.approx(30)
+    live = EngineTotals(rows_running=2, completion_tokens=tokens // 2 + 30)
+    assert pace.update(durable(700, 0), live, 1).tokens_per_s == pytest.approx(30)
 
 
 def test_times_are_spelled_in_two_units() -> None:
@@ -280,19 +278,20 @@ def test_times_are_spelled_in_two_units() -> None:
 def test_without_a_terminal_a_line_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ProgressView(10) as view:
-        view.update(RowFigures(), EngineFigures(), 2)
-        view.update(durable(1, 30), EngineFigures(rows_done=1), 2)  # the first one is news
-        view.update(durable(2, 60), EngineFigures(rows_done=2), 2)  # within the interval
+    with ProgressView() as view:
+        view.begin(10)
+        view.update(RowStats(), EngineTotals(), 2)
+        view.update(durable(1, 30), EngineTotals(rows_done=1), 2)  # the first one is news
+        view.update(durable(2, 60), EngineTotals(rows_done=2), 2)  # within the interval
         monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
         time.sleep(0.01)
-        live = EngineFigures(
+        live = EngineTotals(
             rows_done=5, rows_running=4, completion_tokens=150, num_steps=10, num_accepted_tokens=25
         )
         figures = durable(5, 150)
         figures.failed = 1
         view.update(figures, live, 2)
-        view.update(RowFigures(rows=5, plain_tokens=10, plain_s=1, drafted_tokens=25, drafted_s=1), live, 1)
+        view.update(RowStats(rows=5, plain_tokens=10, plain_s=1, drafted_tokens=25, drafted_s=1), live, 1)
     start, first, half, measured = capsys.readouterr().err.splitlines()
     assert start == "10 rows; loading the models"
     assert first.startswith("1/10 rows (10 %); 0 failed; 10 tokens in, 30 out; ")
@@ -307,10 +306,11 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=100, legacy_windows=False)
-    with ProgressView(10, console, compares=False) as view:
+    with ProgressView(console) as view:
+        view.begin(10, compares=False)
         view.say("waiting for [2 CPU]")
-        view.update(RowFigures())
-        view.update(durable(4, 60), EngineFigures(rows_done=4, completion_tokens=60), 1)
+        view.update(RowStats())
+        view.update(durable(4, 60), EngineTotals(rows_done=4, completion_tokens=60), 1)
         view._live.refresh()
     text = shown.getvalue()
     assert "waiting for [2 CPU]" in text and "4/10" in text and "40 tokens in, 60 out" in text

@@ -19,26 +19,26 @@ from browser import CUT_OFF, Browser, real_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.answering import WIRE_SCHEMA, RowAnswerer
-from manta.actors.batch.figures import EngineFigures, RowFigures
 from manta.actors.batch.metering import EngineMeter
-from manta.actors.batch.reading import Row
-from manta.actors.batch.rows import Layout
-from manta.actors.batch.tallies import (
+from manta.actors.batch.row_reader import Row
+from manta.actors.batch.row_stats import (
     MAX_BUCKETS,
     MAX_NAMES,
     MAX_STRETCHES,
     Categories,
     Category,
+    EngineTotals,
+    RowStats,
+    length_histogram,
     length_range,
-    lengths,
 )
+from manta.actors.batch.rows import Layout
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.defaults import GenerationDefaults
 from manta.cluster.acceptance import acceptance_by_position
 from manta.cluster.config import EngineConfig
-from manta.jobs.batch.report import Report, make_report
-from manta.jobs.batch.report_html import pictures, rates
-from manta.jobs.batch.samples import Sample
+from manta.jobs.batch.report import Report, Sample, make_report
+from manta.jobs.batch.report_html import pictures, rates, report_page
 from manta.jobs.pictures.plots import plotted
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
@@ -72,8 +72,8 @@ def table(*rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=WIRE_SCHEMA)
 
 
-def figures_of(*rows: dict[str, Any]) -> RowFigures:
-    figures = RowFigures()
+def figures_of(*rows: dict[str, Any]) -> RowStats:
+    figures = RowStats()
     figures.add(table(*rows))
     return figures
 
@@ -106,11 +106,11 @@ def test_figures_of_parts_add_up_to_those_of_the_whole_in_any_order(
     edges = [0, *sorted(min(cut, num_rows) for cut in cuts), num_rows]
     parts = [figures_of(*rows[a:b]) for a, b in pairwise(edges)]
     random.Random(seed + 1).shuffle(parts)
-    total = RowFigures()
+    total = RowStats()
     for part in parts:
-        stored = json.loads(json.dumps(part.counts()))
+        stored = json.loads(json.dumps(part.to_json()))
         assert len(json.dumps(stored)) < 8192, "a part's record stays small"
-        total.merge(RowFigures.from_counts(stored))
+        total.merge(RowStats.from_json(stored))
     assert total == whole
     assert sum(whole.timeline.tokens.values()) == whole.completion_tokens
     assert len(whole.timeline.tokens) <= MAX_BUCKETS
@@ -158,7 +158,7 @@ def test_pauses_between_runs_are_no_time_of_work() -> None:
 def test_lengths_are_counted_by_powers_of_two() -> None:
     import numpy as np
 
-    counted = lengths(np.array([0, 1, 2, 3, 4, 7, 8, 1023, 1024, 2**40]))
+    counted = length_histogram(np.array([0, 1, 2, 3, 4, 7, 8, 1023, 1024, 2**40]))
     assert {place: rows for place, rows in enumerate(counted) if rows} == {
         **{0: 1, 1: 1, 2: 2, 3: 2, 4: 1},
         **{10: 1, 11: 1, 41: 1},
@@ -230,7 +230,7 @@ def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[st
         "measured": False,
         "why": "not measured in a job of so few rows; `manta bench` compares with plain decoding",
     }
-    assert report.saved_s is None and "saved" not in report.html()
+    assert report.saved_s is None and "saved" not in report_page(report)
     report.print()
     shown = capsys.readouterr().out
     assert "results in out" in shown and "core-seconds" in shown and "manta bench" in shown
@@ -238,8 +238,8 @@ def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[st
 
 
 def test_a_job_without_a_row_has_a_report() -> None:
-    report = make_report(RowFigures(), "device", {})
-    assert report.as_json()["rows"] == 0 and "<svg" not in report.html()
+    report = make_report(RowStats(), "device", {})
+    assert report.as_json()["rows"] == 0 and "<svg" not in report_page(report)
     report.print()
 
 
@@ -260,7 +260,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_shows_data_as_text_and_needs_no_network() -> None:
-    html = measured().html()
+    html = report_page(measured())
     page = Page(html)
     assert not {"script", "img", "image", "link", "iframe", "object", "base"} & {
         tag for tag, _ in page.elements
@@ -280,7 +280,7 @@ def test_the_page_shows_data_as_text_and_needs_no_network() -> None:
 
 
 def test_the_pictures_show_the_figures() -> None:
-    figures = measured().figures
+    figures = measured().stats
     drawn = {picture.name: plotted(picture).axes[0] for picture in pictures(figures)}
     assert list(drawn) == ["throughput", "acceptance", "categories", "prompt-lengths", "output-lengths"]
     for picture in pictures(figures):
@@ -307,7 +307,7 @@ def test_without_matplotlib_the_page_has_tables_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("manta.jobs.pictures.plots.find_spec", lambda name: None)
-    html = measured().html()
+    html = report_page(measured())
     assert "pip install &#x27;manta[plots]&#x27;" in html and "<svg" not in html
     assert html.count("<details open>") == 5 and "As a table" in html
 
@@ -315,13 +315,13 @@ def test_without_matplotlib_the_page_has_tables_and_says_what_to_install(
 def test_names_of_data_are_no_mathematics() -> None:
     names = ("$x^", "$\\frac{", "a\nb\x00", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
     figures = figures_of(*(answered(1e9 + i, name) for i, name in enumerate(names)))
-    html = make_report(figures, "core", {}).html()
+    html = report_page(make_report(figures, "core", {}))
     assert ">$x^</text>" in html and ">a b</text>" in html
 
 
 def test_a_browser_lays_the_page_out_and_runs_nothing_of_it(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(measured().html(), encoding="utf-8")
+    page.write_text(report_page(measured()), encoding="utf-8")
     with real_browser() as browser:
         _look_at(browser, page)
 
@@ -357,7 +357,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
     ]
     records.append({"prompt": [5] * 500, "kind": 0})  # too long
 
-    async def run() -> tuple[RowFigures, EngineFigures, Any]:
+    async def run() -> tuple[RowStats, EngineTotals, Any]:
         began_s = time.monotonic()
         engine = AsyncEngine(config)
         await engine.start()
@@ -372,7 +372,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
                 return result
 
             results = await asyncio.gather(*(answer(Row(*row)) for row in enumerate(records)))
-            return figures_of(*results), meter.figures(), engine.stats()
+            return figures_of(*results), meter.totals(), engine.stats()
         finally:
             engine.close()
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from manta.actors.batch import answering
 from manta.actors.batch.answering import WIRE_SCHEMA, Result, RowAnswerer, failure, wire_schema
-from manta.actors.batch.reading import Row, RowReader
+from manta.actors.batch.row_index import index_rows
+from manta.actors.batch.row_reader import Row, RowReader
 from manta.actors.batch.rows import (
     Layout,
     category_of,
@@ -24,7 +25,6 @@ from manta.actors.batch.rows import (
     row_seed,
 )
 from manta.actors.batch.source import check_columns, open_source
-from manta.actors.batch.survey import survey
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.chat_request import ChatRequest
 from manta.actors.http.completion_request import CompletionRequest
@@ -163,7 +163,7 @@ def test_an_unreadable_dataset_is_refused_before_anything_starts(tmp_path: Path)
     ):
         with pytest.raises(DatasetError, match=said) as refused:
             source = open_source([tmp_path / name])
-            survey(source, DATASET, duplicates="number")
+            index_rows(source, DATASET, duplicates="number")
         assert refused.value.param == "input"
 
 
@@ -224,8 +224,8 @@ def test_text_of_csv_becomes_what_it_stands_for(tmp_path: Path) -> None:
         "[{,,,,,,,,\n"
     )
     source = open_source([tmp_path / "rows.csv"])
-    found = survey(source, DATASET, duplicates="refuse")
-    first, second, third = RowReader(source, DATASET).read(found.work(((0, 3),)))
+    found = index_rows(source, DATASET, duplicates="refuse")
+    first, second, third = RowReader(source, DATASET).read(found.spans(((0, 3),)))
     request = read_request(first.record, DATASET, NO_DEFAULTS)
     assert isinstance(request.body, ChatRequest)
     assert (request.body.messages[0].content, request.body.chat_template_kwargs) == ("hi, you", {"style": 1})
@@ -299,8 +299,8 @@ def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + "{broken\n")
     source = open_source([path])
     layout = Layout(lines=True, columns=("kind", "n_ref"))
-    found = survey(source, layout, duplicates="number")
-    rows = RowReader(source, layout).read(found.work(((0, 5),)))
+    found = index_rows(source, layout, duplicates="number")
+    rows = RowReader(source, layout).read(found.spans(((0, 5),)))
 
     async def answer(engine: AsyncEngine) -> list[Result]:
         answerer = RowAnswerer(engine, layout, NO_DEFAULTS, "tiny", found.columns)

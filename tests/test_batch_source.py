@@ -19,15 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch import numbering, reading, text_records
-from manta.actors.batch import survey as surveying
+from manta.actors.batch import row_index, row_reader, text_records
 from manta.actors.batch.answering import RESULT_SCHEMA, failure
-from manta.actors.batch.columns import ColumnTypes, as_members, handed_on
+from manta.actors.batch.columns import ColumnTypes, as_members, passed_through
 from manta.actors.batch.parts import OutputForm, part_content
-from manta.actors.batch.reading import Row, RowReader, id_of, record_of
+from manta.actors.batch.row_index import index_rows
+from manta.actors.batch.row_reader import Row, RowReader, id_of, record_of
 from manta.actors.batch.rows import Layout, content_id, id_hash, parse_line
 from manta.actors.batch.source import Source, open_source
-from manta.actors.batch.survey import survey
 from manta.cluster.errors import DatasetError, RequestError
 from manta.cluster.row_ranges import of_rows
 
@@ -83,22 +82,21 @@ def test_rows_come_back_once_and_as_they_were_whatever_is_asked(
     if not prompts:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "ROWS_PER_READ", 5)
-        patch.setattr(reading, "BLOCK_BYTES", data.draw(st.integers(1, 300)))
-        patch.setattr(reading, "PIECE_BYTES", data.draw(st.integers(1, 300)))
-        patch.setattr(reading, "OPEN_FILES", 2)
-        patch.setattr(surveying, "MARK_EVERY", 4)
+        patch.setattr(row_reader, "ROWS_PER_READ", 5)
+        patch.setattr(row_reader, "BUFFER_BYTES", data.draw(st.integers(1, 300)))
+        patch.setattr(row_reader, "OPEN_FILES", 2)
+        patch.setattr(row_index, "MARK_EVERY", 4)
         source = write(tmp_path_factory.mktemp("rows"), format, files)
         layout = layout_of(source)
-        found = pickle.loads(pickle.dumps(survey(source, layout, duplicates="refuse")))
+        found = pickle.loads(pickle.dumps(index_rows(source, layout, duplicates="refuse")))
         assert found.num_rows == len(prompts)
         reader = RowReader(pickle.loads(pickle.dumps(source)), layout)
         for _ in range(3):
             asked = data.draw(st.sets(st.integers(0, len(prompts) - 1), max_size=30))
-            rows = reader.read(found.work(of_rows(asked)))
+            rows = reader.read(found.spans(of_rows(asked)))
             assert [row.number for row in rows] == sorted(asked)
             assert [prompt_of(row, layout) or "" for row in rows] == [prompts[i] for i in sorted(asked)]
-        everything = reader.read(found.work(((0, len(prompts)),)))
+        everything = reader.read(found.spans(((0, len(prompts)),)))
         assert [prompt_of(row, layout) or "" for row in everything] == prompts
         assert len({id_of(row, layout) for row in everything}) == len(prompts)
 
@@ -168,13 +166,12 @@ def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
 ) -> None:
     """Also where ids of the data share their hash."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbering, "ROWS_PER_READ", 3)
+        patch.setattr(row_index, "DUPLICATES_PER_READ", 3)
         if weak:
-            for module in (numbering, surveying):
-                patch.setattr(module, "id_hash", lambda name: id_hash(name) >> 62 * (name in IDS))
+            patch.setattr(row_index, "id_hash", lambda name: id_hash(name) >> 62 * (name in IDS))
         source, layout = write_ids(tmp_path_factory.mktemp("ids") / "rows.jsonl", ids)
-        found = survey(source, layout, duplicates="number")
-        rows = RowReader(source, layout).read(found.work(((0, len(ids)),)))
+        found = index_rows(source, layout, duplicates="number")
+        rows = RowReader(source, layout).read(found.spans(((0, len(ids)),)))
     final, theirs = [id_of(row, layout) for row in rows], [name or CONTENT for name in ids]
     assert len(set(final)) == len(ids)
     kept = [name == own for name, own in zip(final, theirs, strict=True)]
@@ -196,10 +193,10 @@ def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> 
     ):
         source = open_source([f"{tmp_path}/{pattern}"])
         with pytest.raises(DatasetError, match=said + r".*--duplicate-ids number") as refused:
-            survey(source, layout_of(source), duplicates="refuse")
+            index_rows(source, layout_of(source), duplicates="refuse")
         assert refused.value.param == "duplicate_ids"
-        found = survey(source, layout_of(source), duplicates="number")
-        assert len(found.numbered.rows) == (2 if pattern == "?.jsonl" else 1)
+        found = index_rows(source, layout_of(source), duplicates="number")
+        assert len(found.duplicates.rows) == (2 if pattern == "?.jsonl" else 1)
 
 
 def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
@@ -213,8 +210,8 @@ def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
     ):
         source = open_source([tmp_path / name])
         layout = layout_of(source)
-        found = survey(source, layout, duplicates="refuse")
-        rows = RowReader(source, layout).read(found.work(((0, found.num_rows),)))
+        found = index_rows(source, layout, duplicates="refuse")
+        rows = RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
         said, ids = [], []
         for row in rows:
             try:
@@ -229,7 +226,7 @@ def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
         assert [id_hash(id_of(row, layout)) for row in rows] == found.id_hashes().tolist()
 
 
-def test_a_file_that_cannot_be_read_to_its_end_ends_the_survey_with_its_line(
+def test_a_file_that_cannot_be_read_to_its_end_ends_the_index_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_records, "MAX_LINE_BYTES", 1000)
@@ -251,35 +248,35 @@ def test_a_file_that_cannot_be_read_to_its_end_ends_the_survey_with_its_line(
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DatasetError, match=re.escape(said)):
             source = open_source([tmp_path / name])
-            survey(source, layout_of(source), duplicates="refuse")
+            index_rows(source, layout_of(source), duplicates="refuse")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
 def test_a_file_that_is_not_what_it_was_is_not_read(format: str, tmp_path: Path) -> None:
     source = write(tmp_path, format, [["one", "two"]])
     layout, (path,) = layout_of(source), tmp_path.iterdir()
-    found = survey(source, layout, duplicates="refuse")
+    found = index_rows(source, layout, duplicates="refuse")
     before = path.read_bytes()
-    work = found.work(((1, 2),))
+    spans = found.spans(((1, 2),))
     for content in (before[:-3], before + b"\n"):
         path.write_bytes(content)
         os.utime(path, (source.files[0].modified_s,) * 2)
         with pytest.raises(DatasetError, match="has changed while it was read"):
-            RowReader(source, layout).read(work)
+            RowReader(source, layout).read(spans)
     path.write_bytes(before)
     os.utime(path, (1, 1))
     with pytest.raises(DatasetError, match="has changed while it was read"):
-        RowReader(source, layout).read(work)
+        RowReader(source, layout).read(spans)
     path.unlink()
     with pytest.raises(DatasetError, match="has changed while it was read"):
-        RowReader(source, layout).read(work)
+        RowReader(source, layout).read(spans)
 
 
-def test_a_survey_can_be_stopped(tmp_path: Path) -> None:
+def test_indexing_can_be_stopped(tmp_path: Path) -> None:
     for format in FORMATS:
         source = write(tmp_path / format, format, [["a", "b"], ["c"]])
         with pytest.raises(CancelledError):
-            survey(source, layout_of(source), duplicates="refuse", stop=lambda: True)
+            index_rows(source, layout_of(source), duplicates="refuse", stop=lambda: True)
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
@@ -298,7 +295,7 @@ def test_other_content_of_the_same_size_and_time_has_another_identity(tmp_path: 
         for file in source.files:
             os.utime(file.path, (1, 1))
         source = open_source([tmp_path])
-        found.append(source.identity(survey(source, layout_of(source)).digests))
+        found.append(source.identity(index_rows(source, layout_of(source)).digests))
     (first, other, again) = found
     assert first == again and len(first[0]["sha256"]) == 64
     assert first[0]["size"] == other[0]["size"] and first[0]["sha256"] != other[0]["sha256"]
@@ -307,26 +304,26 @@ def test_other_content_of_the_same_size_and_time_has_another_identity(tmp_path: 
 def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path) -> None:
     source = write(tmp_path, "jsonl", [[f"{f}-{i}" for i in range(50)] for f in range(8)])
     layout = layout_of(source)
-    found, reader = survey(source, layout, duplicates="refuse"), RowReader(source, layout)
+    found, reader = index_rows(source, layout, duplicates="refuse"), RowReader(source, layout)
 
     def read(begin: int) -> list[str]:
-        return [prompt_of(row, layout) for row in reader.read(found.work(((begin, begin + 20),)))]
+        return [prompt_of(row, layout) for row in reader.read(found.spans(((begin, begin + 20),)))]
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     with ThreadPoolExecutor(8) as threads:
         prompts = list(threads.map(read, range(0, 380, 7)))
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + reading.OPEN_FILES
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + row_reader.OPEN_FILES
     assert prompts == [[f"{i // 50}-{i % 50}" for i in range(b, b + 20)] for b in range(0, 380, 7)]
     reader.close()
 
 
 def columns_of(where: Path, columns: Any, **layout: Any) -> dict[str, str]:
     source = open_source([where])
-    found = survey(source, Layout(lines=source.lines, columns=columns, **layout), duplicates="number")
+    found = index_rows(source, Layout(lines=source.lines, columns=columns, **layout), duplicates="number")
     return {field.name: str(field.type) for field in found.columns}
 
 
-def test_columns_that_are_handed_on_have_the_types_of_the_data(tmp_path: Path) -> None:
+def test_columns_that_are_passed_through_have_the_types_of_the_data(tmp_path: Path) -> None:
     rows = [
         {
             "id": 1,
@@ -351,8 +348,8 @@ def test_columns_that_are_handed_on_have_the_types_of_the_data(tmp_path: Path) -
     assert columns_of(path, "all") == {"prompt": "string", **kinds}
     assert columns_of(path, ("s", "n")) == {"s": "string", "n": "int64"}
     source = open_source([path])
-    schema = survey(source, Layout(lines=True, columns="all"), duplicates="number").columns
-    kept = [handed_on(row, schema, json.dumps(row)) for row in rows]
+    schema = index_rows(source, Layout(lines=True, columns="all"), duplicates="number").columns
+    kept = [passed_through(row, schema, json.dumps(row)) for row in rows]
     assert pa.Table.from_pylist(kept, schema).to_pylist() == kept
     assert [row["mixed"] for row in kept] == ["1", '"a"']
     assert [row["large"] for row in kept] == ["18446744073709551617", "1"]
@@ -415,8 +412,8 @@ def test_ids_of_many_digits_are_told_apart(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"id": {2**70 + i}, "prompt": "x"}}\n' for i in range(2)))
     source = open_source([path])
     layout = layout_of(source)
-    found = survey(source, layout)
-    rows = RowReader(source, layout).read(found.work(((0, 2),)))
+    found = index_rows(source, layout)
+    rows = RowReader(source, layout).read(found.spans(((0, 2),)))
     assert [id_of(row, layout) for row in rows] == [str(2**70), str(2**70 + 1)]
 
 

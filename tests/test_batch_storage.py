@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_standin import hub_with
-from manta.actors.batch import reading
-from manta.actors.batch.reading import RowReader
+from manta.actors.batch import row_reader
+from manta.actors.batch.row_index import index_rows
+from manta.actors.batch.row_reader import RowReader
 from manta.actors.batch.rows import Layout
 from manta.actors.batch.source import open_source, read_results
 from manta.actors.batch.storage import Storage
-from manta.actors.batch.survey import survey
 from manta.cluster.errors import ConfigError, DatasetError
 
 
@@ -114,7 +114,7 @@ def test_a_file_goes_to_a_bucket_by_one_put(s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_rows_of_a_bucket_are_surveyed_and_read_in_few_requests(
+def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
     format: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"id": f"{i}", "prompt": f"row {i} " * 40} for i in range(3000)]
@@ -127,15 +127,15 @@ def test_rows_of_a_bucket_are_surveyed_and_read_in_few_requests(
         else:
             storage.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part).encode())
     storage.write("notes.md", b"mine")
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(row_reader, "BUFFER_BYTES", 2**18)
     for place in (f"bucket/in {format}", f"bucket/in {format}/*.{format}", f"bucket/in*/*.{format}"):
         source = pickle.loads(pickle.dumps(open_source([s3.where(place)])))
         assert [file.name.rpartition("/")[2] for file in source.files] == [f"a.{format}", f"b.{format}"]
         assert all(str(file).startswith("s3://bucket/") for file in source.files)
     layout = Layout(lines=source.lines)
-    found, reader = survey(source, layout, duplicates="refuse"), RowReader(source, layout)
+    found, reader = index_rows(source, layout, duplicates="refuse"), RowReader(source, layout)
     before = len(s3.requests("GET"))
-    read = [row for begin in range(0, 3000, 50) for row in reader.read(found.work(((begin, begin + 50),)))]
+    read = [row for begin in range(0, 3000, 50) for row in reader.read(found.spans(((begin, begin + 50),)))]
     records = [json.loads(row.record["text"]) if source.lines else row.record for row in read]
     assert records == rows
     assert len(s3.requests("GET")) - before <= 16
@@ -196,13 +196,13 @@ print(open_source([{s3.where("bucket/ends")!r}]))
 
 
 READ_HUB = """
-from manta.actors.batch.reading import RowReader
+from manta.actors.batch.row_reader import RowReader
 from manta.actors.batch.rows import Layout
 from manta.actors.batch.source import open_source
-from manta.actors.batch.survey import survey
+from manta.actors.batch.row_index import index_rows
 source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), Layout(lines=True)
-found = survey(source, layout, duplicates="refuse")
-rows = RowReader(source, layout).read(found.work(((2, 5),)))
+found = index_rows(source, layout, duplicates="refuse")
+rows = RowReader(source, layout).read(found.spans(((2, 5),)))
 print(found.num_rows, [row.record["text"] for row in rows])
 """
 

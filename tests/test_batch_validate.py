@@ -12,8 +12,13 @@ from manta.actors.batch.rows import Layout
 from manta.actors.batch.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
-from manta.jobs.batch.dry_run import dry_run, print_dry_run
-from manta.jobs.batch.validate import histogram, print_validation, validate
+from manta.jobs.batch.preflight import (
+    DRY_RUN_ROWS,
+    histogram,
+    preflight,
+    print_dry_run,
+    print_validation,
+)
 from text_pair import make_text_pair
 
 LINES = Layout(lines=True)
@@ -45,8 +50,8 @@ def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     ]
     source = open_source([write(tmp_path / "rows.jsonl", rows)])
-    report = validate(source, LINES, config, duplicates="refuse")
-    assert (report.ok, report.num_rows, report.num_bad, report.num_too_long) == (False, 8, 5, 2)
+    report = preflight(source, LINES, config, duplicates="refuse")
+    assert (report.num_checked, report.num_rows, report.num_bad, report.num_too_long) == (8, 8, 5, 2)
     assert [(row.number, row.place.rpartition(", ")[2]) for row in report.bad] == [
         (2, "line 4"),
         (3, "line 5"),
@@ -63,7 +68,7 @@ def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
     for word in ("temprature", "line 7", "64 to 127", "9999"):
         assert word in said
     good = open_source([write(tmp_path / "good.jsonl", rows[:3])])
-    assert validate(good, LINES, config, duplicates="refuse").ok
+    assert preflight(good, LINES, config, duplicates="refuse").num_bad == 0
 
 
 def test_openai_lines_are_looked_at_in_their_bodies(config: EngineConfig, tmp_path: Path) -> None:
@@ -72,7 +77,7 @@ def test_openai_lines_are_looked_at_in_their_bodies(config: EngineConfig, tmp_pa
     source = open_source(
         [write(tmp_path / "b.jsonl", [*lines, {"custom_id": "c", "url": "/v1/x", "body": 3}])]
     )
-    report = validate(source, Layout(kind="openai", lines=True), config, duplicates="refuse")
+    report = preflight(source, Layout(kind="openai", lines=True), config, duplicates="refuse")
     assert (report.num_bad, report.ignored, report.max_completion_tokens) == (1, {"tempereture": 2}, 12)
 
 
@@ -89,11 +94,11 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     rows = [{"a": "x" * (i % 7), "b": i} for i in range(200)]
     source = open_source([write(tmp_path / "rows.jsonl", rows)])
     layout = Layout(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
-    plan = dry_run(source, layout, config, duplicates="refuse")
-    assert (plan.num_rows, plan.num_tried, plan.num_failed, plan.first_prompt) == (200, 64, 0, "0: ")
-    assert plan.mean_max_completion_tokens == 5
+    plan = preflight(source, layout, config, duplicates="refuse", num_rows=DRY_RUN_ROWS)
+    assert (plan.num_rows, plan.num_checked, plan.num_bad, plan.first_prompt) == (200, 64, 0, "0: ")
+    assert plan.max_completion_tokens == 5 * 64
     before = sorted(path.name for path in tmp_path.iterdir())
-    print_dry_run(plan, "s3://bucket/out", {"model": config.model})
+    print_dry_run(plan, layout, "s3://bucket/out", {"model": config.model})
     said = capsys.readouterr().out
     for word in ("rows.jsonl", "s3://bucket/out", "'{b}: {a}'", "1,000", "--sample"):
         assert word in said
@@ -103,6 +108,6 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
 def test_what_would_stop_a_job_stops_its_validation(config: EngineConfig, tmp_path: Path) -> None:
     source = open_source([write(tmp_path / "rows.jsonl", [{"id": 1, "prompt": "x"}] * 2)])
     with pytest.raises(DatasetError, match="stands twice"):
-        validate(source, LINES, config, duplicates="refuse")
+        preflight(source, LINES, config, duplicates="refuse")
     with pytest.raises(CheckpointError):
-        validate(source, LINES, EngineConfig(model="/nowhere"), duplicates="number")
+        preflight(source, LINES, EngineConfig(model="/nowhere"), duplicates="number")

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_outputs import form, numbers_in, paper, parts, result, results, rows_in
+from batch_outputs import form, numbers_in, parts, result, results, rows_in, spec
 from manta.actors import files
 from manta.actors.batch import storage as storages
 from manta.actors.batch import writer as writers
@@ -201,7 +201,7 @@ def test_on_a_disk_that_is_really_full_rows_wait_for_room(
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as disk:
         output = Storage.open(str(disk / "out"), field="output")
-        ledger = Ledger.open(output, paper(200))
+        ledger = Ledger.open(output, spec(200))
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(900 * 1024))
         writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
@@ -225,7 +225,7 @@ def test_an_output_that_turns_read_only_loses_nothing(
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as disk:
         output = Storage.open(str(disk / "out"), field="output")
-        ledger = Ledger.open(output, paper(4))
+        ledger = Ledger.open(output, spec(4))
         writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
         writer.add(results([0, 1]))
         writer.flush()
@@ -234,10 +234,10 @@ def test_an_output_that_turns_read_only_loses_nothing(
         writer.add(results([2, 3]))
         assert (writer.flush(), writer.num_pending) == ((), 2)
         with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
-            Ledger.open(output, paper(4))
+            Ledger.open(output, spec(4))
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         assert writer.close() == ((2, 4),)
-        ledger = Ledger.open(output, paper(4))
+        ledger = Ledger.open(output, spec(4))
         ledger.finish({})
         ledger.close()
         assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
@@ -246,7 +246,7 @@ def test_an_output_that_turns_read_only_loses_nothing(
 def test_a_reader_that_looks_at_any_time_finds_only_whole_files(output: Storage) -> None:
     """Also while a Parquet file of some size is written; pathlib's globs find names with a dot in front."""
     folder, done, faults, seen = Path(output.root), threading.Event(), [], 0
-    ledger = Ledger.open(output, paper(24_000, form("parquet")))
+    ledger = Ledger.open(output, spec(24_000, form("parquet")))
 
     def look() -> None:
         nonlocal seen
@@ -288,7 +288,7 @@ for row in range(int(sys.argv[4]), 100000):
 
 def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
     """Processes of writers killed while they write; no row that they have told of is missing."""
-    ledger = Ledger.open(output, paper(100_000))
+    ledger = Ledger.open(output, spec(100_000))
     for name, begin in (("a", 0), ("b", 50_000)):
         command = [sys.executable, "-c", WRITE, output.where, str(Path(__file__).parent), name, str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -311,7 +311,7 @@ def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
 
 def test_a_torn_segment_is_passed_over(output: Storage) -> None:
     """As a power cut may leave it: its rows are answered again."""
-    ledger = Ledger.open(output, paper(4))
+    ledger = Ledger.open(output, spec(4))
     writer = writer_of(output)
     for row in range(3):
         writer.add([result(row)])

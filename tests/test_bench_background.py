@@ -14,7 +14,7 @@ from manta.actors.http.settings import split_settings
 from manta.actors.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Asks
+from manta.jobs.bench.load.asks import RequestSource
 from manta.jobs.bench.passes import PromptRow
 from manta.jobs.client import ServerClient
 from text_pair import LiveServer, make_text_pair
@@ -23,18 +23,18 @@ from text_pair import LiveServer, make_text_pair
 def test_what_clients_see_is_what_the_server_counted_and_every_failure_has_a_kind(tmp_path: Path) -> None:
     rows = [PromptRow(str(i), "code", f"def f{i}(") for i in range(4)]
     rows += [PromptRow("chat", "talk", Chat([{"role": "user", "content": "hi"}]))]
-    asks = [Asks(rows, 8, 0.0)[number] for number in range(10)]
+    requests = [RequestSource(rows, 8, 0.0)[number] for number in range(10)]
     args = {"model": str(make_text_pair(tmp_path / "pair")[0]), "max_model_len": 256, "num_threads": 1}
     with LiveServer(*split_settings({**args, "dtype": "float32", "device": "cpu"})) as server:
         target = find_server(server.url)
         before = server.engine.stats()
-        done = pass_figures(asyncio.run(send(target, asks, Arrivals(1e3), 2, timeout_s=60.0)))
+        done = pass_figures(asyncio.run(send(target, requests, Arrivals(1e3), 2, timeout_s=60.0)))
         after = server.engine.stats()
-        too_long = [Asks(rows, 100_000, 0.0)[0]]
+        too_long = [RequestSource(rows, 100_000, 0.0)[0]]
         refused = pass_figures(asyncio.run(send(target, too_long, Arrivals(9.0), None, timeout_s=60.0)))
-        late = pass_figures(asyncio.run(send(target, asks[:1], Arrivals(9.0), 1, timeout_s=1e-3)))
+        late = pass_figures(asyncio.run(send(target, requests[:1], Arrivals(9.0), 1, timeout_s=1e-3)))
     assert done["completed"] == 10 and not done["failures"]
-    assert done["tokens"] == sum(ask.max_tokens for ask in asks)
+    assert done["tokens"] == sum(request.max_tokens for request in requests)
     assert done["tokens"] == after.generation_tokens - before.generation_tokens, "the engine counted as many"
     assert done["prompt_tokens"] == after.prompt_tokens - before.prompt_tokens
     assert done["ttft_ms"]["count"] == 10 and done["ttft_ms"]["p50"] <= done["e2el_ms"]["p50"]
@@ -72,10 +72,10 @@ def test_a_batch_runs_beside_one_side_and_has_gone_when_the_other_is_measured(
             batches = client.found("/v1/batches")["data"]
             assert [batch["status"] for batch in batches] == ["cancelled"]
             few = replace(options, lines=2)
-            with pytest.raises(MantaError, match="give it more --lines"):
+            with pytest.raises(MantaError, match="Give it more --lines"):
                 measure(server.url, storage, few, None)
     print_points([point])
-    assert "p95 time per token beside a batch" in capsys.readouterr().out
+    assert "p95 time per token with a batch" in capsys.readouterr().out
 
 
 def test_options_that_measure_nothing_are_refused_by_name() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks import busy_processes as owner
-from benchmarks.busy import BusyOptions, Company, run_busy
+from benchmarks.busy import BusyOptions, CpuPressure, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.passes import EngineRun
@@ -134,12 +134,12 @@ def test_nothing_is_left_behind_when_a_busy_turn_fails(
 
 
 def test_the_fair_share_is_what_equal_threads_get() -> None:
-    two_threads = [Company(processes=n).fair_share(threads=2, cores=2) for n in (1, 2, 4)]
+    two_threads = [CpuPressure(processes=n).fair_share(threads=2, cores=2) for n in (1, 2, 4)]
     assert two_threads == pytest.approx([2 / 3, 1 / 2, 1 / 3])
-    assert Company(processes=1).fair_share(threads=1, cores=2) == 1.0
-    assert Company(processes=2).fair_share(threads=4, cores=2) == pytest.approx(4 / 6)
-    assert Company(quota=1.5).fair_share(threads=2, cores=2) == 0.75
-    assert Company(quota=3.0).fair_share(threads=2, cores=2) == 1.0
+    assert CpuPressure(processes=1).fair_share(threads=1, cores=2) == 1.0
+    assert CpuPressure(processes=2).fair_share(threads=4, cores=2) == pytest.approx(4 / 6)
+    assert CpuPressure(quota=1.5).fair_share(threads=2, cores=2) == 0.75
+    assert CpuPressure(quota=3.0).fair_share(threads=2, cores=2) == 1.0
 
 
 def test_below_a_quota_the_share_is_the_quotas(pair: tuple[Path, Path], prompts: Path) -> None:

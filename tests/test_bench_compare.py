@@ -1,4 +1,4 @@
-"""The comparison with others: same tokens for all, the fastest way of each, servers asked as they allow."""
+"""The comparison with others: same tokens for all, the fastest setup of each, bodies that servers accept."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def test_every_way_of_generate_gives_the_same_tokens(pair: tuple[Path, Path]) ->
     generate = HuggingFaceGenerate(TransformersTarget(pair[0], torch.device("cpu")), ["float32"])
     reference = generate.reference(PROMPTS, 12)
     assert [len(answer) for answer in reference] == [12] * 3
-    for way, run in generate.ways(2).items():
-        assert run(PROMPTS, 12).token_ids == reference, str(way)
+    for setup, run in generate.setups(2).items():
+        assert run(PROMPTS, 12).token_ids == reference, str(setup)
 
 
 def test_generate_goes_on_after_an_end_of_sequence(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_a_server_that_refuses_extras_and_tells_no_token_ids_is_still_measured()
 
     with serving(answer) as served:
         server = OpenAIServer(f"{served.url}/v1/")
-        ((way, run),) = server.ways(2).items()
+        ((setup, run),) = server.setups(2).items()
         found = run(PROMPTS, 6)
-    assert server.name.startswith("first at ") and way.dtype is None and way.at_once == 2
+    assert server.name.startswith("first at ") and setup.dtype is None and setup.at_once == 2
     assert found.tokens == sum(map(len, PROMPTS)) and found.token_ids is None
     assert sorted(body["prompt"] for body in asked[1:]) == sorted(PROMPTS)
     assert all(body["max_tokens"] == 6 and body["temperature"] == 0 for body in asked[1:])
@@ -201,7 +201,7 @@ def test_a_server_gets_as_many_requests_at_once_as_asked() -> None:
         return 200, {"choices": [{"token_ids": body["prompt"]}], "usage": {"completion_tokens": 1}}
 
     with serving(answer) as served:
-        (run,) = OpenAIServer(served.url).ways(3).values()
+        (run,) = OpenAIServer(served.url).setups(3).values()
         assert run(PROMPTS, 2).token_ids == PROMPTS, "answers keep their prompts' places"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks.cli import main
-from benchmarks.simulate.fleet import OurPolicy, SimulateOptions, percentiles, run_simulate
+from benchmarks.options import FleetOptions
+from benchmarks.simulate.fleet import OurPolicy, percentiles, run_fleet
 from benchmarks.simulate.replica import ReplicaModel
 from benchmarks.simulate.replicas import Arrivals, Fleet, FleetReport
 from benchmarks.simulate.traffic import Day, make_day, read_arrivals
@@ -177,14 +177,20 @@ def test_in_a_step_of_time_requests_begin_and_end_when_they_should() -> None:
     assert ends_s[0] == pytest.approx(first_ends_s, abs=0.06)
 
 
-def options(**known: Any) -> SimulateOptions:
-    day = Day(peak_per_s=6.0, hours=3.0, bursts=40, output_tokens=600.0, seed=3)
-    return SimulateOptions(day=day, replicas=(1, 30), targets=(2.0, 9.0), **known)
+OPTIONS = FleetOptions(
+    peak_per_s=6.0,
+    hours=3.0,
+    bursts=40,
+    output_tokens=600.0,
+    seed=3,
+    replicas=(1, 30),
+    target_ongoing_requests=(2.0, 9.0),
+)
 
 
 @pytest.mark.slow
 def test_a_day_is_the_same_every_time_and_ours_takes_fewer_replica_hours() -> None:
-    first, again = run_simulate(options()), run_simulate(replace(options(), targets=()))
+    first, again = run_fleet(OPTIONS), run_fleet(replace(OPTIONS, ray=False))
     for figures in (first, again):
         for point in figures["policies"]:
             del point["computed_in_s"]

@@ -142,4 +142,4 @@ def test_speed_bench_becomes_a_file_that_every_benchmark_reads(
     with pytest.raises(SystemExit):
         main(["bench", "prepare", "speed-bench", "-o", str(output)])
     said = " ".join(capsys.readouterr().err.split())
-    assert "the hub did not give nvidia/SPEED-Bench" in said and "--from" in said
+    assert "nvidia/SPEED-Bench could not be downloaded" in said and "--from" in said

@@ -15,7 +15,7 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.made_up_plans import made_up_plan
 from manta.cluster.planner.gpus import find_gpu
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, read_shapes, subjects
+from manta.jobs.simulate.subjects import Drafting, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"
@@ -91,6 +91,6 @@ def test_a_fleet_of_such_engines_is_played(tmp_path: Path) -> None:
     assert len(replica["step_s"]) == 6 and sorted(replica["step_s"]) == replica["step_s"]
     assert min(replica["step_tokens"]) > 2.0, "it drafts"
     pair = read_shapes(str(PAIR / "target"), str(PAIR / "drafter"), None).pair
-    (alone,) = subjects(pair, find_gpu("h200"), 1, (1,), [Method.parse("dflash")], Drafting(), Workload())
+    (alone,) = node_engines(pair, find_gpu("h200"), 1, (1,), [Method.parse("dflash")], Drafting(), Workload())
     assert replica["step_s"][0] == pytest.approx(alone.times.round(1, 16, 900).total_s, rel=0.1)
     assert figures["policies"][0]["failed"] == 0

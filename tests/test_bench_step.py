@@ -238,7 +238,7 @@ def test_wrong_options_are_refused_by_name(config_file: Path, changes: dict[str,
 
 def test_rates_are_numbers_between_commas() -> None:
     assert parse_rates("0.9, 0.8,0") == (0.9, 0.8, 0.0)
-    with pytest.raises(ConfigError, match="between commas"):
+    with pytest.raises(ConfigError, match="comma-separated"):
         parse_rates("0.9;0.8")
 
 

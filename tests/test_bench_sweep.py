@@ -18,15 +18,15 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import HOSTILE, Asks
+from manta.jobs.bench.load.asks import HOSTILE, RequestSource
 from manta.jobs.bench.load.latencies import Waits, describe
 from manta.jobs.bench.pareto import read_figures, run_pareto
 from manta.jobs.bench.passes import PromptRow
 from manta.jobs.bench.sweep import run
 from manta.jobs.bench.sweep.answers import Sums
 from manta.jobs.bench.sweep.driver import Driver
-from manta.jobs.bench.sweep.kept import read_kept
 from manta.jobs.bench.sweep.point import Measured, Point, measure
+from manta.jobs.bench.sweep.resume import read_cells
 from manta.jobs.bench.sweep.run import SweepOptions, run_sweep
 from manta.jobs.bench.sweep.sides import parse_methods, shuffled
 from manta.jobs.cli import main
@@ -80,8 +80,8 @@ def fresh(request: pytest.FixtureRequest) -> None:
 
 
 def test_a_closed_loop_is_always_full_and_counts_what_the_engine_told(driver: Recorded) -> None:
-    asks = Asks(ROWS, 8, 0.0)
-    done = driver.closed(asks, range(5), at_once=3)
+    source = RequestSource(ROWS, 8, 0.0)
+    done = driver.closed(source, range(5), at_once=3)
     asked = {answer.number: answer for answer in done.answers}
     assert set(range(5)) <= set(asked) and all(asked[i].ended_s is not None for i in range(5))
     assert sorted(asked) == list(range(len(asked))), "behind the last come the next numbers"
@@ -99,7 +99,7 @@ def test_a_closed_loop_is_always_full_and_counts_what_the_engine_told(driver: Re
             "one that left may get tokens in flight"
         )
         if answer.ended_s is not None:
-            assert told == asks[number].max_tokens
+            assert told == source[number].max_tokens
     assert done.tokens == sum(len(answer.token_ids) for answer in done.answers)
     spans = [(a.asked_s, done.end_s if a.ended_s is None else a.ended_s) for a in done.answers]
     for at_s in {block.at_s for answer in done.answers for block in answer.blocks}:
@@ -111,7 +111,7 @@ def test_a_closed_loop_is_always_full_and_counts_what_the_engine_told(driver: Re
 
 
 def test_positions_are_counted_as_the_updates_say(driver: Recorded) -> None:
-    done = driver.closed(Asks(ROWS, 12, 0.0), range(4), at_once=4)
+    done = driver.closed(RequestSource(ROWS, 12, 0.0), range(4), at_once=4)
     ended = {str(answer.number) for answer in done.answers if answer.ended_s is not None}
     sums = Sums.of([b for a in done.answers if a.ended_s is not None for b in a.blocks])
     told = [update for update in driver.updates if update.request_id in ended]
@@ -128,7 +128,7 @@ def test_positions_are_counted_as_the_updates_say(driver: Recorded) -> None:
 
 def test_an_open_loop_asks_when_it_is_time_whatever_has_ended(driver: Recorded) -> None:
     arrivals = Arrivals(200.0)
-    done = driver.open(Asks(ROWS, 8, 0.0), range(6), arrivals)
+    done = driver.open(RequestSource(ROWS, 8, 0.0), range(6), arrivals)
     asked_s = [answer.asked_s - done.begin_s for answer in done.answers]
     assert asked_s == pytest.approx(arrivals.offsets_s(6, seed=0))
     assert all(answer.ended_s is not None for answer in done.answers)
@@ -136,7 +136,7 @@ def test_an_open_loop_asks_when_it_is_time_whatever_has_ended(driver: Recorded) 
 
 
 def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
-    first, second = driver.hold(Asks(ROWS, 64, 0.0), (3, 1), 0.3)
+    first, second = driver.hold(RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
     assert first.seconds >= 0.3 and second.begin_s >= first.end_s
     last = [answer for answer in second.answers if answer.ended_s is None]
     assert len(last) == 1, "those that were too many have left"
@@ -146,10 +146,10 @@ def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
 
 
 def test_all_sides_are_asked_the_same_and_lengths_differ() -> None:
-    plain, mixed = Asks(ROWS, 100, 0.5), Asks(ROWS, 100, 0.5, "mixed")
+    plain, mixed = RequestSource(ROWS, 100, 0.5), RequestSource(ROWS, 100, 0.5, "mixed")
     lengths = [plain[number].max_tokens for number in range(200)]
     assert min(lengths) >= 50 and max(lengths) <= 150 and np.mean(lengths) == pytest.approx(100, abs=1)
-    assert plain[7] == Asks(ROWS, 100, 0.5)[7] and plain[7].seed != plain[7 + len(ROWS)].seed
+    assert plain[7] == RequestSource(ROWS, 100, 0.5)[7] and plain[7].seed != plain[7 + len(ROWS)].seed
     assert {plain[number].category for number in range(6)} == {"even", "odd"}
     assert [mixed[number].category == HOSTILE for number in range(4)] == [False, True, False, True]
     assert sorted(mixed[1].prompt) == sorted(plain[1].prompt) and mixed[2] == plain[2]
@@ -240,10 +240,10 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
     assert figures["starts"] == kept["starts"] and figures["points"][:2] == kept["points"], (
         "not measured again"
     )
-    assert not read_kept(output, figures).points, "what is complete is measured anew"
+    assert not read_cells(output, figures).points, "what is complete is measured anew"
     output.write_text(json.dumps(figures | {"complete": False}))
-    assert len(read_kept(output, figures).points) == 4
-    assert not read_kept(output, figures | {"engine": None}).points, "of another engine"
+    assert len(read_cells(output, figures).points) == 4
+    assert not read_cells(output, figures | {"engine": None}).points, "of another engine"
     assert set(figures["refused"]) == {"no-such-method"}
     names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
     closed = [point for point in figures["points"] if point["requests"] is not None]

@@ -136,7 +136,7 @@ def test_a_hook_says_what_may_be_kept_and_one_that_fails_keeps_nothing(
         found = counted(server)
         assert (found["kept"], found["redacted"], found["failed"]) == (1, 1, 2)
         os.kill(writers()[0], signal.SIGKILL)
-        wait_for(lambda: "another one is started" in caplog.text)
+        wait_for(lambda: "starting another one" in caplog.text)
     assert caplog.text.count("ValueError in line") == 1, "said once, without what it was about"
     assert "4111" not in caplog.text.replace("****", "")
     (record,) = read_captured(folder)

@@ -156,7 +156,7 @@ def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path
         (("generate", "x", "--config", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
         (("generate", "x", "--config", "sixties.yaml"), 1, "line 2: 1:4 without quotes"),
         (("render", "systemd", "--config", "sixties.yaml"), 1, 'Write "1:4"'),
-        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model too"),
+        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model, too"),
         (
             (
                 "generate",
@@ -262,4 +262,4 @@ def test_too_few_files_are_said_before_ray_starts() -> None:
         ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert found.returncode == 1 and "Traceback" not in found.stderr
-    assert "open files: a process may open 64 here" in found.stderr
+    assert "open files: the limit is 64" in found.stderr

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.leases import Lease, LeaseBook
-from manta.cluster.row_ranges import RowRanges, contains, count, of_rows, rows_of
+from manta.cluster.row_ranges import RowRanges, contains, count, minus, of_rows, rows_of, union
 
 ENGINES = ("a", "b", "c")
 
@@ -132,3 +134,40 @@ def test_rows_under_suspicion_come_after_all_others_and_in_quarantine_alone() ->
     assert contains(last.rows, 1)
     book.answered(last.number, last.rows)
     assert book.done
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    poison=st.sets(st.integers(0, 39), max_size=3),
+    other_deaths=st.lists(st.booleans(), max_size=2),
+    smallest=st.integers(1, 6),
+)
+def test_poison_rows_are_found_by_drivers_that_die_with_their_engines(
+    data: st.DataObject, poison: set[int], other_deaths: list[bool], smallest: int
+) -> None:
+    """One engine, as in a replica that runs a batch; the book is saved before rows go to the engine."""
+    done: RowRanges = ()
+    blamed: RowRanges = ()
+    deaths = 0
+    saved: dict[str, Any] = {}
+    while left := minus(((0, 40),), union(done, blamed)):
+        book, found = LeaseBook.after_death(saved, left, largest=16, smallest=smallest, trials=3)
+        book.check_invariants()
+        blamed = union(blamed, found)
+        while not book.done:
+            while len(book.holds("replica")) < 3 and book.take("replica", 1):
+                book.check_invariants()
+            saved = json.loads(json.dumps(book.to_json()))
+            held = [row for lease in book.holds("replica") for row in rows_of(lease.rows)]
+            if poison & set(held) or (other_deaths and other_deaths.pop()):
+                deaths += 1
+                done = union(done, of_rows(data.draw(st.sets(st.sampled_from(held))) - poison))
+                break
+            for lease in book.holds("replica"):
+                book.answered(lease.number, lease.rows)
+            done = union(done, of_rows(held))
+        else:
+            saved = json.loads(json.dumps(book.to_json()))
+    assert set(rows_of(blamed)) == poison and count(done) == 40 - len(poison)
+    assert deaths <= len(poison) * (5 + math.ceil(math.log2(smallest)) + 1) + 2

@@ -74,7 +74,7 @@ def test_a_shared_page_is_free_only_when_its_last_user_lets_go(pool: PagePool) -
 def test_releasing_a_free_page_is_caught(pool: PagePool) -> None:
     (page,) = pool.allocate(1)
     pool.release([page])
-    with pytest.raises(AssertionError, match="nobody uses it"):
+    with pytest.raises(AssertionError, match="not in use"):
         pool.release([page])
 
 

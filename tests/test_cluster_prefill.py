@@ -10,6 +10,7 @@ from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.plan import SchedulerOutput, StepTimings
+from manta.cluster.prefill_budget import PrefillBudget
 from manta.cluster.simulator import SimulatedExecutor
 
 PROMPT = 900  # tokens
@@ -65,3 +66,15 @@ def test_where_a_step_is_long_a_prompt_still_gets_most_of_the_time() -> None:
 def test_where_rows_are_cheap_a_prompt_is_computed_in_one_step() -> None:
     _, rows = delays(GPU, 2)
     assert max(rows) > PROMPT and len(rows) <= 3
+
+
+def test_short_prompts_that_cost_nothing_measurable_do_not_admit_a_long_one_at_once() -> None:
+    budget = PrefillBudget(4096)
+    for rows, seconds in ((0, 5e-3), (1, 4e-3), (7, 4e-3), (20, 6e-3)):  # within a step's own noise
+        budget.learn(rows, seconds)
+    assert budget.rows() <= 128
+    budget.learn(40, 4e-3)  # so is the first chunk that counts
+    assert budget.rows() <= 8 * 40
+    for rows in (320, 4096):  # chunks that are cheap become long
+        budget.learn(rows, 5e-3 + 1e-6 * rows)
+    assert budget.rows() == 4096

@@ -115,7 +115,7 @@ def test_a_stale_or_corrupt_file_is_as_good_as_none_and_replaced(
 
 def test_the_trial_itself_times_every_way_of_this_machine_and_gives_threads_back() -> None:
     before = torch.get_num_threads()
-    machine_s = [way for way in cpu_ways.WAYS if way.runs([cpu_ways._TRIED], MACHINE)]
+    machine_s = [way for way in cpu_ways.WAYS if way.runs([cpu_ways._TRIAL_SPEC], MACHINE)]
     for way in machine_s:
         assert 0.0 < cpu_ways.time_way(way, before) < math.inf
         assert torch.get_num_threads() == before

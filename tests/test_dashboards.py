@@ -197,7 +197,7 @@ def test_a_query_names_metrics_of_the_catalogue_alone() -> None:
     assert ray.translate(query) == translated
     assert vllm.translate(query, filtered=False) == query
     for wrong in ("dflash:step_seconds", "vllm:no_such_metric", "manta_batch_row"):
-        with pytest.raises(AssertionError, match=f"{wrong} is no sample of the catalogue"):
+        with pytest.raises(AssertionError, match=f"{wrong} is not in the catalogue"):
             vllm.translate(f"sum({wrong})")
     with pytest.raises(UnknownMetricError, match="manta_batch_rows"):
         vllm.translate("sum(manta_batch_rows)")
@@ -423,8 +423,8 @@ def test_what_a_push_lacks_is_said(grafana: tuple[str, dict[str, Json]]) -> None
     url, stored = grafana
     assert "role Editor" in run("push", "--grafana", url, "--token", "wrong")[1]
     code, said = run("push", "--grafana", url, "--token", TOKEN, "--datasource", "loki")
-    assert code == 1 and "none of this Grafana's (prom)" in said and not stored
-    assert "no address" in run("push", "--grafana", "localhost:3000", "--token", TOKEN)[1]
+    assert code == 1 and "does not exist in Grafana; it has: prom" in said and not stored
+    assert "is not an address" in run("push", "--grafana", "localhost:3000", "--token", TOKEN)[1]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"

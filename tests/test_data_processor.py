@@ -22,8 +22,7 @@ from manta import LLM, SamplingParams
 from manta.actors.batch.rows import row_seed
 from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
-from manta.jobs.batch.engine_groups import EngineGroups
-from manta.jobs.batch.processor import find_room
+from manta.jobs.batch.processor import EngineGroups, find_room
 from ray.util import placement_group_table
 from small_ray import small_ray
 from text_pair import make_text_pair

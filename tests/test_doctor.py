@@ -196,7 +196,7 @@ def test_filters_that_keep_a_token_too_many_are_found(monkeypatch: pytest.Monkey
 
     lines = {one.name: one for one in steps.step_checks(Place.here(), quick=True)}
     monkeypatch.setattr(steps, "choose", lower)
-    assert "tokens' fates differ" in examine(lines["tokens, top-p, float32"]).measured
+    assert "tokens kept or cut differ" in examine(lines["tokens, top-p, float32"]).measured
 
 
 # What our own products are asked wrongly, and which checks must see it.

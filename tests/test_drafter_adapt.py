@@ -139,7 +139,7 @@ def test_the_gate_decides_whether_anything_is_written(
     assert json.loads((output / "adapt.json").read_text())["passed"]
     assert (tmp_path / "out.work").stat().st_mode & 0o077 == 0, "text of users is in it"
     again = CliRunner().invoke(app, command)
-    assert isinstance(again.exception, ConfigError) and "is there already" in again.exception.message
+    assert isinstance(again.exception, ConfigError) and "exists already" in again.exception.message
 
 
 @pytest.mark.slow

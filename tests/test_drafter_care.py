@@ -1,4 +1,4 @@
-"""`manta drafter`: what a drafter is, every misfit by its name, and formats that hold the same bits."""
+"""`manta drafter`: what a drafter is, every error by its name, and formats that hold the same bits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from manta.drafter.eagle3.formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.convert import convert_drafter
 from manta.jobs.drafters.files import method_of, open_drafter
-from manta.jobs.drafters.portrait import portrait_of
+from manta.jobs.drafters.portrait import summarize_drafter
 from manta.jobs.drafters.shelf import find_drafters
-from manta.jobs.drafters.trial import judged
+from manta.jobs.drafters.trial import compare_answers
 from manta.jobs.drafters.validate import validate_pair
 from tiny import TINY_VOCAB
 from typer.testing import CliRunner
@@ -46,25 +46,25 @@ def run(*words: str | Path) -> tuple[int, str]:
 def test_a_broken_pair_is_named_by_what_is_broken(broken: Broken, tmp_path: Path):
     pair = copied(tmp_path / "pair")
     broken.change(pair)
-    misfits = validate_pair(str(pair / "drafter"), str(pair / "target"))
-    named = [misfit for misfit in misfits if misfit.what == broken.what]
-    assert any(re.search(broken.words, misfit.message) for misfit in named), misfits
-    assert any(misfit.fatal for misfit in misfits) == broken.fatal, misfits
+    findings = validate_pair(str(pair / "drafter"), str(pair / "target"))
+    named = [finding for finding in findings if finding.what == broken.what]
+    assert any(re.search(broken.words, finding.message) for finding in named), findings
+    assert any(finding.fatal for finding in findings) == broken.fatal, findings
 
 
-def test_the_pair_that_ships_has_no_misfit_in_either_format(tmp_path: Path):
+def test_the_pair_that_ships_has_no_finding_in_either_format(tmp_path: Path):
     assert len(BROKEN) >= 30
     assert validate_pair(str(DRAFTER), str(TARGET)) == []
     convert_drafter(str(DRAFTER), str(TARGET), "speculators", tmp_path / "other")
     assert validate_pair(str(tmp_path / "other"), str(TARGET)) == []
 
 
-def test_validate_ends_with_one_for_a_misfit_alone(tmp_path: Path):
+def test_validate_ends_with_one_for_errors_alone(tmp_path: Path):
     pair = copied(tmp_path)
     changes = {broken.name: broken.change for broken in BROKEN}
     changes["another theta"](pair)
     code, said = run("validate", pair / "drafter", "--target", pair / "target")
-    assert code == 0 and "doubt rope" in said and "fits" in said
+    assert code == 0 and "warning rope" in said and "fits" in said
     changes["a tap beyond the target"](pair)
     code, said = run("validate", pair / "drafter", "--target", pair / "target", "--json")
     assert code == 1 and [each["fatal"] for each in json.loads(said)] == [True, False]
@@ -79,15 +79,15 @@ def test_a_trial_finds_a_drafter_that_fits_and_knows_nothing(tmp_path: Path):
             found[name] = torch.randn(old.shape, generator=fresh).bfloat16()
 
     tensors(forget)(pair)
-    (misfit,) = validate_pair(str(pair / "drafter"), str(pair / "target"), level="cpu")
-    assert (misfit.what, misfit.fatal) == ("acceptance", False)
-    assert 1.0 <= float(re.findall(r"brings ([\d.]+) tokens", misfit.message)[0]) < 1.1
+    (finding,) = validate_pair(str(pair / "drafter"), str(pair / "target"), level="cpu")
+    assert (finding.what, finding.fatal) == ("acceptance", False)
+    assert 1.0 <= float(re.findall(r"length is ([\d.]+)", finding.message)[0]) < 1.1
 
 
 def test_a_trial_is_content_with_equal_tokens_and_steps_that_bring_more_than_one():
-    assert list(judged([[1, 2], [3]], [[1, 2], [3]], 1.8)) == []
-    (misfit,) = judged([[1, 2], [3]], [[1, 2], [4]], 1.8)
-    assert (misfit.what, misfit.fatal) == ("tokens", True)
+    assert list(compare_answers([[1, 2], [3]], [[1, 2], [3]], 1.8)) == []
+    (finding,) = compare_answers([[1, 2], [3]], [[1, 2], [4]], 1.8)
+    assert (finding.what, finding.fatal) == ("tokens", True)
 
 
 @pytest.mark.parametrize("num_layers", [18, 36, 64])
@@ -98,15 +98,15 @@ def test_usual_taps_are_not_taken_for_the_other_convention(num_layers: int):
     assert not set(ids) & {i + 1 for i in ids}
 
 
-def test_a_portrait_tells_the_figures_of_the_pair_that_ships():
-    portrait = portrait_of(open_drafter(str(DRAFTER)))
-    assert portrait.target_layer_ids == (1, 4, 8, 12, 15) and portrait.num_speculative_tokens == 15
-    assert portrait.borrowed == ("embedding", "head") and portrait.dtypes == ("BF16",)
-    assert portrait.kv_bytes_per_token == 4 * 2 * 2 * 64 * 2
+def test_a_summary_has_the_figures_of_the_pair_that_ships():
+    summary = summarize_drafter(open_drafter(str(DRAFTER)))
+    assert summary.target_layer_ids == (1, 4, 8, 12, 15) and summary.num_speculative_tokens == 15
+    assert summary.borrowed == ("embedding", "head") and summary.dtypes == ("BF16",)
+    assert summary.kv_bytes_per_token == 4 * 2 * 2 * 64 * 2
     files = TensorFolder(DRAFTER)
-    assert portrait.weight_bytes == sum(files.get(name).nbytes for name in files.shapes)
-    assert portrait.num_parameters == sum(files.get(name).numel() for name in files.shapes)
-    assert portrait.mean_acceptance_length == 2.3, "the lower total of its card"
+    assert summary.weight_bytes == sum(files.get(name).nbytes for name in files.shapes)
+    assert summary.num_parameters == sum(files.get(name).numel() for name in files.shapes)
+    assert summary.mean_acceptance_length == 2.3, "the lower total of its card"
     code, said = run("inspect", DRAFTER, "--json")
     assert code == 0 and json.loads(said)["mask_token_id"] == 4095
 
@@ -123,7 +123,7 @@ def test_of_a_drafter_on_the_hub_only_headers_come(tmp_path: Path):
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    told, here = json.loads(done.stdout), portrait_of(open_drafter(str(DRAFTER))).as_json()
+    told, here = json.loads(done.stdout), summarize_drafter(open_drafter(str(DRAFTER))).as_json()
     assert (told.pop("name"), told.pop("revision")) == ("me/small", REVISION)
     assert told == {key: json.loads(json.dumps(here[key])) for key in told}
     assert 0 < sent["model.safetensors"] <= 100_001 < told["weight_bytes"]
@@ -226,23 +226,23 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
     config = EAGLE3[name]
     folder = write_eagle3(tmp_path / "head", config)
     block = config.get("transformer_layer_config", config)
-    portrait = portrait_of(open_drafter(str(folder)))
-    assert portrait.format == ("speculators" if block is not config else "sglang")
-    assert (portrait.block_size, portrait.mask_token_id, portrait.num_speculative_tokens) == (None, None, 5)
-    assert portrait.target_layer_ids == ((2, 0, 1) if "vLLM" in name else (0, 1, 2))
+    summary = summarize_drafter(open_drafter(str(folder)))
+    assert summary.format == ("speculators" if block is not config else "sglang")
+    assert (summary.block_size, summary.mask_token_id, summary.num_speculative_tokens) == (None, None, 5)
+    assert summary.target_layer_ids == ((2, 0, 1) if "vLLM" in name else (0, 1, 2))
     files = TensorFolder(folder)
-    assert portrait.num_parameters == sum(files.get(name).numel() for name in files.shapes)
+    assert summary.num_parameters == sum(files.get(name).numel() for name in files.shapes)
     lent = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
-    assert set(portrait.borrowed) == {what for tensor, what in lent.items() if tensor not in files.shapes}
+    assert set(summary.borrowed) == {what for tensor, what in lent.items() if tensor not in files.shapes}
     assert method_of(str(folder)) == "eagle3" and list(find_drafters([tmp_path])) == [str(folder)]
     assert validate_pair(str(folder), str(target_of_eagle3)) == []
-    (misfit,) = validate_pair(str(folder), str(TARGET))
-    assert misfit.fatal and misfit.what in ("target_hidden_size", "vocab_size")
+    (finding,) = validate_pair(str(folder), str(TARGET))
+    assert finding.fatal and finding.what in ("target_hidden_size", "vocab_size")
 
 
 def test_taps_that_an_eagle3_drafter_leaves_to_its_target_are_not_made_up(tmp_path: Path):
     folder = write_eagle3(tmp_path / "head", sglang(eagle_config=None))
-    assert portrait_of(open_drafter(str(folder))).target_layer_ids == ()
+    assert summarize_drafter(open_drafter(str(folder))).target_layer_ids == ()
     for command in ("inspect", "list"):
         code, said = run(command, folder)
         assert code == 0 and "sglang" in said, said

@@ -313,7 +313,7 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
         7,
     ):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
-        with pytest.raises(CheckpointError, match="names no file of its own folder"):
+        with pytest.raises(CheckpointError, match="does not name a file in its own folder"):
             check_drafter(folder, FACTS)
 
 

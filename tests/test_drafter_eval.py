@@ -24,10 +24,10 @@ from manta.drafter.card import least_card_length
 from manta.jobs.bench.sweep import sides
 from manta.jobs.cli import app
 from manta.jobs.drafters import evaluate
-from manta.jobs.drafters.against_card import card_misfits, judged
-from manta.jobs.drafters.evaluate import EvalOptions
+from manta.jobs.drafters.against_card import check_card, compare_acceptance
 from manta.jobs.drafters.evaluation_card import read_card, write_card
 from manta.jobs.drafters.intervals import ratio_of_sums, student_t
+from manta.jobs.drafters.options import EvalOptions
 from manta.jobs.drafters.suites import open_suite
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner
@@ -178,14 +178,14 @@ def test_without_matplotlib_the_card_has_figures_and_no_picture(
 
 def test_less_than_the_card_says_is_doubted(pair: tuple[Path, Path], card: Path) -> None:
     names = str(pair[1]), str(pair[0])
-    assert list(card_misfits(*names, card / "card.json", device="cpu")) == [], "the same tokens"
+    assert list(check_card(*names, card / "card.json", device="cpu")) == [], "the same tokens"
     said = read_card(card / "card.json")["acceptance"]
     better: Any = copy.deepcopy(said)
     better[0]["categories"]["y"]["tokens_per_step"] |= {"value": 9.0, "low": 8.5, "high": 9.5}
     better[1]["categories"]["overall"]["by_position"][1] = {"value": 0.99, "low": 0.98, "high": 1.0}
-    found = [misfit.message for misfit in judged(better, said)]
+    found = [finding.message for finding in compare_acceptance(better, said)]
     assert len(found) == 2 and "y at temperature 0" in found[0] and "draft 2 at temperature 1" in found[1]
-    assert list(judged(said, better)) == [], "more is no fault"
+    assert list(compare_acceptance(said, better)) == [], "more is no fault"
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_what_is_wrong_is_named(
         with pytest.raises(ConfigError, match="card"):
             read_card(wrong)
     with pytest.raises(ConfigError, match="rounds"):
-        EvalOptions(suite="x", rounds=0)
+        EvalOptions(drafter="d", target="t", rounds=0)
 
 
 def test_the_shipped_prompts_are_a_suite_of_eight_of_each_category(monkeypatch: pytest.MonkeyPatch) -> None:

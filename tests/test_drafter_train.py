@@ -188,7 +188,9 @@ def test_a_drafter_gets_more_layers_and_loses_none(tiny_qwen3: Path, tmp_path: P
     assert check_drafter(trained.drafter, facts).layers == was.layers + was.layers[-1:] * 2
     learned = load_file(trained.drafter / "model.safetensors")
     assert learned[f"layers.{was.num_layers + 1}.mlp.down_proj.weight"].any(), "it is silent no more"
-    with pytest.raises(ConfigError, match=rf"layers={was.num_layers - 1}: .* has {was.num_layers}, and none"):
+    with pytest.raises(
+        ConfigError, match=rf"layers={was.num_layers - 1}: .* has {was.num_layers} layers, and none"
+    ):
         train(tiny_qwen3, data, data, tmp_path / "other", Length(steps=1), settings=fewer, initial=initial)
 
 
@@ -270,8 +272,8 @@ def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: P
     ("changes", "complaint"),
     [
         ({"hours": 1.0}, "steps or as time"),
-        ({"steps": 0}, "longer than 0"),
-        ({"head": "eagle3", "layers": 2}, "not for --head eagle3"),
+        ({"steps": 0}, "must be above 0"),
+        ({"head": "eagle3", "layers": 2}, "does not apply to --head eagle3"),
         ({"initial": str(SHIPPED / "drafter"), "block_size": 8}, "has its own"),
     ],
 )

@@ -20,7 +20,7 @@ from manta import LLM, SamplingParams
 from manta.actors import engine as engine_module
 from manta.actors import outputs, process_log
 from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.reading import Row
+from manta.actors.batch.row_reader import Row
 from manta.actors.batch.rows import Layout
 from manta.actors.chat.reading import Answer, Reading
 from manta.actors.chat.splitter import Splitter

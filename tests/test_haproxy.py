@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
 from manta.actors.haproxy.folder import HAProxyFolder
-from manta.actors.haproxy.front import RETRY_ON, Places, rewritten
+from manta.actors.haproxy.front import RETRY_ON, UNFINISHED, UNFINISHED_HEADER, Places, rewritten
 from manta.actors.haproxy.scrape import joined
 from manta.actors.haproxy.supervisor import ask_haproxy
 from manta.actors.machine import free_port
@@ -32,12 +32,17 @@ WAIT_S = 90.0
 
 
 class Replica(ThreadingHTTPServer):
-    """Answers what it is told to, with its name."""
+    """Answers what it is told to, with its name.
+
+    Attributes:
+        reads: bodies of requests; else it answers at once, and closes.
+    """
 
     daemon_threads = True
 
     def __init__(self, name: str) -> None:
         replica = self
+        self.reads = True
         self.name, self.status, self.asked, self.key = name, 200, 0, ""
 
         class Handler(BaseHTTPRequestHandler):
@@ -55,12 +60,16 @@ class Replica(ThreadingHTTPServer):
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
+                if not replica.reads:
+                    self.send_header(UNFINISHED_HEADER, "1")
                 self.end_headers()
                 self.wfile.write(body.encode())
 
             def do_POST(self) -> None:
                 replica.asked += 1
-                self.rfile.read(int(self.headers["Content-Length"]))
+                if replica.reads:
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                self.close_connection = not replica.reads
                 self.do_GET()
 
             def log_message(self, format: str, *args: object) -> None: ...
@@ -277,6 +286,24 @@ def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[
         assert not any(replica.asked for replica in replicas)
     finally:
         front.end()
+
+
+@pytest.mark.parametrize("status", UNFINISHED)
+def test_a_client_whose_request_is_refused_before_its_body_has_come_is_answered_and_closed(
+    front: Front, replicas: list[Replica], status: int
+) -> None:
+    front.start(replicas[:1])
+    until(lambda: front.ask("/v1/models")[0] == 200)
+    replicas[0].reads, replicas[0].status = False, status
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 31000000\r\n\r\n"
+    with front.send(request + b"x" * 200_000) as connection:
+        answer = b""
+        while piece := connection.recv(65536):  # raises TimeoutError where the connection stays open
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and body == b"a", "in the replica's words"
+    assert b"x-request-id: " in head and (b"retry-after: 1" in head.lower()) == (status == 503)
+    assert UNFINISHED_HEADER.encode() not in head.lower()
 
 
 def test_a_request_under_which_a_replica_died_is_not_sent_to_another(

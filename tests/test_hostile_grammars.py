@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from manta.cluster.grammar import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
 from manta.drafter.grammars.states import GrammarStates
+from manta.drafter.step.loops.operators import LoopStepOperators
 from text_pair import VOCAB, LiveServer, make_text_pair
 
 EOS = (0, 2)
@@ -169,6 +172,40 @@ def test_llm_refuses_what_would_end_its_process(pair: tuple[Path, Path]) -> None
         assert llm.generate("x", SamplingParams(max_tokens=2))
 
 
+def test_each_step_operator_of_a_request_has_run_before_the_first_one(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops are compiled when they are first called: half a second, in which every stream waits."""
+    called = set[tuple[str, Any]]()
+
+    def recording(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            called.add((name, getattr(arguments[0], "dtype", None)))  # each has code of its own
+            return operator(*arguments, **named)
+
+        return call
+
+    for name in [name for name in dir(LoopStepOperators) if not name.startswith("_")]:
+        operator = getattr(LoopStepOperators, name)
+        monkeypatch.setattr(LoopStepOperators, name, staticmethod(recording(name, operator)))
+    spec = {"model": str(pair[1])}
+    with LLM(str(pair[0]), speculative_config=spec, dtype="bfloat16", max_model_len=128) as llm:
+        loaded = set(called)
+        called.clear()
+        asked = None, StructuredOutputsParams(regex="[0-9]+")
+        for grammar, temperature, penalty in product(asked, (0.0, 1.0), (0.0, 0.5)):
+            params = SamplingParams(
+                max_tokens=40,
+                temperature=temperature,
+                presence_penalty=penalty,
+                top_k=9,
+                structured_outputs=grammar,
+            )
+            llm.generate("x", params)
+    assert {"mask_tokens", "noisy_argmax_margin"} <= {name for name, _ in called}
+    assert called <= loaded, called - loaded
+
+
 # Held beside the steps.
 
 
@@ -263,6 +300,28 @@ def test_so_many_large_grammars_are_in_use_at_once(
             door.close()
 
     asyncio.run(check())
+
+
+def test_what_compiles_grammars_gives_way_to_steps(
+    tokenizer: Tokenizer, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    trials.ask("regex", "nice", SLOW_S)
+    found.append(os.getpriority(os.PRIO_PROCESS, trials.pid or 0))
+    compiler = GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
+    compile_one = compiler.compile
+
+    def compile_watched(written: Any) -> Any:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return compile_one(written)
+
+    monkeypatch.setattr(compiler, "compile", compile_watched)
+    ours, theirs = multiprocessing.Pipe()
+    serve_lanes([theirs], compiler)
+    ours.send_bytes(json.dumps(["hold", "regex", "nice"]).encode())
+    assert ours.recv_bytes() == b""
+    ours.close()
+    assert found == [min(own + 5, 19)] * 2 and os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarCompiler) -> None:

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from abuse import MODEL
 from manta.actors import encoding, turns
+from manta.actors.http import numbers
 from manta.actors.http import run as running
 from manta.actors.http.completions import CompletionShape
 from manta.actors.http.settings import ServerSettings
@@ -24,6 +25,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.logprobs import TokenLogprobs
 from manta.cluster.request import SamplingParams
 from probed_server import make_executor
+from pydantic import TypeAdapter
 from text_pair import LiveServer
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,13 +40,32 @@ MANY = {
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
+def server() -> Iterator[LiveServer]:
     config = EngineConfig.from_dict({"model": str(MODEL)})
-    with (
-        LiveServer(config, ServerSettings(served_model_name="tiny"), make_executor) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with LiveServer(config, ServerSettings(served_model_name="tiny"), make_executor) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+def test_no_request_builds_a_validator(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test of this server: its requests are the first."""
+    made: list[object] = []
+    init = TypeAdapter.__init__
+
+    def count(self: TypeAdapter[Any], *arguments: Any, **named: Any) -> None:
+        made.append(arguments)
+        init(self, *arguments, **named)
+
+    monkeypatch.setattr(TypeAdapter, "__init__", count)
+    assert http.get("/v1/models").status_code == 200
+    assert http.post("/detokenize", json={"tokens": [7]}).status_code == 200
+    assert http.post(TEXT, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert made == []
 
 
 def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[str, str]:
@@ -85,6 +106,25 @@ def test_of_many_wrong_elements_the_first_is_told(
 ) -> None:
     found, said = refusal(http, path, body)
     assert found == param and "more fields" not in said
+
+
+def test_a_long_body_is_validated_in_a_thread_and_in_slices(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, longest, cut = set[int](), 0, numbers._slices
+
+    def slices(values: list[Any]) -> Iterator[list[Any]]:
+        nonlocal longest
+        threads.add(threading.get_ident())
+        for each in cut(values):
+            longest = max(longest, len(each))
+            yield each
+
+    monkeypatch.setattr(numbers, "_slices", slices)
+    assert http.post("/detokenize", json={"tokens": [7] * 300_000}).status_code == 200
+    assert http.post(TEXT, json={"prompt": [[7] * 1000] * 300, "max_tokens": 1}).status_code == 200
+    assert threads and server._thread.ident not in threads
+    assert 1000 <= longest <= numbers.SLICE_VALUES
 
 
 def test_answers_are_the_same_in_however_many_turns(

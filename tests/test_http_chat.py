@@ -13,7 +13,7 @@ import openai
 import pytest
 from chat_pairs import ARGUMENTS, HARMONY, HARMONY_TOKENS, HERMES, NOW, SAID, TOOLS, WEATHER, chat_config
 from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.reading import Row
+from manta.actors.batch.row_reader import Row
 from manta.actors.batch.rows import Layout
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.defaults import GenerationDefaults

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from manta.actors.http.keys import Keys, metrics_key, refuse_written_keys, with_keys
+from manta.actors.http.keys import Keys, _digest, metrics_key, refuse_written_keys, with_keys
 from manta.actors.http.settings import ServerSettings
 from manta.actors.replica import build_app
 from manta.cluster.config import EngineConfig
@@ -51,6 +52,25 @@ def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
             build_app({"model": "m", name: "hidden"})
         assert caught.value.param == name and "hidden" not in caught.value.message
     refuse_written_keys({"model": "m", "api_key_file": "/run/keys"}, "it")
+
+
+def test_a_requests_key_is_hashed_once_and_not_where_none_is_configured(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def digest(key: str) -> bytes:
+        hashed.append(key)
+        return _digest(key)
+
+    for settings, count in ((ServerSettings(api_key=("user", "other"), admin_api_key="root"), 1), (None, 0)):
+        with LiveServer(config, settings or ServerSettings()) as server, monkeypatch.context() as patched:
+            ask = partial(httpx.get, f"{server.url}/v1/models", headers={"Authorization": "Bearer user"})
+            assert ask().status_code == 200  # the first one has the server read its own keys
+            patched.setattr("manta.actors.http.keys._digest", digest)
+            assert ask().status_code == 200
+        assert hashed == ["user"] * count
+        hashed.clear()
 
 
 def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> None:
@@ -100,11 +120,11 @@ def test_metrics_ask_for_a_key_where_there_is_one(
     asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
     for key in ("", "user", "root", "scrape", "other", "wrong"):
         for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
-            refusal = asked.refusal("/metrics", headers)
+            refusal = asked.refusal("/metrics", asked.given(headers))
             wanted = None if key in opening else 403 if key in knowing else 401
             assert (refusal and refusal[0]) == wanted, (key, refusal)
     if "api_key" in keys:  # a metrics key is good for the metrics alone
-        assert asked.refusal("/v1/completions", {"x-api-key": "scrape"}) is not None
+        assert asked.refusal("/v1/completions", asked.given({"x-api-key": "scrape"})) is not None
     opened = metrics_key(ServerSettings(**keys))  # type: ignore[arg-type]
     assert (opened in opening) if keys else opened is None
 

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manta.actors.haproxy.front import UNFINISHED_HEADER
 from manta.actors.http import bodies, gate
 from manta.actors.http.bodies import BodyBudget, BodyLimit
 from manta.actors.http.documentation import MEANINGS
@@ -234,8 +235,11 @@ def test_bodies_that_do_not_come_hold_nobody_up_and_are_closed(
     for answer in answers:
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408") and json.loads(body)["error"]["code"] == 408
+        assert UNFINISHED_HEADER.encode() in head, "HAProxy is to close it"
     response = http.get("/v1/models", timeout=5)
     assert response.status_code == 200
+    for whole in (b"{}", b'{"prompt": 7}'):
+        assert UNFINISHED_HEADER not in http.post(COMPLETIONS, content=whole).headers
 
 
 def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,9 +322,9 @@ def test_a_requests_life_is_explained_by_either_of_its_names(server: LiveServer,
     result = explained(answer["id"], url=server.url)
     assert result.exit_code == 0, result.output
     spec = answer["metrics"]["speculative_decoding"]
-    assert "100 tokens of prompt, at most 24 to come" in result.output
+    assert "100 prompt tokens, at most 24 output tokens" in result.output
     assert (
-        "96 tokens are in the prefix cache" in result.output and "ended (length): 24 tokens" in result.output
+        "96 tokens were in the prefix cache" in result.output and "ended (length): 24 tokens" in result.output
     )
     accepted = f"{spec['num_accepted_draft_tokens']} of {spec['num_draft_tokens']} verified drafts accepted"
     assert accepted in result.output

@@ -157,11 +157,11 @@ def test_the_user_is_told_who_took_what(capsys: pytest.CaptureFixture[str]) -> N
     assert busy.idle is False
     assert busy.sentence == (
         "The machine was not idle: other processes took 43 % and other virtual machines took 6 % of its CPU "
-        "time during the measurement; only ratios of modes that took turns mean anything."
+        "time during the measurement; only ratios of sides that alternated are meaningful."
     )
     held_up = Idleness(seconds=10.0, cores=2, own_s=10.0, others_s=0.0, stolen_s=0.0, throttled_s=4.0)
     assert held_up.idle is True
-    assert held_up.sentence == "A CPU quota held this process up for 4.0 s of 10.0 s."
+    assert held_up.sentence == "A CPU quota stopped this process for 4.0 s of 10.0 s."
     print_warning([idle.as_json(), held_up.as_json(), busy.as_json()])
     assert capsys.readouterr().out == f"{busy.sentence}\n"
 

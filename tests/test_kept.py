@@ -40,7 +40,7 @@ def test_a_broken_file_is_as_good_as_none_and_the_log_says_so(
     assert kept.read() == 2
 
 
-@pytest.mark.parametrize(("changed", "said"), [({"written_s": 0.0}, "old"), ({"subject": {}}, "else")])
+@pytest.mark.parametrize(("changed", "said"), [({"written_s": 0.0}, "old"), ({"subject": {}}, "subject")])
 def test_a_file_that_is_old_or_anothers_is_as_good_as_none(
     changed: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,4 +58,4 @@ def test_where_nothing_can_be_kept_that_is_said_once(folder: Path, caplog: pytes
     kept.write(1)
     kept.write(2)
     assert kept.read() is None
-    assert caplog.text.count("nothing is kept") == 1
+    assert caplog.text.count("cannot cache measurements") == 1

@@ -82,7 +82,7 @@ def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Pack
     ("file", "old", "new", "stays"),
     [
         (f"{STEP_LOOPS}/choice.py", "score_2[0] - score_2[1]", "score_2[1] - score_2[0]", False),
-        (f"{LOOPS}/argmax.py", "(i, 64)", "(i, 32)", False),
+        (f"{LOOPS}/scans.py", "(i, 64)", "(i, 32)", False),
         ("drafter/step/noise.py", "0x21F0AAAD", "0x21F0AAAF", False),
         ("drafter/step/states.py", "A mirror", "A copy", True),
     ],

@@ -119,7 +119,7 @@ def test_what_is_taken_is_named_with_its_holders() -> None:
         Topology(2, False, "cuda").check_free(TWO_OF_FOUR, nodes)
     assert caught.value.message == (
         "tensor_parallel_size=2 on cuda needs 2 GPU (there is 1) free on one node; held by manta-engine: "
-        "2 GPU, other actors and tasks: 1 GPU. End what runs there, or lower tensor_parallel_size."
+        "2 GPU, other actors and tasks: 1 GPU. Stop other work there, or lower tensor_parallel_size."
     )
     assert lacking_now(TWO_OF_FOUR, [*nodes, NodeRoom(large, {"GPU": 2.0, "CPU": 1.0})]) == ""
 

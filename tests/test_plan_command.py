@@ -75,7 +75,7 @@ def test_weights_of_one_byte_are_planned_and_served_so(folders: Path) -> None:
     target = target_shape(read_model(folders / "Qwen3-8B"), quantization="fp8")
     whole = Pair(target=target, drafter=None, tied=False, tp_sizes=(1,))
     assert whole.target_bytes(1) == pytest.approx(6.95e9 + 2 * 2 * 0.622e9, rel=0.01)
-    with pytest.raises(ConfigError, match="drafter_quantization is a drafter's"):
+    with pytest.raises(ConfigError, match="drafter_quantization needs a drafter"):
         options(folders, drafter=None, drafter_quantization="fp8")
 
 
@@ -110,7 +110,7 @@ def test_a_trace_decides_by_goodput(folders: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no arrival"),
+        ("", "has no arrivals"),
         ('{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n{"arrival_s": 1}', ":2: prompt_tokens"),
         ("hello", ":1: the line"),
         ('{"arrival_s": 1, "prompt_tokens": 40000, "output_tokens": 4000}', "max_model_len is 40960"),
@@ -145,7 +145,7 @@ def test_checkpoints_with_weights_have_their_headers_checked(
     target, drafter = shipped_pair
     report = make_plan(options(tmp_path, model=str(target), drafter=str(drafter)))
     assert (report["max_model_len"], report["dtype"]) == (1024, "bfloat16")
-    assert report["acceptance"]["source"] == "the least of the drafter's card"
+    assert report["acceptance"]["source"] == "lowest in the drafter's card"
     broken = tmp_path / "broken"
     broken.mkdir()
     raw = json.loads((target / "config.json").read_text())
@@ -175,7 +175,7 @@ def test_of_a_hub_id_small_files_are_enough(
 def test_a_file_that_is_there_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
     file = tmp_path / "ray_config.yaml"
     file.write_text("edited: by hand\n")
-    with pytest.raises(ConfigError, match=r"is there already.*--force"):
+    with pytest.raises(ConfigError, match=r"exists already.*--force"):
         make_plan(options(folders, output=file))
     said = CliRunner().invoke(app, ["render", "systemd", "--config", str(file), "-o", str(file)])
     assert isinstance(said.exception, ConfigError) and "--force" in str(said.exception)

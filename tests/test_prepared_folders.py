@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from batch_outputs import paper, results
+from batch_outputs import results, spec
 from manta.actors.batch.batch_store import BatchStore
 from manta.actors.batch.file_store import FileStore
 from manta.actors.batch.ledger import Ledger
@@ -47,8 +47,8 @@ def victim(tmp_path: Path) -> Path:
 def folder(tmp_path: Path) -> Path:
     """An output whose job is begun, with rows in parts."""
     output = Storage.open(str(tmp_path / "out"), field="output")
-    ledger = Ledger.open(output, paper(NUM_ROWS))
-    writer = RowWriter(output, paper(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
+    ledger = Ledger.open(output, spec(NUM_ROWS))
+    writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
     writer.add(results(range(NUM_ROWS // 2)))
     writer.close()
     ledger.close()
@@ -63,9 +63,9 @@ def untouched(victim: Path) -> bool:
 def go_on(folder: Path) -> None:
     """One more run of the job, to its end."""
     output = Storage.open(str(folder), field="output")
-    ledger = Ledger.open(output, paper(NUM_ROWS))
+    ledger = Ledger.open(output, spec(NUM_ROWS))
     try:
-        writer = RowWriter(output, paper(NUM_ROWS).form, run=ledger.run, shard=0, writer="second")
+        writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="second")
         writer.add(results(range(NUM_ROWS // 2, NUM_ROWS)))
         writer.close()
         ledger.finish({"rows": NUM_ROWS})
@@ -82,7 +82,7 @@ def test_a_list_of_earlier_results_removes_nothing_else(folder: Path, victim: Pa
             remove_earlier(output)
         with pytest.raises(OutputError, match=r"earlier\.json"):
             earlier(output, first_run)
-    writer = RowWriter(output, paper(NUM_ROWS).form, run=1, shard=0, writer="w")
+    writer = RowWriter(output, spec(NUM_ROWS).form, run=1, shard=0, writer="w")
     writer.add(results([15]))
     with pytest.raises(OutputError, match=r"earlier\.json"):
         writer.close()
@@ -160,17 +160,17 @@ def test_a_part_that_is_a_link_is_not_read_for_a_file(tmp_path: Path, victim: Pa
     assert untouched(victim)
 
 
-def test_a_files_paper_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
+def test_a_stored_file_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
     files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
     file = files.upload("in.jsonl", "batch", b"{}\n")
     path = tmp_path / f"store/files/{file.id}.json"
     told = json.loads(path.read_text())
     for piece in (*OUTSIDE, "files/../../victim/notes.txt", "work/batch_1/out/../x.jsonl"):
         path.write_text(json.dumps({**told, "pieces": [piece]}))
-        with pytest.raises(ValueError, match="names no file"):
+        with pytest.raises(ValueError, match="does not name a file"):
             files.get(file.id, SERVER)
     path.write_text(json.dumps({**told, "id": "file-../../victim"}))
-    with pytest.raises(ValueError, match="does not tell of"):
+    with pytest.raises(ValueError, match="is not the object"):
         files.get(file.id, SERVER)
     assert untouched(victim)
 

@@ -200,7 +200,7 @@ def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(
     assert json.loads(found["speculative_config"]) == spec and str(found["concurrency"]) == "1:4"
     assert found["output"] == "s3://bucket/out" and found["prompt_column"] == "question"
     assert "/run/keys" not in rendered("kuberay-job", file)["spec"]["entrypoint"], "no key of the server's"
-    with pytest.raises(ConfigError, match="needs the flags of `manta batch`"):
+    with pytest.raises(ConfigError, match="needs flags of `manta batch`"):
         render_document("kuberay-job", file, None, None, [])
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.reading import Row
+from manta.actors.batch.row_reader import Row
 from manta.actors.batch.rows import Layout
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.app import create_app

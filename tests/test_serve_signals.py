@@ -130,7 +130,7 @@ def test_a_server_ends_while_it_loads(
         wait_until(lambda: "loading the models" in log.read_text(), process, log)
         process.send_signal(number)
         assert process.wait(WAIT_S) == 128 + number, log.read_text()
-    assert "before it served" in log.read_text()
+    assert "before the server was ready" in log.read_text()
 
 
 @pytest.mark.slow

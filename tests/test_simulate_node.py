@@ -27,7 +27,7 @@ from manta.cluster.roofline import Device, survival_of_length
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
-from manta.jobs.simulate.subjects import Drafting, Subject, subjects
+from manta.jobs.simulate.subjects import Drafting, NodeEngine, node_engines
 from manta.jobs.simulate.workload import Workload
 
 TARGET = ModelShape.dense(
@@ -43,12 +43,12 @@ H200 = GPUS["h200"]
 WORK = Workload(prompt_tokens=200, output_tokens=60, sigma=0.3, max_tokens=4096)
 
 
-def subject(method: str, gpu: Gpu = H200, tp: int = 1, drafting: Drafting = Drafting()) -> Subject:  # noqa: B008
-    (found,) = subjects(PAIR, gpu, tp, (tp,), [Method.parse(method)], drafting, WORK)
+def node_engine(method: str, gpu: Gpu = H200, tp: int = 1, drafting: Drafting = Drafting()) -> NodeEngine:  # noqa: B008
+    (found,) = node_engines(PAIR, gpu, tp, (tp,), [Method.parse(method)], drafting, WORK)
     return found
 
 
-def observe(played: Subject, clients: int, measured: int = 12, work: Workload = WORK):
+def observe(played: NodeEngine, clients: int, measured: int = 12, work: Workload = WORK):
     return closed_loop(played.engine(), lambda n, share: work.request(n, share), clients, measured)
 
 
@@ -57,13 +57,13 @@ def test_plain_decoding_of_one_request_is_the_rooflines_by_hand() -> None:
     context, launches = 200 + 30, 6 * 36 + 27
     by_hand_s = (2 * (6.946e9 + 0.6223e9) + context * 147456) / 4.3e12 + launches * LAUNCH_S
     work = replace(WORK, sigma=0.0)
-    seen = observe(subject("plain"), 1, 4, work)
+    seen = observe(node_engine("plain"), 1, 4, work)
     assert seen.served[0].tpot_s == pytest.approx(by_hand_s, rel=2e-3)
     assert seen.user_tokens_per_s == pytest.approx(1.0 / by_hand_s, rel=2e-3)
 
 
 def test_drafts_made_one_by_one_take_a_pass_each_and_those_of_a_block_one() -> None:
-    times = {name: subject(name).times for name in ("eagle3-3", "eagle3-7", "dflash-3", "dflash-15")}
+    times = {name: node_engine(name).times for name in ("eagle3-3", "eagle3-7", "dflash-3", "dflash-15")}
     three, seven = (
         times[name].draft(1, 1 + n, 1000).total_s for name, n in (("eagle3-3", 3), ("eagle3-7", 7))
     )
@@ -88,7 +88,7 @@ def test_an_eagle3_head_beside_latents_is_as_large_as_published_ones() -> None:
 
 @pytest.mark.parametrize("method", ["plain", "eagle3-3", "dflash-7", "dflash"])
 def test_every_request_ends_once_with_its_tokens_and_in_order_of_time(method: str) -> None:
-    engines = [subject(method).engine() for _ in range(2)]
+    engines = [node_engine(method).engine() for _ in range(2)]
     arrival_s = np.linspace(0.0, 0.3, 20).tolist()
     seen = open_loop(engines, lambda n, share: WORK.request(n, share), arrival_s)
     assert sorted(int(request.request_id) for request in seen.served) == list(range(20))
@@ -105,10 +105,10 @@ def test_every_request_ends_once_with_its_tokens_and_in_order_of_time(method: st
 
 
 def test_the_same_seed_is_the_same_simulation() -> None:
-    first, again = observe(subject("dflash"), 4), observe(subject("dflash"), 4)
+    first, again = observe(node_engine("dflash"), 4), observe(node_engine("dflash"), 4)
     assert first == again
     other = replace(WORK, seed=1)
-    assert observe(subject("dflash"), 4, work=other) != first
+    assert observe(node_engine("dflash"), 4, work=other) != first
 
 
 @pytest.mark.parametrize("method", ["plain", "eagle3-3", "dflash-7"])
@@ -121,9 +121,9 @@ def test_a_faster_gpu_is_not_slower(method: str) -> None:
         replace(H200, link=Link(2 * link.bytes_per_s, link.latency_s / 2)),
     ]
     for clients in (1, 16):
-        slow = observe(subject(method, tp=2), clients, 4).tokens_per_s
+        slow = observe(node_engine(method, tp=2), clients, 4).tokens_per_s
         for gpu in faster:
-            assert observe(subject(method, gpu, tp=2), clients, 4).tokens_per_s >= slow * 0.999
+            assert observe(node_engine(method, gpu, tp=2), clients, 4).tokens_per_s >= slow * 0.999
 
 
 def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
@@ -133,7 +133,7 @@ def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
         ("dflash-7", survival_of_length(6.0, 15)),
         ("eagle3-3", survival_of_length(4.0, 7)),
     ):
-        seen = observe(subject(name, drafting=drafting), 16, 16, replace(WORK, output_tokens=400))
+        seen = observe(node_engine(name, drafting=drafting), 16, 16, replace(WORK, output_tokens=400))
         drafts = int(name[-1])
         assert seen.mean_acceptance_length == pytest.approx(1.0 + sum(survival[:drafts]), rel=0.03)
         assert seen.drafts_per_block == pytest.approx(drafts, rel=0.03), "but for the ends of answers"
@@ -158,7 +158,7 @@ def test_spread_keeps_the_mean_and_categories_their_lengths() -> None:
 
 
 def test_a_step_costs_what_is_verified_and_its_prompts() -> None:
-    cost = PlanCost(subject("dflash").times)
+    cost = PlanCost(node_engine("dflash").times)
     plain, few, all_of = (
         cost(made_up_plan([500] * 64, [1 + drafts] * 64, [drafts] * 64)) for drafts in (0, 3, 15)
     )
@@ -168,7 +168,7 @@ def test_a_step_costs_what_is_verified_and_its_prompts() -> None:
     assert ragged.verify_s == pytest.approx(few.verify_s), "rows are rows"
     prompt = replace(made_up_plan([500] * 64 + [0], [1] * 64 + [2000], [0] * 65))
     assert cost(prompt).verify_s > plain.verify_s + 1e-3
-    assert PlanCost(subject("dflash").times, free_prompts=True)(prompt).verify_s == plain.verify_s
+    assert PlanCost(node_engine("dflash").times, free_prompts=True)(prompt).verify_s == plain.verify_s
 
 
 def test_the_frontier_is_what_nothing_beats() -> None:
@@ -212,11 +212,11 @@ def test_acceptance_is_one_length_or_one_by_category() -> None:
 def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
     small = replace(H200, memory_bytes=8 * 2**30)
     with pytest.raises(PlacementError, match="GiB are lacking"):
-        subject("plain", small)
+        node_engine("plain", small)
     with pytest.raises(ConfigError, match="the node has 2 GPUs"):
-        list(subjects(PAIR, H200, 2, (4,), [Method.parse("plain")], Drafting(), WORK))
+        list(node_engines(PAIR, H200, 2, (4,), [Method.parse("plain")], Drafting(), WORK))
     with pytest.raises(ConfigError, match="at most 15"):
-        subject("dflash-16")
+        node_engine("dflash-16")
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_the_command_writes_points_assumptions_and_a_picture(folders: Path, caps
     by = {(p["method"], p["tp"], p["load"]): p for p in points}
     assert by["dflash", 1, 1]["user_tokens_per_s"] > 2 * by["plain", 1, 1]["user_tokens_per_s"]
     assert by["plain", 2, 1]["user_tokens_per_s"] > by["plain", 1, 1]["user_tokens_per_s"]
-    assert any("Acceptance is stated" in line for line in figures["assumptions"])
+    assert any("Acceptance is given" in line for line in figures["assumptions"])
     edge = max(p["user_tokens_per_s"] for p in points if p["method"] == "plain")
     (row,) = [row for row in figures["matched_speed"] if row["user_tokens_per_s"] == edge]
     assert row["tokens_per_s_per_gpu"]["dflash"] > row["tokens_per_s_per_gpu"]["plain"]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.drafter.grammars.masks import RowMasks
+from manta.drafter.step.lookup import look_up
 from manta.drafter.step.loops.operators import LOOPS
 from manta.drafter.step.noise import negative_gumbel, noise_keys
 from manta.drafter.step.operators import DEFINITION, StepOperators
@@ -181,7 +182,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
     st.integers(1, 4),
     st.integers(0, 3),
 )
-def test_what_followed_the_last_tokens_is_looked_up_alike(
+def test_what_followed_the_last_tokens_is_looked_up(
     requests: list[tuple[list[int], int]], shortest: int, more: int
 ) -> None:
     tokens, counts = torch.full((SLOTS, 41), 1), [count for _, count in requests]
@@ -189,9 +190,8 @@ def test_what_followed_the_last_tokens_is_looked_up_alike(
     for slot, (text, _) in zip(slots.tolist(), requests, strict=True):
         tokens[slot, : len(text)] = torch.tensor(text)
     ends = np.array([len(text) for text, _ in requests])
-    for operators in BOTH:
-        got = operators.look_up(tokens, slots, ends, np.array(counts), shortest, shortest + more)
-        assert got.dtype == torch.int64 and got.shape == (len(requests), max(counts))
-        for row, (text, count) in zip(got.tolist(), requests, strict=True):
-            expected = copied(text, count, shortest, shortest + more)
-            assert row == expected + [-1] * (max(counts) - count)
+    got = look_up(tokens, slots, ends, np.array(counts), shortest, shortest + more)
+    assert got.dtype == torch.int64 and got.shape == (len(requests), max(counts))
+    for row, (text, count) in zip(got.tolist(), requests, strict=True):
+        expected = copied(text, count, shortest, shortest + more)
+        assert row == expected + [-1] * (max(counts) - count)

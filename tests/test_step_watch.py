@@ -29,7 +29,7 @@ from manta.cluster.executor import Executor
 from manta.cluster.plan import StepResult
 from manta.cluster.request import SamplingParams
 from manta.cluster.simulator import SimulatedExecutor
-from manta.cluster.step_watch import FACTOR, FLOOR_S, TICK_S, StepWatch
+from manta.cluster.step_watch import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatch
 from passing_executor import PassingExecutor
 from text_pair import LiveServer, make_text_pair
 
@@ -137,19 +137,36 @@ def test_a_step_of_a_known_kind_is_too_long_after_the_floor_and_a_hundred_times_
     assert driven.step(FACTOR * 0.5 + 2, ticks=True)
 
 
-def test_steps_that_may_compile_are_not_judged(driven: Driven) -> None:
+def test_steps_that_may_compile_have_a_minute(driven: Driven) -> None:
     driven.add(temperature=0.0, prompt=[5] * 100)
-    assert not driven.step(290.0, ticks=True)  # a longer prompt than any before
+    assert not driven.step(COMPILING_S - 2, ticks=True)  # a longer prompt than any before
     for _ in range(40):
         driven.step()
     driven.add(temperature=0.7)
     driven.step()
-    assert not driven.step(290.0, ticks=True)  # the first that samples
+    assert not driven.step(COMPILING_S - 2, ticks=True)  # the first that samples
     for _ in range(40):
         driven.step()
     assert driven.step(30.0, ticks=True)
     driven.watch.forget()  # another drafter
     assert not driven.step(290.0, ticks=True)
+
+
+@pytest.mark.parametrize("unseen", [{"temperature": 0.7}, {"temperature": 0.0, "prompt": [5] * 100}])
+def test_a_step_of_an_unseen_kind_is_judged_by_the_kinds_that_were_seen(
+    driven: Driven, unseen: dict[str, Any]
+) -> None:
+    driven.add(**unseen)
+    assert driven.step(COMPILING_S + 2, ticks=True)
+
+
+def test_the_time_of_an_unseen_kind_is_expected_to_grow_with_its_rows() -> None:
+    driven = Driven()
+    driven.add(temperature=0.0)
+    for _ in range(50):
+        driven.step(0.5)
+    driven.add(temperature=0.0, prompt=[5] * 100)
+    assert not driven.step(290.0, ticks=True), "100 times 0.5 s, and the step has dozens of times the rows"
 
 
 def test_a_process_that_was_suspended_counts_nothing(driven: Driven) -> None:

@@ -440,7 +440,12 @@ def test_isolation_is_by_key_where_there_are_several_keys() -> None:
 
 def domain(settings: ServerSettings, key: str | None, tenant: str | None = None) -> str | None:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return Keys(settings).caller(headers | ({"x-tenant": tenant} if tenant else {})).domain
+    return caller(settings, headers | ({"x-tenant": tenant} if tenant else {})).domain
+
+
+def caller(settings: ServerSettings, headers: dict[str, str]) -> Caller:
+    keys = Keys(settings)
+    return keys.caller(keys.given(headers), headers)
 
 
 def test_tenants_share_where_isolation_is_by_tenant_and_nobody_claims_another() -> None:
@@ -458,7 +463,7 @@ def test_tenants_share_where_isolation_is_by_tenant_and_nobody_claims_another() 
     assert len({domain(trusted, None, each) for each in ("acme", "globex", "else")}) == 3
     assert domain(trusted, None, "else") == domain(trusted, None, "other") == domain(trusted, None)
     assert domain(ServerSettings(tenants=("acme",)), None, "acme") is None
-    told = Keys(by_tenant).caller({"x-api-key": PROXY, "x-tenant": "d\u00e9j\u00e0"})
+    told = caller(by_tenant, {"x-api-key": PROXY, "x-tenant": "d\u00e9j\u00e0"})
     assert read_caller(told_caller(told)) == told and told_caller(told).isascii()
     assert behind_gateway(by_tenant).keys("api_key") == ()
     assert read_caller(None) == Caller() and not read_caller(None).may_see("x")

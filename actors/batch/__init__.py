@@ -1,1 +1,1 @@
-"""Rows of datasets as they are read, answered and kept; what every door to batch work shares."""
+"""Datasets: reading rows, answering them, and keeping each result exactly once. Start at `ledger.py`."""

@@ -1,8 +1,7 @@
-"""One row through an engine: its answer, or why there is none.
+"""Answers one row with an engine: the result is its answer or its error.
 
-The same for every door: engine actors of batch jobs, the replica that works off `/v1/batches`, and the
-processor of a Ray dataset. Whatever is wrong with a row becomes its result; a dead engine is not the row's
-fault and is raised. Writes nothing: `writer.py` does.
+Used by the engine actors of batch jobs, the replica that runs `/v1/batches`, and the processor of a Ray
+dataset. An error of a row becomes its result; the death of an engine is raised.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from ..http.prompt_parts import PromptParts, without_answer
 from ..http.work import operation_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..telemetry import EndedRow
-from .columns import handed_on
-from .figures import SPENT
-from .reading import Row, id_of, record_of
+from .columns import passed_through
+from .row_reader import Row, id_of, record_of
+from .row_stats import SPENT
 from .rows import Layout, RowRequest, category_of, read_request
 
 logger = logging.getLogger(__name__)
 
-# `attempts`: how often the row was begun, other engines' deaths included.
+# `attempts`: how often the row was started, because engines died.
 ERROR_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("param", pa.string()), ("attempts", pa.int64())]
 )
-# Of each of `token_ids`; the likeliest in its place likeliest first. Null where they were not asked for.
+# Of each of `token_ids`, most likely tokens first. Null where logprobs were not requested.
 LOGPROBS_TYPE = pa.list_(
     pa.struct(
         [
@@ -58,7 +57,7 @@ LOGPROBS_TYPE = pa.list_(
         ]
     )
 )
-# What is written of a row; `input` is kept for failed rows only.
+# Columns that are written; `input` of failed rows only.
 RESULT_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -77,10 +76,9 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: its number; of OpenAI's lines the body that HTTP would have answered; when the
-# row was worked on (Unix time); what is counted and kept nowhere else (`figures.py`): how often it was begun,
-# the category that it is counted in, prompt tokens that the prefix cache had, verified blocks by accepted
-# drafts, what its engine spent. Names that a user's columns will hardly have.
+# Further columns of a result: the row's number; the HTTP response body of OpenAI's lines; begin and end (Unix
+# time); and what only `row_stats.py` counts: starts, category, cached prompt tokens, verified blocks by
+# accepted drafts, and what the engine spent.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -100,7 +98,7 @@ Result = dict[str, Any]  # a row of `wire_schema`
 
 
 def wire_schema(columns: pa.Schema) -> pa.Schema:
-    """WIRE_SCHEMA with the columns that are handed on (`Survey.columns`) behind it."""
+    """Return WIRE_SCHEMA followed by the columns that are passed through (`RowIndex.columns`)."""
     return pa.schema([*WIRE_SCHEMA, *columns])
 
 
@@ -112,13 +110,13 @@ class RowAnswerer:
         layout: how records are read.
         generation: the checkpoint's defaults.
         model_name: reported in OpenAI responses.
-        columns: handed on from the input to the results.
+        columns: passed through from the input to the results.
         background: rows yield to the engine's other requests.
-        chat: how the model converses; by default as its chat template says.
-        prefix: of the engine's names of requests, which are then known by their rows' ids; those must differ.
-        on_row: told of each row's end.
-        account_of: on whose receipt a row stands, by its category; None where there are no receipts.
-        caller: whose the rows are.
+        chat: the model's chat format; by default that of its chat template.
+        prefix: request ids are this and the row's id; ids must then be unique. None: numbered.
+        on_row: called at each row's end.
+        account_of: the account that a row is charged to; None without receipts.
+        caller: owner of the rows.
     """
 
     def __init__(
@@ -150,11 +148,11 @@ class RowAnswerer:
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """The result of one row. Raises EngineDeadError, which says nothing about the row.
+        """Return the result of one row. Raises EngineDeadError, which is no error of the row.
 
         Args:
-            speculate: False to answer it by the target alone, whatever the row says: a measured plain sample.
-            attempts: how often the row is begun, this time included.
+            speculate: False to use the target alone, for the plain sample.
+            attempts: how often the row was started, this time included.
         """
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
@@ -167,14 +165,14 @@ class RowAnswerer:
             account = None if self._account_of is None else self._account_of(Asker(category=category))
             answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
             result = self._success(request, answer, reading, shown)
-            result |= handed_on(record, self._columns, _line(row, self._layout))
+            result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
             raise
         except MantaError as error:
             result = failure(row, error, self._layout, self._columns, attempts=attempts)
         except ENDINGS:
             raise
-        except BaseException as error:  # the row's edge: whatever it is, it is this row's and no other's
+        except BaseException as error:  # the row's edge: no other row may fail by it
             logger.exception("row %d (%s) failed", row.number, shown_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
@@ -247,7 +245,7 @@ class RowAnswerer:
     def _response(
         self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
     ) -> Mapping[str, Any]:
-        """The body that the HTTP endpoint would have given."""
+        """Return the body of the HTTP endpoint's response."""
         shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
@@ -273,10 +271,10 @@ class RowAnswerer:
 def failure(
     row: Row, error: MantaError, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
 ) -> Result:
-    """The result of a row that has no answer, but for when it was worked on (`begin_s`, `end_s`)."""
+    """Return the result of a row without an answer, except `begin_s` and `end_s`."""
     text = row.fault is not None or layout.lines
     try:
-        kept = handed_on(record_of(row, layout), columns, _line(row, layout))
+        kept = passed_through(record_of(row, layout), columns, _line(row, layout))
     except MantaError:
         kept = {}
     if layout.kind == "openai":
@@ -294,7 +292,7 @@ def failure(
 def unanswered(
     row: Row, kind: str, message: str, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 0
 ) -> Result:
-    """The result, whole, of a row that no engine is going to answer; `kind` is its error's type."""
+    """Return the complete result of a row that no engine will answer; `kind` is its error's type."""
     result = failure(row, MantaError(message), layout, columns, attempts=attempts)
     now_s, error = time.time(), result["error"] | {"type": kind}
     return result | {"error": error, "response": None, "begin_s": now_s, "end_s": now_s}
@@ -305,7 +303,7 @@ def _line(row: Row, layout: Layout) -> str | None:
 
 
 def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:
-    """As of LOGPROBS_TYPE."""
+    """Return logprobs as LOGPROBS_TYPE."""
     if completion.logprobs is None or num_top is None:
         return None
     found: list[dict[str, Any]] = []

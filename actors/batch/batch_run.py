@@ -1,10 +1,10 @@
-"""One batch of `/v1/batches` on its way to its end, in the replica that holds its lock.
+"""Runs one batch of `/v1/batches` to its end, in the replica that holds its lock.
 
     read ─▶ answer (at most the service's slots at once) ─▶ RowWriter ─▶ parts ─▶ output and error file
 
-The rows are read, answered, written and counted as those of `manta batch`: what is durable is answered
-once, whoever goes on. The paper says how far it is, now and then and whenever its status changes. At its end
-every line stands in one of the two files; a line without an answer with the reason.
+Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, whichever
+replica goes on. The batch's stored object shows the progress. At the end every line is in one of the two
+files; a line without an answer with the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,23 +20,26 @@ from dataclasses import replace
 from typing import Literal, ParamSpec, TypeVar
 
 from ...cluster.errors import EngineDeadError, OutputError, shown_name
+from ...cluster.leases import LeaseBook
 from ...cluster.row_ranges import RowRanges, count, minus, of_rows, split_off, union
-from ...cluster.trials import ATTEMPTS, Trials
 from ..telemetry import BatchLines
 from .answering import Result, RowAnswerer, unanswered
+from .batch_admission import FORM, LAYOUT, OpenBatch
 from .batch_store import Batch, BatchStore
-from .figures import RowFigures
 from .file_store import FileStore, JsonObject, derived_id
-from .opening import FORM, LAYOUT, OpenBatch
 from .parts import PART_NAME
-from .reading import Row
+from .row_reader import Row
+from .row_stats import RowStats
 from .source import ERRORS
 from .writer import RowWriter, flush_interval_s
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_READ = 256
-LOOK_INTERVAL_S = 2.0  # between two papers, and two looks for a cancellation
+SUSPECTS_PER_LEASE = 8  # rows that go to the engine together after a death
+TRIALS = 2  # deaths with a row alone, after two beside others, that make it poison
+POLL_S = 2.0  # between two saves of the progress, and two looks for a cancellation
+ENGINE = "replica"  # the only engine of the lease book
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,17 +53,17 @@ POISON = "Whenever this line was answered, alone too, the engine died."
 
 
 class BatchRun:
-    """Works one batch off.
+    """Runs one batch.
 
     Args:
-        opened: ours from now on; `run` closes it.
+        opened: closed by `run`.
         answerer: on the replica's engine.
-        slots: for rows in flight, those of all batches of the replica.
-        on_tail: called when all rows are under way, so that slots will be left for another batch.
-        count_lines: told of those that have become durable; on the event loop, like `on_tail`.
+        slots: for running rows, shared by all batches of the replica.
+        on_tail: called when all rows have been started, so that slots will be free for another batch.
+        count_lines: gets lines that became durable; called on the event loop, like `on_tail`.
 
     Attributes:
-        batch: as its paper was last written.
+        batch: as it was saved last.
         all_begun: whether `on_tail` was called.
     """
 
@@ -88,53 +92,66 @@ class BatchRun:
         self._results: list[Result] = []  # answered, and not with the writer yet
         self._written = asyncio.Event()
         self._done: RowRanges = ()  # with the writer
-        self._trials = Trials()
+        self._book: LeaseBook | None = None
+        self._leasing = threading.Lock()  # of the book: rows are taken and answered in different threads
         self._counts = dict(self.batch.request_counts)
-        self._looked_s = 0.0
+        self._polled_s = 0.0
 
     async def run(self) -> None:
-        """Go on from where the batch stands, to its end.
+        """Run the batch from its present state to its end.
 
         Raises:
-            EngineDeadError, OutputError, DatasetError: what is durable stays; another may go on.
+            EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may go on.
         """
         try:
-            await whole(self._begin)
+            await in_thread(self._begin)
             end = await self._answer_until_end()
-            await whole(self._end, end)
+            await in_thread(self._end, end)
         except EngineDeadError:
             raise
         except BaseException:  # the replica stops, or a disk is full: no row is to blame
-            self._trials = replace(self._trials, flight=())
+            if self._book is not None:
+                self._book.died(ENGINE, (), blame=False)
             raise
         finally:
-            await whole(self._close)
+            await in_thread(self._close)
 
     def _begin(self) -> None:
-        """Count what is done; rows that a replica left behind when it died are taken over first."""
+        """Recover what a dead replica left: finished rows, and rows that its engine had."""
         ledger = self._opened.ledger
         ledger.adopt_orphans()
         self._done = union(ledger.answered, ledger.failed)
         self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
-        self._trials, poison = self._batches.trials(self.batch.id).after_death(self._done)
+        self._book, poison = LeaseBook.after_death(
+            self._batches.leases(self.batch.id),
+            self._left,
+            largest=ROWS_PER_READ,
+            smallest=SUSPECTS_PER_LEASE,
+            trials=TRIALS,
+        )
         if poison:
-            rows = self._read(poison)
-            self._write([unanswered(row, "engine_died", POISON, LAYOUT, attempts=ATTEMPTS) for row in rows])
+            deaths = self._book.poison
+            self._write(
+                [
+                    unanswered(row, "engine_died", POISON, LAYOUT, attempts=deaths[row.number])
+                    for row in self._read(poison)
+                ]
+            )
 
     @property
     def _left(self) -> RowRanges:
-        return minus(((0, self._opened.survey.num_rows),), self._done)
+        return minus(((0, self._opened.index.num_rows),), self._done)
 
     async def _answer_until_end(self) -> End:
         flush_s = flush_interval_s(self._output)
-        work = asyncio.ensure_future(self._answer_all(self._left))
+        work = asyncio.ensure_future(self._answer_all())
         try:
             while True:
-                if (end := await whole(self._look)) is not None:
+                if (end := await in_thread(self._poll)) is not None:
                     return end
                 done, _ = await asyncio.wait([work], timeout=flush_s)
                 results, self._results = self._results, []
-                await whole(self._write, results)
+                await in_thread(self._write, results)
                 self._written.set()
                 if done:
                     work.result()
@@ -143,43 +160,46 @@ class BatchRun:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _answer_all(self, left: RowRanges) -> None:
+    async def _answer_all(self) -> None:
+        assert self._book is not None, "_begin() first"
         try:
             async with asyncio.TaskGroup() as group:
-                while left:
-                    alone = bool(self._trials.suspects)
-                    flight, rows = await whole(self._next, left)
-                    left = minus(left, flight)
+                while self._book.left:
+                    self._written.clear()
+                    if not (rows := await in_thread(self._take)):  # suspected rows wait to be alone
+                        await self._written.wait()
                     for row in rows:
                         await self._slots.acquire()
                         task = group.create_task(self._answer(row))
                         task.add_done_callback(lambda _: self._slots.release())
-                        await asyncio.sleep(0)  # online requests do not wait for many rows to be begun
-                    while alone and minus(flight, self._done):
-                        self._written.clear()
-                        await self._written.wait()
+                        await asyncio.sleep(0)  # lets online requests run
                 self.all_begun = True
                 self._on_tail()
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    def _next(self, left: RowRanges) -> tuple[RowRanges, list[Row]]:
-        """The rows that the engine gets now. Whoever comes after its death learns which they were."""
-        self._trials, flight = self._trials.after_flight(self._done).begin(left, ROWS_PER_READ)
-        self._batches.save_trials(self.batch.id, self._trials)
-        return flight, self._read(flight)
+    def _take(self) -> list[Row]:
+        """Return the next rows for the engine, after saving which rows it has for the case that it dies."""
+        assert self._book is not None, "_begin() first"
+        with self._leasing:
+            lease = self._book.take(ENGINE, 1)
+            saved = self._book.to_json()
+        if lease is None:
+            return []
+        self._batches.save_leases(self.batch.id, saved)
+        return self._read(lease.rows)
 
     async def _answer(self, row: Row) -> None:
         result = await self._answerer.answer(row)
         if error := result.get("error"):
             logger.info("request %s/%s failed: %s", self.batch.id, shown_name(result["id"]), error["type"])
-        self._results.append(result)  # to the list that stands there now: others are with the writer
+        self._results.append(result)  # read the attribute now: earlier lists are with the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
-        return self._opened.reader.read(self._opened.survey.work(rows))
+        return self._opened.reader.read(self._opened.index.spans(rows))
 
-    def _look(self) -> End | None:
-        """Whether the batch is to end early; now and then, how far it is for its users to see."""
+    def _poll(self) -> End | None:
+        """Return how the batch is to end early, if it is; save its progress now and then."""
         batch = self.batch
         if not self._left:
             return None
@@ -189,9 +209,9 @@ class BatchRun:
             return "failed"
         if batch.expired_at is not None or batch.is_late:
             return "expired"
-        if time.monotonic() - self._looked_s < LOOK_INTERVAL_S:
+        if time.monotonic() - self._polled_s < POLL_S:
             return None
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         if self._batches.cancel_asked_at(batch.id) is not None:
             return "cancelled"
         if self._counts != batch.request_counts:
@@ -199,25 +219,33 @@ class BatchRun:
         return None
 
     def _write(self, results: list[Result]) -> None:
-        """Make durable what is answered. Raises OutputError when that fails for long."""
+        """Make results durable. Raises OutputError when that fails for long."""
         if results:
             self._writer.add(results)
         self._writer.flush()
-        self._done = union(self._done, of_rows(result["row"] for result in results))
+        rows = of_rows(result["row"] for result in results)
+        self._done = union(self._done, rows)
+        if self._book is not None:
+            with self._leasing:
+                for lease in self._book.holds(ENGINE):
+                    self._book.answered(lease.number, rows)
         failed = sum(1 for result in results if result.get("error"))
         self._counts["failed"] += failed
         self._counts["completed"] += len(results) - failed
         self._loop.call_soon_threadsafe(self._count_lines, _lines(results, failed))
 
     def _end(self, end: End) -> None:
-        """Bring the batch to its end. May be done again by another: the same files come of it."""
+        """End the batch. Another replica may repeat it, with the same files."""
         self._save(self._ending(end))
-        self._refuse_left(end)
+        left = self._left
+        while left:  # lines that get no answer say why
+            some, left = split_off(left, ROWS_PER_READ)
+            self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
         self._writer.close()
         ledger = self._opened.ledger
         ledger.refresh()
-        if not ledger.complete:  # whoever completed it was killed before the paper said so
-            ledger.finish({"batch": self.batch.id, **ledger.figures.as_json()})
+        if not ledger.complete:  # else a replica was killed after it had completed it
+            ledger.finish({"batch": self.batch.id, **ledger.stats.summary()})
         self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
         self._save(
             self.batch.moved(
@@ -225,12 +253,12 @@ class BatchRun:
                 output_file_id=self._put("output"),
                 error_file_id=self._put("error", ERRORS),
                 errors=self._opened.given_up if end == "failed" else None,
-                usage=_usage(ledger.figures),
+                usage=_usage(ledger.stats),
             )
         )
 
     def _ending(self, end: End) -> Batch:
-        """The batch in the status before its last one."""
+        """Return the batch in the status before its last one."""
         batch = self.batch
         if batch.status != "in_progress":
             return batch
@@ -238,15 +266,8 @@ class BatchRun:
             return batch.moved("cancelling", self._batches.cancel_asked_at(batch.id))
         return batch.moved("finalizing", expired_at=int(time.time()) if end == "expired" else None)
 
-    def _refuse_left(self, end: End) -> None:
-        """A line that gets no answer any more says why."""
-        left = self._left
-        while left:
-            some, left = split_off(left, ROWS_PER_READ)
-            self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
-
     def _put(self, kind: str, folder: str = "") -> str | None:
-        """A file of the parts that the ledger counted; None where there are none."""
+        """Make a file of the parts in a folder of the output. Returns its id; None without parts."""
         entries = self._output.entries(folder)
         names = [entry.name for entry in entries if PART_NAME.fullmatch(entry.name)]
         if not names:
@@ -268,18 +289,19 @@ class BatchRun:
         self._batches.save(self.batch)
 
     def _close(self) -> None:
-        """Whatever happened: what is answered becomes durable, and others may go on."""
+        """Make answered rows durable and unlock the batch, whatever happened."""
         try:
             if not self.batch.ended:
                 self._write(self._results)
                 self._writer.close()
-                self._batches.save_trials(self.batch.id, self._trials)
+                if self._book is not None:
+                    self._batches.save_leases(self.batch.id, self._book.to_json())
         finally:
             self._opened.close()
 
 
-async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a call in a thread returns; a cancellation waits for its end: nothing goes on behind us."""
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a thread. A cancellation waits until it has returned."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
     try:
         return await asyncio.shield(work)
@@ -289,14 +311,13 @@ async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _lines(results: Sequence[Result], failed: int) -> BatchLines:
-    """For metrics."""
+    """Count lines for metrics."""
     by_category: dict[str | None, tuple[int, int]] = {}
     for result in results:
-        category = result.get("counted_as")
-        num_drafts, num_accepted = by_category.get(category, (0, 0))
+        num_drafts, num_accepted = by_category.get(result.get("counted_as"), (0, 0))
         num_drafts += result.get("num_steps") or 0
         num_accepted += result.get("num_accepted_tokens") or 0
-        by_category[category] = num_drafts, num_accepted
+        by_category[result.get("counted_as")] = num_drafts, num_accepted
     return BatchLines(
         completed=len(results) - failed,
         failed=failed,
@@ -306,11 +327,11 @@ def _lines(results: Sequence[Result], failed: int) -> BatchLines:
     )
 
 
-def _usage(figures: RowFigures) -> JsonObject:
+def _usage(stats: RowStats) -> JsonObject:
     return {
-        "input_tokens": figures.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": figures.cached_prompt_tokens},
-        "output_tokens": figures.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},  # no answer is split into reasoning and rest
-        "total_tokens": figures.prompt_tokens + figures.completion_tokens,
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.cached_prompt_tokens},
+        "output_tokens": stats.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},  # answers are not split into reasoning and rest
+        "total_tokens": stats.prompt_tokens + stats.completion_tokens,
     }

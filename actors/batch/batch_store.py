@@ -1,13 +1,13 @@
-"""Batches of `/v1/batches` as they are kept: one paper each, in OpenAI's shape, and how it may change.
+"""Stored batches of `/v1/batches`: one JSON object each, in OpenAI's shape, and its status transitions.
 
-    batches/<id>.json     the batch, written whole
-    batches/<id>.cancel   somebody asked for its end, and when
-    queue/<id>            it is not at its end: what a replica that starts looks for
-    work/<id>/out/        its ledger (`ledger.py`), whose lock says which replica works on it
-    work/<id>/trials.json which rows the engine of that replica has
+    batches/<id>.json     the batch
+    batches/<id>.cancel   its cancellation was requested, and when
+    queue/<id>            it has not ended; a starting replica looks here
+    work/<id>/out/        its ledger (`ledger.py`), whose lock says which replica runs it
+    work/<id>/leases.json which rows the engine of that replica has
 
-A paper has one writer: the route that makes it, then whoever holds the lock. Everybody else, routes that
-cancel included, only puts files beside it. Blocking; stateless, so that any replica answers.
+A batch has one writer: the route that creates it, then the holder of the lock. Others, such as the route that
+cancels, only write files beside it. Blocking and stateless, so that any replica answers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from typing import Any, Literal
 
 from ...cluster.caller import Caller
 from ...cluster.errors import NotFoundError, RequestError, shown
-from ...cluster.trials import Trials
-from .file_store import JsonObject, Owned, Page, ordered_id, page, read_paper
+from .file_store import JsonObject, Owned, Page, ordered_id, page, read_object
 from .storage import Storage
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-HIDDEN = ("owner", "domain", "tenant")  # absent in papers of earlier releases
+HIDDEN = ("owner", "domain", "tenant")  # stored, and not part of OpenAI's object
 FOLDER, QUEUE, WORK = "batches", "queue", "work"
-TRIALS = "trials.json"
-# An entry of the queue whose paper never came: the request that made it has failed.
-ABANDONED_S = 3600.0
+LEASES = "leases.json"
+ABANDONED_S = 3600.0  # then the request behind a queue entry without a batch has failed
 NEXT: Mapping[Status, tuple[Status, ...]] = {
     "validating": ("in_progress", "cancelling", "failed"),
     "in_progress": ("finalizing", "cancelling", "failed"),
@@ -53,10 +51,10 @@ class Batch:
     """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
 
     Attributes:
-        errors: why the input was refused, or the batch given up: OpenAI's list of errors.
+        errors: why the input was refused or the batch given up, as OpenAI's list of errors.
         usage: tokens of all answered lines; None before there are any.
-        owner, domain: of the caller that made it (`cluster/caller.py`); not shown.
-        tenant: that its lines count for; not shown.
+        owner, domain: of the caller that created it (`cluster/caller.py`); hidden.
+        tenant: that its lines count for; hidden.
     """
 
     id: str
@@ -90,11 +88,11 @@ class Batch:
 
     @property
     def is_late(self) -> bool:
-        """Whether its window is over."""
+        """Return whether its completion window is over."""
         return time.time() >= self.expires_at
 
     def moved(self, status: Status, at: int | None = None, **changes: Any) -> Batch:  # Any: fields
-        """The batch in its next status, with the status's stamp."""
+        """Return the batch in its next status, with the status's time stamp."""
         assert status in NEXT[self.status], f"a batch that is {self.status} does not become {status}"
         stamp = int(time.time()) if at is None else at
         return replace(self, status=status, **{f"{status}_at": stamp}, **changes)
@@ -103,7 +101,7 @@ class Batch:
         shown = {name: value for name, value in asdict(self).items() if name not in HIDDEN}
         return {"id": self.id, "object": "batch"} | shown
 
-    def as_paper(self) -> JsonObject:
+    def to_json(self) -> JsonObject:
         return self.as_openai() | {name: getattr(self, name) for name in HIDDEN}
 
 
@@ -137,41 +135,36 @@ class BatchStore:
             domain=caller.domain,
             tenant=tenant,
         )
-        self.storage.write(f"{QUEUE}/{batch.id}", b"")  # before the paper: what has a paper is worked off
+        self.storage.write(f"{QUEUE}/{batch.id}", b"")  # first: a stored batch is always run
         self.save(batch)
         return batch
 
     def get(self, batch_id: str, caller: Caller) -> Batch:
-        """The batch as its users see it. Raises NotFoundError where the caller may see none of that id."""
+        """Return the batch as its users see it. Raises NotFoundError if there is none for this caller."""
         batch = self.find(batch_id)
         if batch is None or not caller.may_see(batch.owner):
             raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:
-        """The same; None if there is none."""
-        batch = self.kept(batch_id)
+        """Return the batch as its users see it; None if there is none."""
+        batch = self.saved(batch_id)
         if batch is None or batch.status not in ("validating", "in_progress"):
             return batch
         asked_at = self.cancel_asked_at(batch_id)
         return batch if asked_at is None else batch.moved("cancelling", asked_at)
 
-    def kept(self, batch_id: str) -> Batch | None:
-        """The batch as whoever works on it has left it."""
-        paper = read_paper(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
-        if paper is None:
-            return None
-        hidden = {name: paper.get(name) for name in HIDDEN}
-        return Batch(
-            **hidden, **{each.name: paper[each.name] for each in fields(Batch) if each.name not in hidden}
-        )
+    def saved(self, batch_id: str) -> Batch | None:
+        """Return the batch as it was saved last."""
+        found = read_object(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
+        return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
 
     def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
-        """The caller's, newest first. Raises RequestError when `after` is no id of theirs."""
+        """Return the caller's batches, newest first. Raises RequestError when `after` is no id of theirs."""
         return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
 
     def cancel(self, batch_id: str, caller: Caller) -> Batch:
-        """Ask for a batch's end. Raises NotFoundError as `get`, RequestError when it has ended."""
+        """Request a cancellation. Raises NotFoundError as `get`, RequestError if the batch has ended."""
         batch = self.get(batch_id, caller)
         if batch.ended or batch.status == "finalizing":
             raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
@@ -181,47 +174,47 @@ class BatchStore:
         return self.get(batch_id, caller)
 
     def cancel_asked_at(self, batch_id: str) -> int | None:
-        """When its end was asked for, if it was."""
+        """Return when its cancellation was requested, if it was."""
         try:
             return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
         except FileNotFoundError:
             return None
 
     def queued(self) -> list[str]:
-        """Ids of the batches that are not at their end, oldest first."""
+        """Return the ids of the batches that have not ended, oldest first."""
         return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
 
     def save(self, batch: Batch) -> None:
-        """Only for who holds the batch's lock. A batch at its end leaves the queue."""
-        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.as_paper()).encode())
+        """Save a batch; the caller holds its lock. An ended batch leaves the queue."""
+        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.to_json()).encode())
         if batch.ended:
             self.leave_queue(batch.id)
-            self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{TRIALS}")
+            self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{LEASES}")
 
     def leave_queue(self, batch_id: str) -> None:
         self.storage.remove(f"{QUEUE}/{batch_id}")
 
     def drop_abandoned(self, batch_id: str) -> None:
-        """Forget an entry of the queue that has no paper, when it has had the time to get one."""
+        """Remove a queue entry that has had no batch for a long time."""
         entry = self.storage.entry(f"{QUEUE}/{batch_id}")
         if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
             self.leave_queue(batch_id)
 
-    def trials(self, batch_id: str) -> Trials:
-        """Which rows an engine had when its replica died."""
+    def leases(self, batch_id: str) -> JsonObject:
+        """Return the saved lease book (`LeaseBook.to_json`); empty if there is none."""
         try:
-            return Trials.from_json(json.loads(self.storage.read(f"{WORK}/{batch_id}/{TRIALS}")))
+            return json.loads(self.storage.read(f"{WORK}/{batch_id}/{LEASES}"))
         except FileNotFoundError:
-            return Trials()
+            return {}
 
-    def save_trials(self, batch_id: str, trials: Trials) -> None:
-        """Only for who holds the batch's lock."""
-        self.storage.write(f"{WORK}/{batch_id}/{TRIALS}", json.dumps(trials.as_json()).encode())
+    def save_leases(self, batch_id: str, book: JsonObject) -> None:
+        """Save the lease book; the caller holds the batch's lock."""
+        self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(book).encode())
 
     def output_folder(self, batch_id: str) -> str:
-        """Where its answers go, as a name in the storage."""
+        """Return the folder of its answers, as a name in the storage."""
         return f"{WORK}/{batch_id}/out"
 
     def output(self, batch_id: str) -> Storage:
-        """The same, to be locked and written."""
+        """Return the folder of its answers, to lock and write."""
         return self.storage.under(self.output_folder(batch_id))

@@ -1,10 +1,10 @@
-"""Columns handed on from the input to the results: which, of what type, and values brought into it.
+"""Columns passed through from the input to the results (`--pass-through`): which, and of what type.
 
-Parquet files name their types. Fields of CSV are text. Lines of JSON have no types by column:
+Parquet files have types. Fields of CSV are text. Lines of JSON have no types by column:
 
-* Results in JSONL repeat each value as its line writes it, and leave out what a line leaves out.
-* Results in Parquet need one type for a column. A survey of all lines finds it: integers, numbers, truth
-  values and text. A column of other values, or of several types, holds the JSON text of each value.
+* Results in JSONL repeat each value as its line writes it, and omit what a line omits.
+* Results in Parquet need one type per column. `row_index.py` collects the types over all lines: integers,
+  floats, booleans and text. A column of other values, or of several types, holds each value's JSON text.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PLAIN: Mapping[type, pa.DataType] = {
     float: pa.float64(),
     str: pa.string(),
 }
-# An Arrow field's mark: its text is the JSON of a value. "text": a column of Parquet, where null is no value.
-# "member": the text goes into a line of JSON as it is; no text means that the line has no such key.
+# Metadata of an Arrow field whose text is JSON. "text": a column of Parquet, where null means no value.
+# "member": the text is copied into a line of JSON; null means that the line has no such key.
 MARK, TEXT, MEMBER = b"json", b"text", b"member"
-EXACT = 2**53  # up to here each integer is a float64 too
+EXACT = 2**53  # every smaller integer is a float64 too
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
 
 
 class _Wide(int):
-    """Integers of 64 bits that a float64 may not hold."""
+    """Marks integers of 64 bits that a float64 may not represent."""
 
 
 class ColumnTypes:
-    """Gathers the types of columns over records.
+    """Collects the types of columns over records.
 
     Args:
         wanted: `Layout.columns`.
@@ -56,17 +56,17 @@ class ColumnTypes:
                 seen.add(_kind(value))
 
     def schema(self) -> pa.Schema:
-        """Raises DatasetError for a column that no record has, or that results cannot have."""
+        """Return the columns to pass through. Raises DatasetError for a column that no record has."""
         types = pa.schema([_field(name, seen) for name, seen in self._seen.items()])
         return chosen(types, self._layout)
 
 
 def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
-    """The columns of a dataset that are handed on. Raises DatasetError."""
+    """Return the columns of a dataset to pass through. Raises DatasetError."""
     if layout.columns == "all":
         id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
         own_id = next((name for name in id_columns if name in schema.names), None)
-        names = [name for name in schema.names if name not in (own_id, "seed")]  # results have these anyway
+        names = [name for name in schema.names if name not in (own_id, "seed")]  # results have them anyway
     else:
         names = list(layout.columns)
     if unknown := next((name for name in names if name not in schema.names), None):
@@ -77,7 +77,7 @@ def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
 
 
 def of_parquet(schemas: Iterable[pa.Schema], layout: Layout) -> pa.Schema:
-    """Those of Parquet files, whose types may differ as far as one holds the other."""
+    """Return the columns of Parquet files to pass through. Types may differ where one can hold the other."""
     plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:
         return chosen(pa.unify_schemas(plain, promote_options="permissive"), layout)
@@ -86,7 +86,7 @@ def of_parquet(schemas: Iterable[pa.Schema], layout: Layout) -> pa.Schema:
 
 
 def as_members(columns: pa.Schema) -> pa.Schema:
-    """Columns of lines of JSON for results that are lines of JSON."""
+    """Return the same columns for results in JSONL."""
     return pa.schema([pa.field(name, pa.string(), metadata={MARK: MEMBER}) for name in columns.names])
 
 
@@ -94,8 +94,8 @@ def is_member(field: pa.Field) -> bool:
     return (field.metadata or {}).get(MARK) == MEMBER
 
 
-def handed_on(record: Record, schema: pa.Schema, line: str | None = None) -> dict[str, Any]:
-    """Return the record's values of the columns, as the schema wants them.
+def passed_through(record: Record, schema: pa.Schema, line: str | None = None) -> dict[str, Any]:
+    """Return the record's values of the columns, converted to the schema.
 
     Args:
         line: of JSON, where the record was one.
@@ -116,9 +116,8 @@ def members(line: str) -> dict[str, str]:
         elif depth == 1 and mark == ":":
             begin = token.end()
         elif key is not None and (depth == 0 or (depth == 1 and mark == ",")):
-            found[json.loads(key)] = (
-                line[begin : token.start()].strip().replace("\r", " ")
-            )  # some readers end lines at \r
+            text = line[begin : token.start()].strip()
+            found[json.loads(key)] = text.replace("\r", " ")  # some readers end lines at \r
             key = None
     return found
 
@@ -140,7 +139,7 @@ def _field(name: str, seen: set[type]) -> pa.Field:
 
 
 def _plain(field: pa.Field) -> pa.Field:
-    """Dictionaries and extensions are how values are kept, not what they are."""
+    """Replace dictionary and extension types by the type of their values."""
     kind = field.type
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
@@ -150,7 +149,7 @@ def _plain(field: pa.Field) -> pa.Field:
 
 
 def _readable(field: pa.Field) -> pa.Field:
-    """Columns without any value are text: many readers of Parquet know no type of nulls alone."""
+    """Give columns without values the type text: many readers of Parquet have no null type."""
     return field.with_type(pa.string()) if pa.types.is_null(field.type) else field
 
 

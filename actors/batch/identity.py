@@ -1,19 +1,30 @@
-"""What a checkpoint is, wherever it lies: what answers depend on is named by this, not by paths."""
+"""Identity of a model, independent of paths: digests of checkpoints, and settings that change answers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...cluster.config import EngineConfig
+from ..checkpoints import target_folder, tokenizer_folder
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
-PROBE_BYTES = 65536  # of the begin, the middle and the end of a file of weights
+PROBE_BYTES = 65536  # read at the begin, middle and end of a file of weights
+
+
+def model_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
+    """Return what identifies the model of an engine. The drafter is left out: it changes no answer."""
+    target, tokenizer = target_folder(config), tokenizer_folder(config)
+    return {
+        "model": checkpoint_identity(target),
+        "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
+        **settings_identity(config),
+    }
 
 
 def checkpoint_identity(folder: Path) -> str:
-    """A digest of a checkpoint: of its small files whole, of its weights by size and probes."""
+    """Return a digest of a checkpoint: of its small files, and of sizes and probes of its weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES or not path.is_file():
@@ -30,12 +41,9 @@ def checkpoint_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def settings_identity(config: EngineConfig) -> Mapping[str, object]:
-    """What settings make of the checkpoint: of its chat template, its config.json, its weights.
-
-    Nothing of what they leave as it is.
-    """
-    found: dict[str, object] = {}
+def settings_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
+    """Return the settings that change the chat template, the config.json or the weights, where they do."""
+    found: dict[str, Any] = {}
     if config.chat_template is not None:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()
     if config.default_chat_template_kwargs:

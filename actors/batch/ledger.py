@@ -1,11 +1,11 @@
-"""The ledger of an output: whose it is, which rows are done, and the end of the job.
+"""The ledger of an output: which job owns it, which rows are done, and the end of the job.
 
-    open    lock it; go on with the job that is there, begin one, or refuse, naming what is in the way
+    open    lock the output; resume its job, begin a new one, or raise what prevents it
     ...     engines write (`writer.py`); `refresh` reads what they have made durable
-    finish  every row once (`sweep.py`), then manifest, report and, last, `_SUCCESS`
+    finish  every row once (`compaction.py`), then manifest, report and, last, `_SUCCESS`
 
-Held by whoever drives a job: the driver of `manta batch`, the replica that works off `/v1/batches`. All it
-knows stands in the output; no database, nothing in memory alone. Not for engines: they write without it.
+Held by the process that drives a job: the driver of `manta batch`, or the replica that runs a batch of
+`/v1/batches`. All its state is in the output. Engines write without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,62 +24,54 @@ import pyarrow as pa
 from ...cluster.errors import ConfigError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, union
 from ..files import TEMPORARY
-from .contents import Contents, results_in
-from .figures import Device, RowFigures
+from .compaction import compact, manifest, manifest_parts, renumber
+from .job_spec import JobSpec, check_parts, not_empty
 from .lock import Lock, lock
-from .paper import JobPaper
-from .parts import FOLDER, MANIFEST, PENDING, PICTURES, RECORDS, REPORT, RESULT_NAME, SUCCESS, present_name
-from .refusals import check_parts, check_same, not_empty
-from .renumber import renumber
+from .output_index import OutputIndex, results_in
+from .parts import FOLDER, MANIFEST, PENDING, RECORDS, REPORT, REPORT_HTML, RESULT_NAME, SUCCESS
+from .row_stats import Device, RowStats
 from .runs import (
     Job,
+    allow_writes,
     earlier,
     forget_earlier,
     keep_earlier,
-    let_write,
     reason,
     remove_earlier,
     write_json,
 )
 from .source import ERRORS
 from .storage import Storage
-from .sweep import listed, manifest_parts, settle
 from .writer import GIVE_UP_S, RETRY_S, RowWriter
 
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    pa.ArrowException,
-)  # of papers and records
+# Raised by job files and records that are damaged or cannot be read.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException)
 
 Resume = Literal["yes", "no", "force"]
 
 
 class Ledger:
-    """An output that is ours to write. Made by `open`.
+    """An output that this process may write. Made by `open`.
 
     Attributes:
-        run: the number of this run; what writers are told.
-        complete: all is done, and nothing was begun; `reopen` begins a run nevertheless.
+        run: the number of this run, for writers.
+        complete: all rows are done and no run was begun; `reopen` begins one.
     """
 
-    def __init__(self, output: Storage, paper: JobPaper, lock: Lock) -> None:
+    def __init__(self, output: Storage, spec: JobSpec, lock: Lock) -> None:
         self.run = 0
         self.complete = False
         self._output = output
-        self._paper = paper
+        self._spec = spec
         self._lock = lock
-        self._contents = Contents(output, first_run=0, numbering=0)
+        self._index = OutputIndex(output, first_run=0, numbering=0)
         self._job: Job | None = None
 
     @classmethod
     def open(
         cls,
         output: Storage,
-        paper: JobPaper,
+        spec: JobSpec,
         *,
         resume: Resume = "yes",
         overwrite: bool = False,
@@ -87,18 +79,18 @@ class Ledger:
         say: Callable[[str], object] = lambda words: None,
         held: Lock | None = None,
     ) -> Self:
-        """Take an output, for a new job or for one more run of the one that is there.
+        """Open an output for a new job, or for one more run of its job.
 
         Args:
-            resume: "no" refuses an output that is not empty; "force" goes on though settings or input differ.
-            overwrite: begin anew; earlier results stay until there is something in their place.
-            id_hashes: `Survey.id_hashes`, by which rows of a changed input are found again.
-            say: told why this takes long.
-            held: the output's lock, where it was taken before; the ledger's from now on, unless this raises.
+            resume: "no" refuses an output that is not empty; "force" resumes though settings or input differ.
+            overwrite: begin a new job; earlier results stay until there are new ones.
+            id_hashes: `RowIndex.id_hashes`, by which rows of a changed input are found again.
+            say: gets a line for the user about a long wait.
+            held: the output's lock, if it was taken before; the ledger closes it, unless this raises.
 
-        Raises ConfigError, which names what is in the way and the remedy.
+        Raises ConfigError, which names what prevents it and the remedy.
         """
-        ledger = cls(output, paper, held or lock(output, say))
+        ledger = cls(output, spec, held or lock(output, say))
         try:
             ledger._begin(resume, overwrite, id_hashes)
         except UNREADABLE as error:
@@ -117,83 +109,83 @@ class Ledger:
 
     @property
     def answered(self) -> RowRanges:
-        """Rows in answered parts."""
-        return self._contents.answered
+        """Return the rows in answered parts."""
+        return self._index.answered
 
     @property
     def failed(self) -> RowRanges:
-        """Rows that stand as failed."""
-        return self._contents.failed
+        """Return the rows that count as failed."""
+        return self._index.failed
 
     @property
     def left(self) -> RowRanges:
-        """Rows that are to be answered and are in no part."""
-        return minus(self._paper.rows, union(self.answered, self.failed))
+        """Return the rows to answer that are in no part."""
+        return minus(self._spec.rows, union(self.answered, self.failed))
 
     @property
     def orphans(self) -> tuple[str, ...]:
-        """Writers whose segments are to be adopted, as of the last refresh: at the start all are dead."""
-        return self._contents.writers
+        """Return writers whose segments must be adopted, as of the last refresh."""
+        return self._index.writers
 
     @property
-    def figures(self) -> RowFigures:
-        """Of all parts."""
-        return self._contents.figures
+    def stats(self) -> RowStats:
+        """Return the stats of all parts."""
+        return self._index.stats
 
     @property
     def device(self) -> Device:
-        """What the engines of a complete job held, as its report says; "device" where that cannot be read."""
+        """Return what the engines of a complete job held, from its report."""
         try:
             return json.loads(self._output.read(REPORT))["device"]
         except (OSError, ValueError, KeyError):
             return "device"
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read again what parts and segments there are. Raises OutputError.
+        """Read which parts and segments there are. Raises OutputError.
 
         Args:
-            writer: only its segments are looked at, beside all parts.
+            writer: look only at segments of this writer, beside all parts.
         """
         try:
-            self._contents.refresh(writer)
+            self._index.refresh(writer)
         except UNREADABLE as error:
             raise self._failed("read", error) from error
 
     def durable(self, writer: str) -> RowRanges:
-        """Rows of a writer in parts or segments, as of the last refresh."""
-        return self._contents.durable(writer)
+        """Return the rows of a writer in parts or segments, as of the last refresh."""
+        return self._index.durable(writer)
 
     def known(self, writer: str) -> RowRanges:
-        """What need not be adopted of a writer: rows answered, and rows that failed in its run or later."""
-        return union(self.answered, self._contents.failed_since(self._contents.run_of(writer)))
+        """Return rows that need not be adopted from a writer: answered, or failed in its run or later."""
+        return union(self.answered, self._index.failed_since(self._index.run_of(writer)))
 
     def adopt_orphans(self) -> None:
         """Make parts of what dead writers have finished. Raises OSError, OutputError."""
         if not (orphans := self.orphans):
             return
-        let_write(self._output, self.run)
+        allow_writes(self._output, self.run)
         writer = RowWriter(
-            self._output, self._paper.form, run=self.run, shard=0, writer=f"rest-{uuid.uuid4().hex}"
+            self._output, self._spec.form, run=self.run, shard=0, writer=f"rest-{uuid.uuid4().hex}"
         )
         for orphan in orphans:
             writer.adopt(orphan, self.known(orphan))
         writer.close()
-        self._contents.refresh()
+        self._index.refresh()
 
     def reopen(self) -> None:
-        """Begin a run of a complete job, to answer failed rows again: `_SUCCESS` goes. Raises OutputError."""
+        """Begin a run of a complete job, to answer failed rows again. Raises OutputError."""
         assert self.complete and self._job is not None, "only a complete job is reopened"
         try:
             self._output.remove(SUCCESS, MANIFEST)
-            self._run(self._job.next(self._paper, renumbered=False))
+            self._run(self._job.next(self._spec, renumbered=False))
         except OSError as error:
             raise self._failed("written", error) from error
         self.complete = False
 
     def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
-        """Let every row stand once, then write the papers; `_SUCCESS` last. All writers are closed.
+        """Keep every row once, then write report and manifest, and `_SUCCESS` last. Writers must be closed.
 
-        Tried again for a minute while the output fails. Raises OutputError; the job can be resumed.
+        Retries for a minute while the output fails. Raises OutputError; the job can be resumed.
         """
         deadline_s = time.monotonic() + GIVE_UP_S
         while True:
@@ -205,7 +197,7 @@ class Ledger:
             time.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Leave the output to others. Idempotent."""
+        """Unlock the output. Idempotent."""
         self._lock.close()
 
     def _begin(self, resume: Resume, overwrite: bool, id_hashes: Callable[[], np.ndarray] | None) -> None:
@@ -220,18 +212,18 @@ class Ledger:
                 raise not_empty(self._output.where, files)
             self._run(self._first(None))
         else:
-            self._resume(job, files, resume, id_hashes)
+            self._resume(job, resume, id_hashes)
 
     def _first(self, before: Job | None) -> Job:
-        if before is None:  # whatever its runs were, nothing of them is to be taken for this job's
+        if before is None:  # what is left of unknown runs must not count for this job
             self._output.remove_folder(RECORDS)
             self._output.remove_folder(PENDING)
-        job = Job.first(self._paper, before)
-        self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
+        job = Job.first(self._spec, before)
+        self._index = OutputIndex(self._output, first_run=job.first_run, numbering=job.numbering)
         return job
 
     def _replace(self, files: list[str]) -> None:
-        """A new job in the place of whatever was there. Its own files go later, those of others never."""
+        """Begin a new job. Results of the earlier one are removed later, other files never."""
         try:
             before = Job.read(self._output)
         except (ValueError, KeyError, TypeError):
@@ -241,46 +233,43 @@ class Ledger:
         self._run(job)
         self._output.remove_folder(PENDING)
 
-    def _resume(
-        self, job: Job, files: Sequence[str], resume: Resume, id_hashes: Callable[[], np.ndarray] | None
-    ) -> None:
-        changed = self._paper.other_input(job.paper)
-        check_same(self._output.where, self._paper, job.paper, force=resume == "force")
-        _rename_earlier(self._output, files)
-        self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
-        self._contents.refresh()
+    def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
+        changed = self._spec.other_input(job.spec)
+        self._spec.check_resume(self._output.where, job.spec, force=resume == "force")
+        self._index = OutputIndex(self._output, first_run=job.first_run, numbering=job.numbering)
+        self._index.refresh()
         replaced = earlier(self._output, job.first_run)
-        check_parts(self._output.where, self._contents, replaced)
+        check_parts(self._output.where, self._index, replaced)
         self.run = job.run
         if changed:
             self.adopt_orphans()
-        if SUCCESS in self._contents.files and not replaced:
+        if SUCCESS in self._index.files and not replaced:
             self._job = job
-            same = not (changed or self._paper.other_settings(job.paper) or self.left)
-            self.complete = same and manifest_parts(self._output) == self._contents.records.keys()
+            same = not (changed or self._spec.other_settings(job.spec) or self.left)
+            self.complete = same and manifest_parts(self._output) == self._index.records.keys()
             if self.complete:
                 return
             self._output.remove(SUCCESS, MANIFEST)
         if not replaced:
             forget_earlier(self._output)
-        self._run(job.next(self._paper, renumbered=bool(changed)))
-        if self._contents.stale:
+        self._run(job.next(self._spec, renumbered=bool(changed)))
+        if self._index.stale:
             assert id_hashes is not None, "rows of a changed input are found by the hashes of their ids"
-            renumber(self._output, self._contents, self._paper.form, id_hashes(), self.run)
+            renumber(self._output, self._index, self._spec.form, id_hashes(), self.run)
 
     def _run(self, job: Job) -> None:
-        """Begin a run: from here on its writers may write, and no others."""
+        """Begin a run: from now on only its writers may write."""
         job.write(self._output)
-        let_write(self._output, job.run)
-        self._contents.renumber(job.numbering)
+        allow_writes(self._output, job.run)
+        self._index.set_numbering(job.numbering)
         self._job, self.run = job, job.run
 
     def _finish(self, report: Mapping[str, Any], html: str | None) -> None:
         self._check_ours()
-        self._contents.refresh()
+        self._index.refresh()
         self.adopt_orphans()
-        let_write(self._output, None)
-        self._contents.refresh()  # what was written up to here
+        allow_writes(self._output, None)
+        self._index.refresh()  # reads what was written until now
         if left := self.left:
             raise OutputError(
                 f"output: {count(left)} rows are in no part of {self._output.where}. Run the same command "
@@ -288,15 +277,15 @@ class Ledger:
                 param="output",
             )
         remove_earlier(self._output)
-        settle(self._output, self._contents, self._paper.form, self.run)
+        compact(self._output, self._index, self._spec.form, self.run)
         self._output.remove_folder(PENDING)
         if not self.failed:
             self._output.remove_folder(ERRORS)
         write_json(self._output, REPORT, report)
         if html is not None:
-            self._output.write(PICTURES, html.encode())
+            self._output.write(REPORT_HTML, html.encode())
         assert self._job is not None
-        write_json(self._output, MANIFEST, listed(self._contents) | self._job.as_json())
+        write_json(self._output, MANIFEST, manifest(self._index) | self._job.as_json())
         self._output.write(SUCCESS, b"")
 
     def _check_ours(self) -> None:
@@ -316,7 +305,7 @@ class Ledger:
 
 
 def _remove_half_written(output: Storage) -> None:
-    """What a kill has left. Object stores show no such things."""
+    """Remove half-written files that a kill has left. Object stores show none."""
     if output.local:
         root = Path(output.root)
         for folder in (FOLDER, ERRORS):
@@ -324,11 +313,3 @@ def _remove_half_written(output: Storage) -> None:
         below = ((root / folder).rglob(f"{TEMPORARY}*") for folder in (FOLDER, ERRORS))
         for path in itertools.chain(root.glob(f"{TEMPORARY}*"), *below):
             path.unlink(missing_ok=True)
-
-
-def _rename_earlier(output: Storage, files: Sequence[str]) -> None:
-    """Bring results that an earlier version of ours has written to where they stand now."""
-    for name in files:
-        if (now := present_name(name)) != name:
-            output.write(now, output.read(name))
-            output.remove(name)

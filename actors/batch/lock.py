@@ -1,9 +1,9 @@
-"""One job at a time writes an output.
+"""Lets one job at a time write an output.
 
-On a disk the system's lock of a file says so, and dies with its process. In an object store each job puts a
-claim of its own and looks for others: who puts first and looks second cannot miss one that does the same. A
-claim lives by being put again every few seconds, judged by the store's own times alone; one that was not is
-taken over. Two that start at once may both be refused; never do both go on. Held by the ledger.
+On a disk this is `flock` on a file; it ends with its process. In an object store each job writes a claim of
+its own and then lists the claims of others: two jobs that both write before they list cannot miss each other.
+A claim is written again every few seconds and judged by the store's own times; one that is not is taken over.
+Two jobs that start at once may both be refused, but never both go on. The ledger holds the lock.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .storage import Entry, Storage
 LOCK = f"{FOLDER}/lock"
 CLAIM = f"{FOLDER}/lock-"
 BEAT_S = 5.0
-DEAD_S = 15.0  # a claim that was not put again for so long is nobody's
+DEAD_S = 15.0  # a claim that was not written again for this long belongs to a dead job
 LOOK_S = 1.0
 
 
 class Lock(Protocol):
-    """An output that is ours."""
+    """A lock on an output."""
 
     @property
     def held(self) -> bool:
-        """Nobody has taken it over meanwhile."""
+        """Return False once another job has taken the output over."""
         ...
 
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Unlock. Idempotent."""
         ...
 
 
@@ -49,13 +49,13 @@ def lock(output: Storage, say: Callable[[str], object]) -> Lock:
     """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked.
 
     Args:
-        say: told what is waited for: in an object store, up to 15 s after a job that was killed.
+        say: gets a line for the user about a wait: in an object store up to 15 s after a killed job.
     """
     return FileLock(output) if output.local else Claim(output, say)
 
 
 class FileLock:
-    """A file of a disk, locked for as long as this process lives."""
+    """A locked file on a disk."""
 
     def __init__(self, output: Storage) -> None:
         self._path = Path(output.root) / LOCK
@@ -72,12 +72,12 @@ class FileLock:
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-                self._path.parent.rmdir()  # only if there is nothing else in it
+                self._path.parent.rmdir()  # fails if there is anything else in it
             self._file.close()
 
 
 class Claim:
-    """An object of ours in a store, put again and again by a thread."""
+    """An object in a store, written again and again by a thread."""
 
     def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
         self._output = output
@@ -112,16 +112,16 @@ class Claim:
                 self._output.remove(self._name)
 
     def _beat(self) -> None:
-        """Put the claim again until it is given back, or somebody has taken it for dead."""
+        """Write the claim again until it is closed or another job has removed it."""
         while not self._closing.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # tried again at the next beat; who outlives us removes it
+            with contextlib.suppress(OSError):  # retried at the next beat
                 if self._output.entry(self._name) is None:
                     self._lost = True
                     return
                 self._output.write(self._name, self._content)
 
     def _outlive(self, say: Callable[[str], object]) -> None:
-        """Return when no other claim lives. Those that are put again meanwhile do."""
+        """Wait until no other claim is alive. Raises InUseError when one is written again meanwhile."""
         first = self._others()
         if first:
             say(
@@ -157,7 +157,7 @@ def _holder() -> str:
 
 
 def _in_words(holder: str | bytes) -> str:
-    """Who holds an output, as far as is known; with a space before it."""
+    """Return what is known of the holder, with a space before it."""
     try:
         who = json.loads(holder)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(who["since_s"]))
@@ -175,7 +175,7 @@ def _in_use(output: Storage, who: str) -> InUseError:
 
 
 def _locked(output: Storage, path: Path) -> IO[str]:
-    """The locked file. A lock whose file was removed meanwhile locks nothing: try again."""
+    """Return the locked file. Retries when the file was removed meanwhile, since that locks nothing."""
     while True:
         file = None
         try:
@@ -191,7 +191,7 @@ def _locked(output: Storage, path: Path) -> IO[str]:
                 f"output: {output.where} cannot be written: {error.strerror}. Choose another with --output.",
                 param="output",
             ) from None
-        if file is None:  # the folder went with somebody else's lock
+        if file is None:  # another job removed the folder with its lock
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

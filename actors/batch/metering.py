@@ -1,9 +1,8 @@
-"""What an engine's devices are spent on, metered row by row.
+"""Measures the device time of an engine and stamps it on results.
 
-One per engine actor; whoever starts rows tells it of every start and end. What was spent since the row
-before is stamped on each result (`engine_spent` of WIRE_SCHEMA). So it is counted exactly once, with the row:
-figures add up over runs, and a kill loses only what was spent on rows that are lost with it. Not thread-safe:
-called on the event loop.
+Each result gets what was spent since the previous one (`engine_spent` of WIRE_SCHEMA). So device time is
+counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows. One
+meter per engine actor. Not thread-safe: called on the event loop.
 
     meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: PlainSample or None
     speculate = meter.row_started()
@@ -15,23 +14,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from ...cluster.engine import EngineStats
 from ...cluster.plain_sample import PlainSample
-from .figures import Device, EngineFigures
+from .row_stats import Device, EngineTotals
 
-NO_COMPARISON = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
+TIMES = ("device_s", "open_s", "busy_s")
+NO_COMPARISON: dict[str, Any] = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
 
 
 class EngineMeter:
-    """See above.
+    """Meter of one engine.
 
     Args:
         stats: of the started engine.
-        device, num_devices: what the engine holds, and how many of it.
+        device, num_devices: that the engine holds.
         began_s: when it began to hold them, on `clock`.
-        sample: decides which rows are answered plainly; None: none are.
+        sample: chooses rows to answer without speculation; None: no rows.
         clock: seconds, monotonic.
     """
 
@@ -50,31 +51,29 @@ class EngineMeter:
         self._sample = sample
         self._clock = clock
         self._began_s = began_s
-        self._stamped_s = began_s  # the last row's end
         self._changed_s = began_s  # the last start or end of a row
         self._opened_s: float | None = None  # the first row's start
         self._busy_s = 0.0  # until _changed_s
-        self._stamped = {"open_s": 0.0, "busy_s": 0.0}
-        self._stamped_sample = False
+        self._stamped_s = began_s  # the last result
+        self._stamped = dict.fromkeys(TIMES, 0.0)  # seconds until then
+        self._is_sample_stamped = False
         self._running = self._done = 0
         self._first_row_s = self._last_row_s = 0.0  # Unix time
 
     def row_started(self) -> bool:
-        """A row goes to the engine now. Returns whether it is to be speculated."""
+        """Record the start of a row. Returns whether to answer it with speculation."""
         now_s = self._advance()
         if self._opened_s is None:
             self._opened_s, self._first_row_s = now_s, time.time()
         self._running += 1
-        if self._sample is None:
-            return True
-        return self._sample.start(now_s, self._stats().generation_tokens)
+        return self._sample is None or self._sample.start(now_s, self._stats().generation_tokens)
 
     def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
-        """A row has left the engine.
+        """Record the end of a row.
 
         Args:
-            result: stamped with what was spent since the row before; None if the row has none (given up).
-            speculate: what `row_started` said of it.
+            result: gets what was spent since the previous result; None if the row was given up.
+            speculate: what `row_started` returned for it.
         """
         now_s = self._advance()
         self._running -= 1
@@ -84,27 +83,28 @@ class EngineMeter:
             return
         self._done += 1
         self._last_row_s = time.time()
-        result["engine_spent"] = self._spent(now_s)
+        times, compared = self._times(now_s, now_s), self._compared()
+        spent = {name: (times[name] - self._stamped[name]) * self._num_devices for name in TIMES}
+        result["engine_spent"] = spent | (NO_COMPARISON if self._is_sample_stamped else compared)
+        self._stamped_s, self._stamped = now_s, times
+        self._is_sample_stamped = self._is_sample_stamped or bool(compared["plain_s"])
 
-    def figures(self) -> EngineFigures:
-        """Everything since the start."""
+    def totals(self) -> EngineTotals:
         now_s = self._advance()
         stats = self._stats()
-        open_until_s = now_s if self._running else self._stamped_s
-        return EngineFigures(
+        times = self._times(now_s, now_s if self._running else self._stamped_s)
+        return EngineTotals(
             rows_done=self._done,
             rows_running=self._running,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.generation_tokens,
             num_steps=stats.num_drafts,
             num_accepted_tokens=stats.num_accepted_tokens,
-            device_s=(now_s - self._began_s) * self._num_devices,
-            open_s=(max(0.0, open_until_s - self._opened_s) if self._opened_s else 0.0) * self._num_devices,
-            busy_s=self._busy_s * self._num_devices,
             first_row_s=self._first_row_s,
             last_row_s=self._last_row_s,
             device=self._device,
             num_devices=self._num_devices,
+            **{name: seconds * self._num_devices for name, seconds in times.items()},
             **self._compared(),
         )
 
@@ -115,25 +115,12 @@ class EngineMeter:
         self._changed_s = now_s
         return now_s
 
-    def _spent(self, now_s: float) -> dict[str, float]:
-        assert self._opened_s is not None, "a row ended before one started"
-        held_s, self._stamped_s = now_s - self._stamped_s, now_s
-        totals = {"open_s": now_s - self._opened_s, "busy_s": self._busy_s}
-        since = {name: total - self._stamped[name] for name, total in totals.items()}
-        self._stamped = totals
-        compared = NO_COMPARISON if self._stamped_sample else self._compared()
-        self._stamped_sample = self._stamped_sample or bool(compared["plain_s"])
-        times = {"device_s": held_s, **since}
-        return {name: seconds * self._num_devices for name, seconds in times.items()} | compared
+    def _times(self, now_s: float, open_until_s: float) -> dict[str, float]:
+        """Return the seconds since the start that the engine was held, open and busy (`row_stats.SPENT`)."""
+        open_s = max(0.0, open_until_s - self._opened_s) if self._opened_s is not None else 0.0
+        return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
 
     def _compared(self) -> dict[str, Any]:
-        """Both sides of the plain sample; zeros until it is whole."""
+        """Return both sides of the plain sample; zeros until it is complete."""
         found = None if self._sample is None else self._sample.comparison
-        if found is None:
-            return NO_COMPARISON
-        return {
-            "plain_tokens": found.plain_tokens,
-            "plain_s": found.plain_s,
-            "drafted_tokens": found.drafted_tokens,
-            "drafted_s": found.drafted_s,
-        }
+        return NO_COMPARISON if found is None else asdict(found)

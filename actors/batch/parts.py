@@ -1,10 +1,8 @@
-"""Parts, the files of an output that its user reads: names, contents, and records of what is in them.
+"""Parts, the files of an output that its user reads: names, contents, and their records.
 
-The rows of a part are sorted by their number, so that a record's row ranges say which row of the dataset
-each row of the part is. Failed rows have parts of their own, of the same shape, in a folder that readers of
-datasets pass over, as they do over all names that begin with `_`: for them an output is its answers. Pure but
-for reading and writing records: when a part is made is `writer.py`'s matter, which parts count is
-`contents.py`'s.
+The rows of a part are sorted by number, so the row ranges of its record say which row of the dataset each
+row of the part is. Failed rows have parts of their own in a folder whose name begins with `_`: readers of
+datasets skip it and find the answers only. `writer.py` makes parts, `output_index.py` says which parts count.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -28,8 +26,7 @@ from ...cluster.row_ranges import RowRanges, count, of_rows
 from ..http.gate import new_id
 from .answering import RESULT_SCHEMA, Result, wire_schema
 from .columns import is_member
-from .failures import Failures, failures_in
-from .figures import RowFigures
+from .row_stats import Failures, RowStats, failures_in
 from .rows import CONTENT_ID
 from .source import ERRORS, OutputFormat
 from .storage import Storage
@@ -38,11 +35,10 @@ FOLDER = "_manta"
 RECORDS = f"{FOLDER}/records"
 PENDING = f"{FOLDER}/pending"
 SUCCESS = "_SUCCESS"
-MANIFEST, REPORT, PICTURES = "_manifest.json", "_report.json", "_report.html"
+MANIFEST, REPORT, REPORT_HTML = "_manifest.json", "_report.json", "_report.html"
 PART_NAME = re.compile(rf"(?:{ERRORS}/)?(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{{8}}\.(parquet|jsonl)")
-EARLIER_PAPERS = ("manifest.json", "report.json", "report.html")
-PAPERS = (SUCCESS, MANIFEST, REPORT, PICTURES, *EARLIER_PAPERS)
-RESULT_NAME = re.compile("|".join((PART_NAME.pattern, *map(re.escape, PAPERS))))
+_OTHERS = (SUCCESS, MANIFEST, REPORT, REPORT_HTML)
+RESULT_NAME = re.compile("|".join((PART_NAME.pattern, *map(re.escape, _OTHERS))))
 
 Kind = Literal["part", "errors"]  # answered rows, failed rows
 Json = dict[str, Any]  # Any: JSON
@@ -50,12 +46,12 @@ Json = dict[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How results are written.
+    """Format of results.
 
     Attributes:
         format: of the parts.
-        columns: of the input, handed on (`Survey.columns`).
-        ordered: parts hold whole shards of consecutive rows.
+        columns: of the input, passed through (`RowIndex.columns`).
+        ordered: parts hold complete shards of consecutive rows.
     """
 
     format: OutputFormat
@@ -75,12 +71,12 @@ class OutputForm:
 
     @property
     def wire(self) -> pa.Schema:
-        """The schema of results with the columns that are handed on."""
+        """Return the schema of results with the columns that are passed through."""
         return wire_schema(self.columns)
 
     @property
     def written(self) -> pa.Schema:
-        """The columns of parts, but for OpenAI's lines."""
+        """Return the columns of parts, except for OpenAI's lines."""
         return pa.schema([*RESULT_SCHEMA, *self.columns])
 
     @property
@@ -97,15 +93,15 @@ class OutputForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a part holds. Written before its part; says nothing until the part is there.
+    """Metadata of a part. Written before its part, and ignored until the part exists.
 
     Attributes:
         part: the part's name in the output.
-        run, writer: whose part it is.
-        numbering: the run from which on row numbers are meant as here (a changed input has others).
+        run, writer: which run and writer made the part.
+        numbering: row numbers are those of the input since this run.
         replaces: parts whose rows this one holds instead.
-        figures: `RowFigures.counts()`.
-        failures: of a part of failed rows, which of them failed how.
+        stats: `RowStats.to_json()`.
+        failures: of a part of failed rows, which rows failed alike.
     """
 
     part: str
@@ -115,7 +111,7 @@ class Record:
     rows: RowRanges
     num_bytes: int
     sha256: str
-    figures: Mapping[str, Any]  # Any: JSON
+    stats: Mapping[str, Any]  # Any: JSON
     failures: tuple[Failures, ...] = ()
     replaces: tuple[str, ...] = ()
 
@@ -131,7 +127,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        return record_name(self.part)
+        return f"{RECORDS}/{self.part.removeprefix(f'{ERRORS}/')}.json"
 
     def encoded(self) -> bytes:
         content = {
@@ -144,8 +140,8 @@ class Record:
             "bytes": self.num_bytes,
             "sha256": self.sha256,
             "replaces": self.replaces,
-            "figures": self.figures,
-            "failures": [each.as_json() for each in self.failures],
+            "figures": self.stats,
+            "failures": [asdict(each) for each in self.failures],
         }
         return json.dumps(content, ensure_ascii=False).encode()
 
@@ -153,54 +149,47 @@ class Record:
     def decoded(cls, content: bytes) -> Self:
         record = json.loads(content)
         return cls(
-            part=present_name(inner_name(record["part"], PART_NAME)),
+            part=inner_name(record["part"], PART_NAME),
             run=record["run"],
             writer=record["writer"],
             numbering=record["numbering"],
             rows=tuple((begin, end) for begin, end in record["rows"]),
             num_bytes=record["bytes"],
             sha256=record["sha256"],
-            figures=record["figures"],
+            stats=record["figures"],
             failures=tuple(map(Failures.from_json, record.get("failures", ()))),
-            replaces=tuple(present_name(inner_name(part, PART_NAME)) for part in record["replaces"]),
+            replaces=tuple(inner_name(part, PART_NAME) for part in record["replaces"]),
         )
 
-    def row_figures(self) -> RowFigures:
-        return RowFigures.from_counts(self.figures)
-
-
-def record_name(part: str) -> str:
-    return f"{RECORDS}/{part.removeprefix(f'{ERRORS}/')}.json"
+    def row_stats(self) -> RowStats:
+        return RowStats.from_json(self.stats)
 
 
 def part_of(record: str) -> str:
-    """The part of a record's name."""
-    return present_name(record.removeprefix(f"{RECORDS}/").removesuffix(".json"))
-
-
-def present_name(result: str) -> str:
-    """The name of what an earlier version of ours has put beside the answered rows; else the same name."""
-    if result.startswith("errors-"):
-        return f"{ERRORS}/{result}"
-    return f"_{result}" if result in EARLIER_PAPERS else result
+    """Return the part that a record's name belongs to."""
+    return _in_folder(record.removeprefix(f"{RECORDS}/").removesuffix(".json"))
 
 
 def part_name(kind: str, shard: int, seq: int, form: OutputForm) -> str:
-    """A name that nobody else has."""
-    return present_name(f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}")
+    """Return a unique name for a part."""
+    return _in_folder(f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}")
+
+
+def _in_folder(part: str) -> str:
+    return f"{ERRORS}/{part}" if part.startswith("errors-") else part
 
 
 def make_part(
     name: str, table: pa.Table, form: OutputForm, *, run: int, writer: str
 ) -> tuple[Record, bytes | pa.Buffer]:
-    """The record and the content of a part.
+    """Return the record and the content of a part.
 
     Args:
         table: results (the form's wire schema), all answered or all failed, sorted by row.
     """
     content = part_content(name, table, form)
-    figures = RowFigures()
-    figures.add(table)
+    stats = RowStats()
+    stats.add(table)
     record = Record(
         part=name,
         run=run,
@@ -209,20 +198,20 @@ def make_part(
         rows=of_rows(table["row"].to_pylist()),
         num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        figures=figures.counts(),
+        stats=stats.to_json(),
         failures=failures_in(table),
     )
     return record, content
 
 
 def put(output: Storage, record: Record, content: bytes | pa.Buffer) -> None:
-    """The record, then its part. Raises OSError; may be done again."""
+    """Write the record, then its part. Raises OSError; may be repeated."""
     output.write(record.name, record.encoded())
     output.write(record.part, content)
 
 
 def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buffer:
-    """The content of a part that holds these results, in this order."""
+    """Return the content of a part that holds these results in this order."""
     if form.format == "openai":
         return _lines(map(_openai_line, table.to_pylist()))
     schema = form.written
@@ -233,22 +222,22 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
 
 
 def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
-    """The content of a part made of rows of others.
+    """Return the content of a part made of rows of other parts.
 
     Args:
         contents: of the parts.
-        order: which rows, counted through all contents.
+        order: which rows, counted over all contents.
     """
     if form.suffix == "jsonl":
         lines = [line for content in contents for line in content.splitlines(keepends=True)]
         return b"".join(lines[place] for place in order)
-    # Another version of ours may have written a part, with fewer columns.
+    # A part written by another version may have fewer columns.
     tables = [form.written.empty_table(), *(pq.read_table(pa.BufferReader(each)) for each in contents)]
     return _parquet(pa.concat_tables(tables, promote_options="default").take(pa.array(order)))
 
 
 def ids_in(content: bytes, form: OutputForm) -> list[str]:
-    """The ids of a part's rows."""
+    """Return the ids of a part's rows."""
     if form.suffix == "parquet":
         return pq.read_table(pa.BufferReader(content), columns=["id"])["id"].to_pylist()
     name = "custom_id" if form.format == "openai" else "id"
@@ -266,7 +255,7 @@ def _lines(rows: Iterable[Json], members: Sequence[str] = ()) -> bytes:
 
 
 def _line(row: Json, members: Sequence[str]) -> str:
-    """A result as a line.
+    """Return a result as a line.
 
     Args:
         members: columns that hold JSON (`columns.MEMBER`).
@@ -278,7 +267,7 @@ def _line(row: Json, members: Sequence[str]) -> str:
 
 
 def _openai_line(row: Mapping[str, Any]) -> Json:
-    """What HTTP would have answered; of a row that got no answer of any kind, why."""
+    """Return the response of the HTTP endpoint, or the error of a row that got none."""
     error, response = row["error"], None
     if row["response"] is not None:
         body = json.loads(row["response"])

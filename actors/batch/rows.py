@@ -1,19 +1,20 @@
-"""From a record of a dataset to a request: ids, the request's body, the sampling fields of the row.
+"""Turns records of a dataset into requests: ids, prompts, sampling fields.
 
-Four shapes of records: a `messages` column (chat), a `prompt` column or a template over columns (completion),
-or a line of an OpenAI batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints
-take, checked by the same models. What CSV has as text becomes what it stands for: numbers by those models,
-JSON here. Pure: no Ray, no files, no engine. Used by whoever answers rows (`answering.py`), surveys them
-(`survey.py`) or looks at them beforehand (`jobs/batch/validate.py`).
+A record has a `messages` column (chat), a `prompt` column or columns for a template (completion), or is a
+line of an OpenAI batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints take
+and are validated by the same models. Text of CSV is converted: numbers by those models, JSON here. Pure: no
+Ray, no files, no engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import orjson
 import pydantic
 
-from ...cluster.errors import ConfigError, RequestError, shown
+from ...cluster.errors import ConfigError, RequestError, did_you_mean, shown
 from ...cluster.request import SamplingParams
 from ..asker import told_asker
 from ..http.chat_request import ChatRequest
@@ -29,7 +30,6 @@ from ..http.completion_request import CompletionRequest
 from ..http.completions import OPENAI_MAX_TOKENS
 from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ..http.fields import check_extra_fields
-from .template import render, template_columns
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -37,31 +37,12 @@ PROMPT_COLUMNS = ("messages", "prompt")
 ID_COLUMNS = ("custom_id", "id")
 CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
 SAMPLING_COLUMNS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "top_logprobs",
-    "thinking_token_budget",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "chat_template_kwargs",
-    "response_format",
-    "structured_outputs",
+    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "thinking_token_budget"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "chat_template_kwargs", "response_format", "structured_outputs"),
 )
-# Of these text is JSON; of `stop` it is when it is a list of strings.
+# Text in these columns is JSON; text in `stop` is JSON when it is a list of strings.
 JSON_COLUMNS = frozenset(
     {
         *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
@@ -70,24 +51,24 @@ JSON_COLUMNS = frozenset(
 )
 
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson makes a float of an integer of more than 64 bits
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than 64 bits as a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How records are read. Raises ConfigError for a template that is none, or one too many.
+    """Format of records. Raises ConfigError for an invalid template, or one beside another prompt.
 
     Attributes:
         kind: "openai" for OpenAI batch lines, else "dataset".
-        lines: records come as unparsed lines of JSON in a column `text`, so that malformed ones come too.
+        lines: records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too.
         prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
-        template: makes the prompt of several columns (`template.py`), in place of a column.
-        id_column: column of the row's id; found by name if absent, else the record's hash is its id.
-        columns: handed on from the input to the results; "all": all of the input's.
-        defaults: sampling fields for rows that bring none.
-        seed: of the job; a row without a seed gets one from it and its id.
-        category_column: rows are counted by its values in the job's report. None: lines of OpenAI's batch
-            files by `metadata.category` of their bodies.
+        template: makes the prompt from several columns, in place of one column.
+        id_column: column of the row's id; found by name if absent, else a hash of the record is its id.
+        columns: columns of the input to copy to the results.
+        defaults: sampling fields for rows that have none.
+        seed: of the job; a row without a seed gets one from this and its id.
+        category_column: the job's report counts rows by its values. None: OpenAI batch lines are counted by
+            `metadata.category` of their bodies.
     """
 
     kind: Literal["dataset", "openai"] = "dataset"
@@ -103,9 +84,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.template is None:
             return
-        template_columns(self.template)  # raises when it is none
+        template_columns(self.template)  # raises when it is invalid
         if self.kind == "openai" or self.prompt_column is not None:
-            other = "OpenAI batch lines bring" if self.kind == "openai" else "prompt_column names"
+            other = "OpenAI batch lines have" if self.kind == "openai" else "prompt_column names"
             raise ConfigError(
                 f"template: {other} the prompt already. Leave the template out.", param="template"
             )
@@ -113,7 +94,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A row, checked and ready for an engine."""
+    """A row, validated and ready for an engine."""
 
     url: str
     body: ChatRequest | CompletionRequest
@@ -121,8 +102,7 @@ class RowRequest:
 
 
 def category_of(record: Record, layout: Layout) -> str | None:
-    """The category that the row is counted in, if any; of an OpenAI line its body's `metadata.category`,
-    unless a column is named. What is not text is shown as JSON."""
+    """Return the category that the row is counted in (`Layout.category_column`); other values as JSON."""
     if layout.kind == "openai" and not layout.category_column:
         body = record.get("body")
         return told_asker(body.get("metadata")).category if isinstance(body, Mapping) else None
@@ -131,7 +111,7 @@ def category_of(record: Record, layout: Layout) -> str | None:
 
 
 def parse_line(line: str | bytes) -> Record:
-    """The record in a line of a JSONL file."""
+    """Return the record in a line of a JSONL file. Raises RequestError."""
     try:
         record = orjson.loads(line)
         if _LONG_NUMBER.search(line if isinstance(line, bytes) else line.encode()):
@@ -145,22 +125,22 @@ def parse_line(line: str | bytes) -> Record:
 
 
 def _parse_python(line: str | bytes, error: ValueError) -> Any:
-    """What Python writes as JSON though it is none: NaN and Infinity."""
+    """Parse NaN and Infinity, which Python writes though they are not JSON."""
     try:
         record = json.loads(line)
-        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(record, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         raise RequestError(f"The line is not valid JSON: {error}.") from None
     return record
 
 
 def read_record(raw: Record, layout: Layout) -> Record:
-    """The record as it was meant: lines parsed. Raises RequestError."""
+    """Return the record, parsed where it is a line. Raises RequestError."""
     return parse_line(raw["text"]) if layout.lines else raw
 
 
 def own_id(record: Record, layout: Layout) -> str | None:
-    """The id that the row brings."""
+    """Return the id in the data, if there is one."""
     columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
     for column in columns:
         if not _absent(value := record.get(column)) and value != "":
@@ -169,24 +149,24 @@ def own_id(record: Record, layout: Layout) -> str | None:
 
 
 def row_id(record: Record, layout: Layout) -> str:
-    """The row's own id, or a hash of its content: equal rows are equal requests."""
+    """Return the row's own id, or a hash of its content: equal rows are equal requests."""
     return own_id(record, layout) or content_id(_canonical(record))
 
 
 def content_id(text: str | bytes) -> str:
-    """The id of a row that brings none, by its canonical JSON; of one that is no record, by its text."""
+    """Return an id for a row without one, by its canonical JSON; for a malformed row, by its text."""
     content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return "row-" + hashlib.blake2b(content, digest_size=10).hexdigest()
 
 
 def id_hash(row: str) -> int:
-    """64 bits of an id: how a survey remembers millions of them."""
+    """Return 64 bits of an id, by which `row_index.py` compares millions of them."""
     digest = hashlib.blake2b(row.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def row_seed(job_seed: int, row: str) -> int:
-    """The seed of a row that brings none; the same whoever runs it, and when."""
+    """Return the seed of a row without one; it depends on nothing else."""
     digest = hashlib.blake2b(f"{job_seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -194,10 +174,10 @@ def row_seed(job_seed: int, row: str) -> int:
 def read_request(
     record: Record, layout: Layout, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
-    """Check a record. Raises RequestError, whose `param` names the column or field.
+    """Validate a record. Raises RequestError, whose `param` names the column or field.
 
     Args:
-        row: its id, where that is not the record's own: the seed comes from it.
+        row: its id, where that is not the record's own; the seed is derived from it.
     """
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
@@ -215,8 +195,13 @@ def read_request(
     return RowRequest(url, request, request.sampling_params(generation, limit))
 
 
+def template_columns(template: str) -> tuple[str, ...]:
+    """Return the columns that a template names, each once. Raises ConfigError for an invalid template."""
+    return tuple(dict.fromkeys(name for _, name in _template_parts(template) if name is not None))
+
+
 def prompt_column(columns: list[str], layout: Layout) -> str | None:
-    """Which of a record's columns holds the prompt."""
+    """Return the column that holds the prompt."""
     if layout.prompt_column is not None:
         return layout.prompt_column if layout.prompt_column in columns else None
     return next((name for name in PROMPT_COLUMNS if name in columns), None)
@@ -240,7 +225,7 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
 def _dataset_body(record: Record, layout: Layout) -> tuple[str, dict[str, Any]]:
     body = {name: _meant(name, record[name]) for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
     if layout.template is not None:
-        return COMPLETION_URL, body | {"prompt": render(layout.template, record)}
+        return COMPLETION_URL, body | {"prompt": _render(layout.template, record)}
     present = [name for name, value in record.items() if not _absent(value)]
     column = prompt_column(present, layout)
     if column is None:
@@ -254,12 +239,49 @@ def _dataset_body(record: Record, layout: Layout) -> tuple[str, dict[str, Any]]:
     return COMPLETION_URL, body | {"prompt": value}
 
 
+def _render(template: str, record: Record) -> str:
+    """Return the template's prompt for a record. Raises RequestError when a column is missing or empty."""
+    parts = _template_parts(template)
+    return "".join(text if name is None else text + _shown_value(name, record) for text, name in parts)
+
+
+def _shown_value(name: str, record: Record) -> str:
+    value = record.get(name)
+    if value is None:
+        present = [str(column) for column, held in record.items() if held is not None]
+        raise RequestError(f"template: the row has no {name}. {did_you_mean(name, present)}", param=name)
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
+    """Split `Translate {text}` into texts, each with the column behind it.
+
+    Of Python's formatting only `{name}`, `{{` and `}}` are supported. Raises ConfigError.
+    """
+    why = None
+    try:
+        found = list(string.Formatter().parse(template))
+    except ValueError as error:
+        found, why = [], str(error)
+    if other := next((name for _, name, spec, conversion in found if spec or conversion), None):
+        why = f"of {{{other}}} only the name is understood, nothing behind ':' or '!'"
+    elif any(name == "" for _, name, _, _ in found):
+        why = "{} names no column"
+    if why is not None:
+        raise ConfigError(
+            f"template={template!r}: {why}. Write {{column}} for a column, and {{{{ or }}}} for a brace.",
+            param="template",
+        )
+    return tuple((text, name) for text, name, _, _ in found)
+
+
 def _absent(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _meant(name: str, value: Any) -> Any:
-    """A sampling column's value: CSV has text only, and Parquet every key that any row has."""
+    """Return a sampling column's value: CSV has text only, and Parquet every key that any row has."""
     if isinstance(value, str) and name in JSON_COLUMNS:
         return _json(name, value)
     if isinstance(value, str) and name == "stop" and value.startswith("["):
@@ -279,7 +301,7 @@ def _json(name: str, text: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Parquet gives every message all keys that any message has."""
+    """Remove keys without a value: in Parquet every message has all keys that any message has."""
     if isinstance(value, Mapping):
         return {name: _without_none(each) for name, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
@@ -288,7 +310,7 @@ def _without_none(value: Any) -> Any:
 def _canonical(record: Record) -> str | bytes:
     try:
         return orjson.dumps(record, default=str, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # what orjson does not write: integers of more than 64 bits, half a surrogate pair
+    except TypeError:  # orjson refuses integers of more than 64 bits and half a surrogate pair
         return json.dumps(record, sort_keys=True, default=str, ensure_ascii=False)
 
 

@@ -1,10 +1,10 @@
-"""Which job an output belongs to, and which run of it may write: the small papers under `_manta/`.
+"""Which job an output belongs to, and which run of it may write: small files under `_manta/`.
 
-    job.json      the job's paper and its runs; its appearance makes the output this job's
-    run.json      the run that may make parts, or none: what a writer looks at before each part
-    earlier.json  results of an earlier job that go when there is something to put in their place
+    job.json      the job's spec and its runs; this file makes the output the job's
+    run.json      the run that may make parts, or none; a writer reads it before each part
+    earlier.json  results of an earlier job, to be removed when there are new ones
 
-Written by whoever holds the output's lock (`ledger.py`), read by writers.
+Written by the holder of the output's lock (`ledger.py`), read by writers.
 """
 
 from __future__ import annotations
@@ -13,90 +13,83 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
 from ...cluster.errors import OutputError
 from ...cluster.inner_names import inner_name
-from .paper import JobPaper
+from .job_spec import JobSpec
 from .parts import FOLDER, RESULT_NAME, SUCCESS, Json
 from .storage import Storage
 
 JOB, RUN, EARLIER = f"{FOLDER}/job.json", f"{FOLDER}/run.json", f"{FOLDER}/earlier.json"
-VERSION = 2  # 1 put failed rows and papers beside the answered rows
+VERSION = 3  # of the layout of an output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What `job.json` says.
+    """Content of `job.json`.
 
     Attributes:
-        first_run: what earlier runs wrote is another job's.
-        numbering: row numbers of earlier runs are meant for an input that has changed since.
-        runs: one entry each, in order.
-        paper: `JobPaper.as_json`.
+        first_run: of this job; earlier runs were another job's.
+        numbering: row numbers written before this run refer to an input that has changed since.
+        runs: one entry per run, in order.
+        spec: `JobSpec.to_json`.
     """
 
     first_run: int
     numbering: int
     runs: tuple[Mapping[str, Any], ...]
-    paper: Mapping[str, Any]
+    spec: Mapping[str, Any]
 
     @property
     def run(self) -> int:
-        """The latest."""
+        """Return the number of the latest run."""
         return self.runs[-1]["run"]
 
     @classmethod
     def read(cls, output: Storage) -> Self | None:
-        """The job of an output, if it has one. Raises OSError, ValueError."""
+        """Return the job of an output, if it has one. Raises OSError, ValueError."""
         try:
             job = json.loads(output.read(JOB))
         except FileNotFoundError:
             return None
-        if job.get("version") not in (1, VERSION):
+        if job.get("version") != VERSION:
             raise ValueError(f"version {job.get('version')!r} of {JOB}, where this Manta knows {VERSION}")
         return cls(
             first_run=job["first_run"],
             numbering=job["numbering"],
             runs=tuple(job["runs"]),
-            paper=job["paper"],
+            spec=job["spec"],
         )
 
     @classmethod
-    def first(cls, paper: JobPaper, before: Job | None) -> Self:
-        """A job that begins with its first run, in the place of another if there was one."""
+    def first(cls, spec: JobSpec, before: Job | None) -> Self:
+        """Return a new job with its first run, in the place of an earlier job if there was one."""
         run = before.run + 1 if before else 1
-        return cls(first_run=run, numbering=run, runs=(_run(run),), paper=paper.as_json())
+        return cls(first_run=run, numbering=run, runs=(_run(run),), spec=spec.to_json())
 
-    def next(self, paper: JobPaper, *, renumbered: bool) -> Job:
-        """The job with one more run."""
+    def next(self, spec: JobSpec, *, renumbered: bool) -> Job:
+        """Return the job with one more run."""
         run = self.run + 1
         return replace(
             self,
             numbering=run if renumbered else self.numbering,
             runs=(*self.runs, _run(run)),
-            paper=paper.as_json(),
+            spec=spec.to_json(),
         )
 
     def as_json(self) -> Json:
-        """For readers: the paper, and who made the results when."""
-        return {"runs": self.runs, **self.paper}
+        """Return what the manifest says: the spec, and which processes wrote the results when."""
+        return {"runs": self.runs, **self.spec}
 
     def write(self, output: Storage) -> None:
-        content = {
-            "version": VERSION,
-            "first_run": self.first_run,
-            "numbering": self.numbering,
-            "runs": self.runs,
-            "paper": self.paper,
-        }
-        write_json(output, JOB, content)
+        write_json(output, JOB, {"version": VERSION, **asdict(self)})
 
 
-def let_write(output: Storage, run: int | None) -> None:
-    """From here on this run alone makes parts; None: no run does."""
+def allow_writes(output: Storage, run: int | None) -> None:
+    """Let only this run make parts; None: no run."""
     write_json(output, RUN, {"run": run})
 
 
@@ -113,23 +106,23 @@ def check_run(output: Storage, run: int) -> None:
 
 
 def keep_earlier(output: Storage, run: int, names: list[str]) -> None:
-    """Note what a run replaces."""
+    """Store the names of the results that a run replaces."""
     write_json(output, EARLIER, {"run": run, "names": names})
 
 
 def earlier(output: Storage, first_run: int) -> tuple[str, ...]:
-    """What still stands of the results that the job replaces."""
+    """Return the remaining results that the job replaces."""
     run, names = _earlier(output)
     return names if run == first_run else ()
 
 
 def forget_earlier(output: Storage) -> None:
-    """What was noted is not to be replaced after all."""
+    """Keep the results that were to be replaced."""
     output.remove(EARLIER)
 
 
 def remove_earlier(output: Storage) -> None:
-    """Something is about to stand in the place of an earlier job's results."""
+    """Remove the results of the earlier job, because new ones are about to be written."""
     _, names = _earlier(output)
     if names:
         output.remove(SUCCESS, *names)
@@ -141,7 +134,7 @@ def write_json(output: Storage, name: str, content: Mapping[str, Any]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error of a file system in words."""
+    """Return an error of a file system in words."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -153,7 +146,7 @@ def _read(output: Storage, name: str, absent: Json) -> Json:
 
 
 def _earlier(output: Storage) -> tuple[int, tuple[str, ...]]:
-    """The run that replaces results, and their names. Raises OutputError where other files are named."""
+    """Return the run that replaces results, and their names. Raises OutputError for other files' names."""
     noted = _read(output, EARLIER, {"run": 0, "names": []})
     try:
         return int(noted["run"]), tuple(inner_name(name, RESULT_NAME) for name in noted["names"])

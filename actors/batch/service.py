@@ -1,9 +1,9 @@
-"""The worker of `/v1/batches` in a replica: finds batches that are not at their end, and works them off.
+"""The worker of `/v1/batches` in a replica: finds batches that have not ended, and runs them.
 
-Nothing is kept here that the storage does not hold: a replica that starts finds what another left. A batch is
-worked on by whoever holds its ledger's lock; a replica takes another one when those it has leave room for
-rows, so that batches spread over replicas and no engine waits for a batch's last rows. Lives on the event
-loop of the application (`http/app.py`), storage and files in threads. Rows yield to online requests.
+All state is in the storage, so a starting replica finds what another left. The replica that holds the lock of
+a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so that
+batches spread over replicas and no engine waits for a batch's last rows. Runs on the application's event
+loop, with storage and files in threads. Rows yield to online requests.
 """
 
 from __future__ import annotations
@@ -20,44 +20,41 @@ from ...cluster.errors import EngineDeadError, InUseError, RequestError, shown
 from ...cluster.label_values import Account
 from ..asker import Asker
 from ..chat.model import ChatModel
-from ..checkpoints import target_folder, tokenizer_folder
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
 from ..telemetry import BatchLines, EndedRow
 from .answering import RowAnswerer
+from .batch_admission import LAYOUT, OpenBatch, Opener
 from .batch_run import BatchRun
-from .batch_store import FOLDER, QUEUE, WORK, Batch, BatchStore
-from .file_store import FOLDER as FILES
-from .file_store import FileStore, JsonObject
-from .identity import checkpoint_identity, settings_identity
-from .opening import LAYOUT, OpenBatch, Opener
+from .batch_store import Batch, BatchStore
+from .file_store import FileStore
+from .identity import model_identity
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 5.0  # for what other replicas were asked; what this one is asked wakes it
-RETRY_S = 30.0  # after a failure that is not the batch's own
-# Rows in flight, of what the engine runs at once: the next ones wait in the engine, not for a file.
-IN_FLIGHT = 1.25
+POLL_S = 5.0  # for requests at other replicas; those at this one wake the worker
+RETRY_S = 30.0  # after a failure that is not the batch's fault
+IN_FLIGHT = 1.25  # rows in the engine per row that it runs at once: the next ones are read already
 
 
 class BatchService:
-    """What the routes ask, and the worker behind them.
+    """Serves the routes of batches, and runs batches.
 
     Args:
-        storage: where files and batches are.
+        storage: of files and batches.
         engine: started.
         generation: the checkpoint's defaults.
         names: of the model; the first is reported.
         max_lines: of a batch.
-        max_stored_bytes: that one key may keep.
-        chat: how the model converses.
-        count_lines: told of lines that came to their end; on the event loop.
-        on_row: told of each line as it is answered, also there.
-        account_of: on whose receipt a line stands; None where there are no receipts.
+        max_stored_bytes: of one key.
+        chat: the model's chat format.
+        count_lines: gets counts of lines that became durable, on the event loop.
+        on_row: gets each line when it is answered, on the event loop.
+        account_of: the account that a line is charged to; None without receipts.
 
     Attributes:
-        files, batches: what is stored, for routes that only look.
+        files, batches: for routes that only read.
     """
 
     def __init__(
@@ -74,14 +71,18 @@ class BatchService:
         on_row: Callable[[EndedRow], None] | None = None,
         account_of: Callable[[Asker], Account] | None = None,
     ) -> None:
-        storage.close_to_others(FILES, FOLDER, QUEUE, WORK)
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
-        made_from = _made_from(engine, generation)
         self._engine = engine
         self._generation = generation
         self._names = names
         self._chat = chat
+        made_from = {  # the drafter changes no answer
+            **model_identity(engine.config),
+            "dtype": engine.info.dtype,
+            "max_model_len": engine.info.max_model_len,
+            "generation": asdict(generation),
+        }
         self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
@@ -102,25 +103,25 @@ class BatchService:
         caller: Caller,
         tenant: str | None,
     ) -> Batch:
-        """A new batch. Blocking. Raises RequestError when its input is not the caller's, or no input."""
+        """Create a batch. Blocking. Raises RequestError, NotFoundError for a wrong input file."""
         file = self.files.get(input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
                 f'The file {file.id} has the purpose {shown(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
-        self.files.check_room(caller.owner, "input_file_id")
+        self.files.check_quota(caller.owner, "input_file_id")
         return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
 
     def wake(self) -> None:
-        """There is something new to do: look now."""
+        """Look for batches now."""
         self._wake.set()
 
     def delete_file(self, file_id: str, caller: Caller) -> None:
-        """Blocking. Raises NotFoundError as `FileStore.get`, RequestError when a batch still needs it."""
+        """Delete a file. Blocking. Raises NotFoundError, RequestError when a batch still needs it."""
         file = self.files.get(file_id, caller)
         for batch_id in self.batches.queued() if file.purpose == "batch" else ():
-            batch = self.batches.kept(batch_id)
+            batch = self.batches.saved(batch_id)
             if batch is not None and batch.input_file_id == file_id and not batch.ended:
                 raise RequestError(
                     f"The file {file_id} is the input of {batch_id}, which is {batch.status}. Cancel that "
@@ -130,7 +131,7 @@ class BatchService:
         self.files.delete(file)
 
     async def work_forever(self) -> None:
-        """Look for batches and work them off, until cancelled; then what is answered is made durable."""
+        """Find and run batches until cancelled; then answered rows are made durable."""
         with contextlib.suppress(OSError):
             await asyncio.to_thread(self.files.remove_leftovers)
         try:
@@ -138,7 +139,7 @@ class BatchService:
                 self._wake.clear()
                 try:
                     await self._look()
-                except Exception:  # a task's edge: storage that fails now may answer later
+                except Exception:  # a task's edge: the storage may recover
                     logger.exception("batches cannot be looked for in %s", self.batches.storage.where)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), POLL_S)
@@ -150,13 +151,13 @@ class BatchService:
     async def _look(self) -> None:
         try:
             self._engine.check_health()
-        except EngineDeadError:  # no line is to be blamed for it again
+        except EngineDeadError:  # no line may be blamed for it again
             return
         for batch_id in await asyncio.to_thread(self.batches.queued):
             if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
                 continue
             opening = asyncio.ensure_future(
-                asyncio.to_thread(self._opener.open, batch_id, has_room=self._has_room)
+                asyncio.to_thread(self._opener.open, batch_id, has_capacity=self._has_capacity)
             )
             try:
                 opened = await asyncio.shield(opening)
@@ -164,11 +165,11 @@ class BatchService:
                 if (opened := await opening) is not None:
                     opened.close()
                 raise
-            except InUseError:  # to ask an object store takes seconds
+            except InUseError:  # locking in an object store takes seconds
                 wait_s = 0.0 if self.batches.storage.local else RETRY_S
                 self._not_before_s[batch_id] = time.monotonic() + wait_s
                 continue
-            except Exception:  # those behind it in the queue are looked at nevertheless
+            except Exception:  # go on with the rest of the queue
                 logger.exception("%s cannot be opened; it is tried again in %.0f s", batch_id, RETRY_S)
                 self._not_before_s[batch_id] = time.monotonic() + RETRY_S
                 continue
@@ -176,7 +177,7 @@ class BatchService:
                 self._begin(opened)
 
     @property
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         return not self._slots.locked() and all(run.all_begun for run in self._runs.values())
 
     def _begin(self, opened: OpenBatch) -> None:
@@ -200,7 +201,7 @@ class BatchService:
         self._tasks[batch_id] = asyncio.create_task(self._work(run))
 
     async def _work(self, run: BatchRun) -> None:
-        """One batch, from where it stands; a failure leaves it to whoever looks next."""
+        """Run one batch. After a failure it is tried again, here or on another replica."""
         batch_id = run.batch.id
         try:
             await run.run()
@@ -213,17 +214,3 @@ class BatchService:
         finally:
             del self._runs[batch_id], self._tasks[batch_id]
             self._wake.set()
-
-
-def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
-    """What answers depend on; not the drafter, nor what a request brings."""
-    config = engine.config
-    target, tokenizer = target_folder(config), tokenizer_folder(config)
-    return {
-        "model": checkpoint_identity(target),
-        "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
-        **settings_identity(config),
-        "dtype": engine.info.dtype,
-        "max_model_len": engine.info.max_model_len,
-        "generation": asdict(generation),
-    }

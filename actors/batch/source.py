@@ -1,8 +1,8 @@
-"""The files of a batch job: datasets as they are found and checked, results as they are read back.
+"""The input files of a batch job: which files, in which format, and whether their rows can have a prompt.
 
-Which files, in which format, and whether any row of them can be a prompt: cheap, before anything starts. What
-reads all of a dataset is `survey.py`. A place is a file, a folder (its files of known formats; not folders in
-it, nor names that begin with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.parquet` for all folders below).
+An input is a file, a folder (its files of known formats, without subfolders and without names that begin
+with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.parquet` for all folders below), on any storage. All of
+this is cheap and happens before anything starts. `row_index.py` reads all rows.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...cluster.errors import DatasetError, RequestError
-from .finding import SourceFile, find_files
-from .rows import PROMPT_COLUMNS, Layout, Record, parse_line, prompt_column
-from .storage import Storage
-from .template import template_columns
-from .text_records import BadTextError, checked_header, raw_records, split_lines
+from .rows import PROMPT_COLUMNS, Layout, Record, parse_line, prompt_column, template_columns
+from .storage import URL, Entry, Storage
+from .text_records import BadTextError, TextFile, TextFormat
 
 InputFormat = Literal["parquet", "jsonl", "csv", "openai", "text"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
-ERRORS = "_errors"  # folder of an output; readers of datasets pass over names that begin so
+ERRORS = "_errors"  # folder of an output; readers of datasets skip names that begin with `_`
 SUFFIXES: Mapping[str, InputFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -36,28 +36,84 @@ SUFFIXES: Mapping[str, InputFormat] = {
     ".csv": "csv",
     ".txt": "text",
 }
+HIDDEN = (".", "_")  # files that programs leave beside data: _SUCCESS, .crc
 PROBED_LINES = 100
-CHUNK_BYTES = 4 * 2**20  # of a file read from its begin to its end: few requests to an object store
-PARQUET_BUFFER_BYTES = 2**20  # per column: pages come as they are needed, not columns of a row group
+READ_BYTES = 4 * 2**20  # of one read of a file from begin to end: few requests to an object store
+PARQUET_BUFFER_BYTES = 2**20  # per column: pages are read as they are needed, not whole row groups
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of the input. `modified_s` is Unix time."""
+
+    storage: Storage
+    name: str
+    size: int
+    modified_s: float
+
+    def __str__(self) -> str:
+        return f"{self.storage.where.rstrip('/')}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return self.storage.path(self.name)
+
+    def open(self) -> pa.NativeFile:
+        """Open the file for seeking and reading. Raises OSError."""
+        return self.storage.reader(self.name)
+
+    def open_text(self, format: TextFormat, buffer_bytes: int = READ_BYTES) -> TextFile:
+        """Open a file of text records. Raises OSError, BadTextError."""
+        return TextFile(self.open(), format, buffer_bytes)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn what goes wrong while the file is read into DatasetError, which names file and line."""
+        try:
+            yield
+        except BadTextError as error:
+            line = f"line {self.line_number(error.offset)}"
+            raise DatasetError(f"input: {self}, {line}: {error.why}.", param="input") from None
+        except (OSError, pa.ArrowException) as error:
+            raise DatasetError(f"input: {self} cannot be read: {error}.", param="input") from None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the content. Raises DatasetError."""
+        with self.reading(), self.open() as reader:
+            while chunk := reader.read(READ_BYTES):
+                yield chunk
+
+    def line_number(self, offset: int) -> int:
+        """Return the 1-based line of a byte offset. Reads the file up to there; for messages only."""
+        number = 1
+        for chunk in self.chunks():
+            number += chunk[:offset].count(b"\n")
+            offset -= len(chunk)
+            if offset <= 0:
+                break
+        return number
+
+    def changed(self) -> DatasetError:
+        return DatasetError(f"input: {self} has changed while it was read. Run the job again.", param="input")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of a dataset, all of one format, sorted by their paths."""
+    """The files of a dataset, all of one format, sorted by path."""
 
     files: tuple[SourceFile, ...]
     format: InputFormat
 
     @property
     def lines(self) -> bool:
-        """Whether records come as unparsed lines of JSON (`Layout.lines`)."""
+        """Return whether records come as unparsed lines of JSON (`Layout.lines`)."""
         return self.format in ("jsonl", "openai")
 
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
-        """By what a later run sees that the input is the same.
+        """Return what tells a later run that the input is the same.
 
         Args:
-            digests: of each file (`Survey.digests`).
+            digests: of each file (`RowIndex.digests`).
         """
         return [
             {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
@@ -66,14 +122,13 @@ class Source:
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Source:
-    """Find the files of a dataset in all places. Raises DatasetError before anything else starts."""
-    files = find_files([str(each) for each in where], SUFFIXES)
+    """Find the files of a dataset. Raises DatasetError, ConfigError."""
+    files = _find_files([str(each) for each in where])
     kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):
         found = ", ".join(sorted({Path(file.name).suffix or file.name for file in files}))
-        raise DatasetError(
-            f"input: {', '.join(map(str, where))} holds {found}; give files of one format or --input-format.",
-            param="input",
+        raise _error(
+            f"{', '.join(map(str, where))} holds {found}; give files of one format or --input-format."
         )
     kind = wanted or kinds.pop()
     assert kind is not None
@@ -84,10 +139,7 @@ def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) 
 
 
 def check_columns(source: Source, layout: Layout) -> None:
-    """Raise DatasetError when no row can have a prompt; single bad rows are another matter.
-
-    Raises ConfigError for a template that is none.
-    """
+    """Raise DatasetError when no row can have a prompt, ConfigError for an invalid template."""
     if layout.kind == "openai":
         return
     columns = _columns(source)
@@ -106,39 +158,16 @@ def check_columns(source: Source, layout: Layout) -> None:
         )
 
 
-def chunks(file: SourceFile, begin: int = 0) -> Iterator[bytes]:
-    """A file to its end. Raises DatasetError when it cannot be read, or is not what it was.
-
-    Args:
-        begin: offset in bytes.
-    """
-    num_bytes = begin
-    try:
-        with file.open() as reader:
-            reader.seek(begin)
-            while chunk := reader.read(CHUNK_BYTES):
-                num_bytes += len(chunk)
-                yield chunk
-    except OSError as error:
-        raise DatasetError(f"input: {file} cannot be read: {error}.", param="input") from None
-    if num_bytes != file.size:
-        raise has_changed(file)
-
-
-def has_changed(file: SourceFile) -> DatasetError:
-    return DatasetError(f"input: {file} has changed while it was read. Run the job again.", param="input")
-
-
 def open_parquet(file: SourceFile) -> pq.ParquetFile:
-    """Raises DatasetError when it is none, or not whole."""
+    """Open a Parquet file. Raises DatasetError when it is none, or incomplete."""
     try:
         return pq.ParquetFile(file.open(), buffer_size=PARQUET_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
-        raise DatasetError(f"input: {file} is not a readable Parquet file: {error}.", param="input") from None
+        raise _error(f"{file} is not a readable Parquet file: {error}.") from None
 
 
 def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
-    """All rows of a finished job, ordered by id (tests, the demo's comparison)."""
+    """Return all result rows of a finished job, ordered by id."""
     storage = (
         folder
         if isinstance(folder, Storage)
@@ -157,11 +186,11 @@ def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
 
 
 def _first_records(source: Source) -> Iterator[Record]:
-    """Records among the first lines; malformed ones are passed over (they become error rows)."""
+    """Yield the valid records among the first lines."""
     left = PROBED_LINES
     for file in source.files:
-        with contextlib.suppress(BadTextError):
-            for _, line in itertools.islice(raw_records(split_lines(chunks(file)), "jsonl"), left):
+        with file.reading(), contextlib.suppress(BadTextError), file.open_text("jsonl") as text:
+            for _, line in itertools.islice(text.raw_records(), left):
                 left -= 1
                 with contextlib.suppress(RequestError):
                     assert isinstance(line, bytes)
@@ -176,35 +205,99 @@ def _is_openai(source: Source) -> bool:
 
 
 def _columns(source: Source) -> list[str]:
-    """As far as they can be known at once."""
+    """Return the columns that can be known without reading all rows."""
     if source.format == "parquet":
         return list(open_parquet(source.files[0]).schema_arrow.names)
     if source.format == "csv":
-        return next((header for file in source.files if (header := csv_header(file))), [])
+        for file in source.files:
+            with file.reading(), file.open_text("csv") as text:
+                if text.header:
+                    return text.header
+        return []
     if source.format == "text":
         return ["prompt"]
     return list(dict.fromkeys(name for record in _first_records(source) for name in record))
 
 
-def csv_header(file: SourceFile) -> list[str]:
-    """The columns of a CSV file. Raises DatasetError."""
-    try:
-        _, raw = next(raw_records(split_lines(chunks(file)), "csv"), (0, None))
-    except BadTextError as error:
-        raise bad_text(file, error) from None
-    return checked_header(raw, str(file))
+def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:
+    """Return all files of the places, each once, sorted by path."""
+    found: dict[str, SourceFile] = {}
+    for each in where:
+        folder, pattern = _split_pattern(each)
+        storage = Storage.open(folder, field="input", follows_links=True)
+        place = f"{storage.where.rstrip('/')}/{pattern}" if pattern else storage.where
+        try:
+            files = _matching(storage, pattern.split("/")) if pattern else _in_place(storage)
+        except OSError as error:
+            raise _error(f"{place} cannot be read: {error}.") from None
+        if not files:
+            raise _error(
+                f"no file matches {place}."
+                if pattern
+                else f"{place} has no {', '.join(SUFFIXES)} files. Files in folders below it are named by a "
+                f"pattern: {place.rstrip('/')}/**/*.jsonl"
+            )
+        found |= {f"{file.storage.filesystem.type_name}:{file.path}": file for file in files}
+    return tuple(found[key] for key in sorted(found))
 
 
-def bad_text(file: SourceFile, error: BadTextError) -> DatasetError:
-    return DatasetError(f"input: {file}, line {line_number(file, error.offset)}: {error.why}.", param="input")
+def _matching(storage: Storage, pattern: Sequence[str]) -> list[SourceFile]:
+    entries = storage.entries(recursive=len(pattern) > 1)
+    return [_source_file(storage, entry) for entry in entries if _matches(entry.name.split("/"), pattern)]
 
 
-def line_number(file: SourceFile, offset: int) -> int:
-    """Which line of the file a byte is in, 1-based. Reads the file up to there: for messages."""
-    number = 1
-    for chunk in chunks(file):
-        number += chunk[:offset].count(b"\n")
-        offset -= len(chunk)
-        if offset <= 0:
-            break
-    return number
+def _in_place(storage: Storage) -> list[SourceFile]:
+    """Return a file, or the files of a folder that have a known suffix."""
+    kind = storage.kind
+    if kind is None:
+        raise _error(f"{storage.where} cannot be read: there is no such file or folder.")
+    if kind == "file":
+        if storage.local:
+            storage.filesystem.open_input_file(storage.root).close()  # raises now, before engines start
+        entry = storage.parent.entry(storage.name)
+        return [_source_file(storage.parent, entry)] if entry is not None else []
+    return [
+        _source_file(storage, entry)
+        for entry in storage.entries()
+        if PurePosixPath(entry.name).suffix.lower() in SUFFIXES and not entry.name.startswith(HIDDEN)
+    ]
+
+
+def _source_file(storage: Storage, entry: Entry) -> SourceFile:
+    return SourceFile(storage, entry.name, entry.size, entry.modified_s)
+
+
+def _error(why: str) -> DatasetError:
+    return DatasetError(f"input: {why}", param="input")
+
+
+def _split_pattern(where: str) -> tuple[str, str]:
+    """Return the folder in front of a pattern, and the pattern; a plain name has an empty pattern."""
+    url = URL.match(where)
+    path, query = where, ""
+    if url is not None and url[1] != "file":
+        path, mark, rest = where.partition("?")
+        query = mark + rest
+    elif Path(where[len(url[0]) :] if url else where).exists():
+        return where, ""
+    parts = path.split("/")
+    special = re.compile(r"[*\[]" if url else r"[*?\[]")  # `?` in a URL begins its query
+    first = next((place for place, part in enumerate(parts) if special.search(part)), None)
+    if first is None:
+        return where, ""
+    folder = "/".join(parts[:first]) or ("/" if path.startswith("/") else ".")
+    return folder + query, "/".join(parts[first:])
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a name match those of a pattern; `**` is any number of folders."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        folders = itertools.takewhile(lambda part: not part.startswith(HIDDEN), name[:-1])
+        return any(_matches(name[skip:], pattern[1:]) for skip in range(len(list(folders)) + 1))
+    if not name or not fnmatchcase(name[0], pattern[0]):
+        return False
+    if name[0].startswith(HIDDEN) and not pattern[0].startswith(HIDDEN):
+        return False
+    return _matches(name[1:], pattern[1:])

@@ -1,13 +1,12 @@
-"""A folder that rows come from or go to: on a disk, or in an object store.
+"""A folder for input or output: on a disk, or in an object store.
 
-`s3://`, `gs://` and `abfs://` are Arrow's own file systems, `hf://` is the hub's; credentials are taken as
-those take them, on every node (environment, files, instance roles). Another S3 server than Amazon's is named
-in the URL, and so goes where the storage goes: `s3://bucket/x?endpoint_override=http://host:9000`. What is
-written appears under its name whole or not at all: by rename on a disk, by a single put in an object store.
-Picklable, so that whoever reads or writes opens it where it lives. Knows nothing of rows.
+`s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's. Credentials are found as
+those do, on every node (environment, files, instance roles). The URL names another S3 server than Amazon's:
+`s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all: by rename
+on a disk, by a single put in an object store. Picklable.
 
-A folder that we write may have been prepared: no name leads out of it, and no link in it is followed. Input
-is the user's own, with links where they like.
+An output folder may contain what an attacker has put there, so no name leads out of it and no link in it is
+followed. Input belongs to the user, and its links are followed.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from pyarrow import fs
 
 from ...cluster.errors import ConfigError, shown_url
 from ...cluster.inner_names import inner_name
-from ..files import PRIVATE_FOLDER, TEMPORARY, make_folder, write_whole
+from ..files import TEMPORARY, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
-_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # Arrow repeats what it was given, with its secrets
+_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # in Arrow's messages, with its secrets
 NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file as it is listed. `name` is relative to the storage's folder; `modified_s` is Unix time."""
+    """A listed file. `name` is relative to the storage's folder; `modified_s` is Unix time."""
 
     name: str
     size: int
@@ -48,14 +47,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A folder; need not exist until something is written.
+    """A folder. It need not exist before something is written.
 
     Attributes:
-        where: as the user wrote it, without a URL's query and credentials: for messages.
+        where: as the user wrote it, without a URL's query and credentials; for messages.
         filesystem: Arrow's.
         root: the folder's path in it.
-        private: on a disk, no other user may read what is written here.
-        follows_links: below it; for input.
+        private: no other user of the disk may read what is written.
+        follows_links: in this folder; for input.
     """
 
     where: str
@@ -66,7 +65,7 @@ class Storage:
 
     @classmethod
     def open(cls, where: str, *, field: str, private: bool = False, follows_links: bool = False) -> Storage:
-        """Find the file system of a path or URL. Raises ConfigError, which names `field`."""
+        """Return the storage of a path or URL. Raises ConfigError, which names `field`."""
         where = str(where)
         found = URL.match(where)
         if found is None or found[1] == "file":
@@ -94,7 +93,7 @@ class Storage:
 
     @property
     def kind(self) -> Literal["file", "folder"] | None:
-        """What is there; None for nothing."""
+        """Return what exists there; None for nothing."""
         found = self.filesystem.get_file_info(self.root).type
         if found == fs.FileType.File:
             return "file"
@@ -102,26 +101,26 @@ class Storage:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Return the last part of the path."""
         return PurePosixPath(self.root).name
 
     @property
     def parent(self) -> Storage:
-        """The folder that it is in."""
+        """Return the folder that contains this one."""
         where = self.root if self.local else self.where
         above = where.rstrip("/").rpartition("/")[0] or "/"
         return replace(self, where=above, root=str(PurePosixPath(self.root).parent))
 
     def under(self, *parts: str) -> Storage:
-        """A folder in this folder."""
+        """Return a folder in this folder."""
         return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
 
     def path(self, *parts: str) -> str:
-        """The path of a name, for the file system.
+        """Return the path of a name in the file system.
 
         Raises, unless links are followed:
             ValueError: the name leads out of the folder.
-            OSError: a link, or what is neither a file nor a folder, is in the way.
+            OSError: a link, or something that is neither a file nor a folder, is part of the path.
         """
         if not self.follows_links:
             name = inner_name("/".join(part for part in parts if part))
@@ -130,7 +129,7 @@ class Storage:
         return self._join(self.root, *parts)
 
     def entries(self, folder: str = "", *, recursive: bool = False) -> list[Entry]:
-        """The files in a folder by name, hidden temporary ones left out; empty if there is no folder."""
+        """Return the files in a folder by name, without temporary ones; empty if there is no folder."""
         base = self.path(folder) if folder else self.root
         infos = self.filesystem.get_file_info(
             fs.FileSelector(base, allow_not_found=True, recursive=recursive)
@@ -144,24 +143,24 @@ class Storage:
         return sorted(entries, key=lambda entry: entry.name)
 
     def entry(self, name: str) -> Entry | None:
-        """One file; None if it is not there."""
+        """Return one file; None if it does not exist."""
         info = self.filesystem.get_file_info(self.path(name))
         return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError, OSError."""
+        """Return the content of a file. Raises FileNotFoundError, OSError."""
         with self.reader(name) as file:
             return file.read()
 
     def reader(self, name: str) -> pa.NativeFile:
-        """A file to seek and read in."""
+        """Open a file for seeking and reading."""
         return self.filesystem.open_input_file(self.path(name))
 
     def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
-        """Put a whole file in place, over what was there. Raises OSError.
+        """Write a complete file, replacing an earlier one. Raises OSError.
 
         Args:
-            synced: it survives a power cut too; without, the death of any process.
+            synced: survive a power cut, too, and not only the death of any process.
         """
         path = self.path(name)
         if self.local:
@@ -176,16 +175,8 @@ class Storage:
         with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
             stream.write(content)
 
-    def close_to_others(self, *folders: str) -> None:
-        """Take from other users what a release before this one let them read. On a disk."""
-        for folder in folders if self.local else ():
-            path = Path(self.path(folder))
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mode & 0o077:
-                    path.chmod(PRIVATE_FOLDER)
-
     def remove(self, *names: str) -> None:
-        """Remove files; what is not there is no error."""
+        """Remove files that exist."""
         if self.local or len(names) < 2:
             for name in names:
                 self._remove(name)
@@ -194,7 +185,7 @@ class Storage:
             list(requests.map(self._remove, names))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it; what is not there is no error."""
+        """Remove a folder with its content, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(self.path(name))
 
@@ -203,7 +194,7 @@ class Storage:
             self.filesystem.delete_file(self.path(name))
 
     def remove_leftovers(self, folder: str, older_than_s: float) -> None:
-        """Remove what killed writers have left half written in a folder of a disk."""
+        """Remove half-written files that killed writers have left in a folder of a disk."""
         for path in Path(self.path(folder)).glob(f"{TEMPORARY}*") if self.local else ():
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.lstat().st_mtime > older_than_s:
@@ -230,7 +221,7 @@ def _modified_s(info: fs.FileInfo) -> float:
 
 
 def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, str]:
-    """The file system behind a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     if scheme == "hf":
         from huggingface_hub import HfFileSystem
 

@@ -1,10 +1,9 @@
-"""A writer of results: segments soon, parts in time, nothing lost on the way.
+"""Writes the results of one engine: into segments at once, into parts later.
 
-    add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; its segments go
+    add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; segments are removed
 
-One per engine. Plain and synchronous: `add` never waits for a disk, all else is called in threads. What
-cannot be written stays and is tried again. Knows no other writers; what an output holds altogether is
-`contents.py`'s matter.
+Synchronous: `add` never waits for a disk, everything else is called in threads. What cannot be written is
+kept and retried. A writer knows nothing of other writers.
 """
 
 from __future__ import annotations
@@ -22,29 +21,35 @@ import pyarrow as pa
 from ...cluster.errors import OutputError
 from ...cluster.row_ranges import RowRanges, contains, minus, of_rows, union
 from .answering import Result
-from .contents import in_parallel
+from .output_index import (
+    Segment,
+    in_parallel,
+    read_segment,
+    row_numbers,
+    segment_folder,
+    write_segment,
+)
 from .parts import OutputForm, Record, make_part, part_name, put
 from .runs import check_run, reason, remove_earlier
-from .segments import Segment, read_segment, rows_in, segment_folder, write_segment
 from .storage import Storage
 
 ROWS_PER_PART = 4096
 PART_INTERVAL_S = 60.0
 FLUSH_INTERVAL_S, REMOTE_FLUSH_INTERVAL_S = 0.25, 5.0
-RETRY_S = 2.0  # between attempts to write what could not be written
-GIVE_UP_S = 60.0  # an output that cannot be written for so long ends the job
+RETRY_S = 2.0  # between attempts to write
+GIVE_UP_S = 60.0  # an output that cannot be written for this long ends the job
 
 Done = TypeVar("Done")
 
 
 def flush_interval_s(output: Storage) -> float:
-    """How often finished rows are to be made durable: a kill loses what came since."""
+    """Return how often to make finished rows durable. A kill loses the rows since then."""
     return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Rows of a shard that are in no part yet, and the segments that hold them meanwhile."""
+    """Rows of a shard that are in no part yet, and the segments that hold them."""
 
     tables: list[pa.Table] = field(default_factory=list)
     segments: list[str] = field(default_factory=list)
@@ -57,7 +62,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Parts to be put in place, and the segments that go when all of them are."""
+    """Parts to write, and the segments to remove when all of them are written."""
 
     parts: deque[tuple[Record, bytes | pa.Buffer]]
     segments: tuple[str, ...]
@@ -67,9 +72,9 @@ class RowWriter:
     """Writes what one engine has finished.
 
     Args:
-        run: of the job; a writer of an earlier run than the output's last refuses to make parts.
-        shard: in its parts' names, where order is free.
-        writer: a name that nobody else has.
+        run: of the job; the writer of an earlier run makes no parts once a later run has begun.
+        shard: in the names of its parts, where order is not preserved.
+        writer: a unique name.
     """
 
     def __init__(self, output: Storage, form: OutputForm, *, run: int, shard: int, writer: str) -> None:
@@ -93,16 +98,16 @@ class RowWriter:
 
     @property
     def num_pending(self) -> int:
-        """Rows that a kill would lose."""
+        """Return the number of rows that a kill would lose."""
         with self._adding:
             added = sum(table.num_rows for tables in self._added.values() for table in tables)
         return added + sum(table.num_rows for _, table in tuple(self._unsaved))
 
     def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
-        """Take finished rows; returns them as they will be written. Durable when `flush` has returned them.
+        """Add finished rows, and return them as a table. They are durable when `flush` has returned them.
 
         Args:
-            shard: where order is preserved, the rows' own.
+            shard: of the rows, where order is preserved.
         """
         assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
         table = self._form.table(results)
@@ -111,16 +116,16 @@ class RowWriter:
         return table
 
     def end_shard(self, shard: int) -> None:
-        """No more rows of the shard come from here: the next `flush` makes its part."""
+        """Make the shard's part at the next `flush`: this writer gets no more rows of it."""
         with self._adding:
             self._ended.add(shard)
 
     def flush(self) -> RowRanges:
-        """Make durable what was added; make the parts that are due. Returns the rows made durable hereby.
+        """Make added rows durable and make the parts that are due. Returns the rows made durable.
 
-        Durable rows outlive the death of any process at once, and a power cut when their part is made. What
-        cannot be written is kept and tried again by later calls. Raises OutputError when that has not helped
-        for a minute, or when the job has gone on without this writer.
+        Durable rows survive the death of any process at once, and a power cut when they are in a part. What
+        cannot be written is kept and retried by later calls. Raises OutputError when that has failed for a
+        minute, or when a later run has taken the output.
         """
         durable: list[RowRanges] = []
         with self._writing:
@@ -135,21 +140,20 @@ class RowWriter:
         return union(*durable)
 
     def adopt(self, writer: str, known: RowRanges) -> RowRanges:
-        """Take over the segments of a writer that is dead: its rows become this one's.
+        """Move the segments of a dead writer to this one. Retries while the output fails.
 
         Args:
-            known: rows that need not be taken (`Ledger.known`): they are in parts.
+            known: rows to leave out, because they are in parts (`Ledger.known`).
 
         Returns:
-            The rows taken, which are durable here and gone there. Waits while the output fails. Raises
-            OutputError.
+            The rows that were moved. Raises OutputError.
         """
         return self._until_written(lambda: self._adopt(writer, known))
 
     def close(self) -> RowRanges:
-        """Make parts of all that is left; returns the rows made durable hereby. Waits while the output fails.
+        """Make parts of all rows. Returns the rows made durable. Retries while the output fails.
 
-        Raises OutputError; the rows in segments are then left to the next run.
+        Raises OutputError; rows in segments are then left to the next run.
         """
         durable: list[RowRanges] = []
         with self._writing:
@@ -158,7 +162,7 @@ class RowWriter:
         return union(*durable)
 
     def _until_written(self, write: Callable[[], Done]) -> Done:
-        """Do it until it succeeds, or has failed for too long."""
+        """Repeat `write` until it succeeds. Raises OutputError when it has failed for GIVE_UP_S."""
         with self._writing:
             while True:
                 try:
@@ -172,16 +176,16 @@ class RowWriter:
                     return done
 
     def _fail(self, error: OSError) -> None:
-        """An attempt has failed. Raises OutputError when it is one too many."""
+        """Record a failed attempt. Raises OutputError when they have failed for GIVE_UP_S."""
         self.failing_since_s = self.failing_since_s or self._tried_s
         if time.monotonic() - self.failing_since_s > GIVE_UP_S:
             raise self._not_written(error) from error
 
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
-        """Segments of what is in memory alone, then the parts that are due. Raises OSError; may be repeated.
+        """Write segments of rows in memory, then the parts that are due. Raises OSError; may be repeated.
 
         Args:
-            durable: gets what was made durable, also on an error.
+            durable: extended by the rows made durable, also on an error.
         """
         with self._adding:
             added, self._added = self._added, defaultdict(list)
@@ -189,7 +193,7 @@ class RowWriter:
         self._unsaved.extend((shard, pa.concat_tables(tables)) for shard, tables in added.items())
         while self._unsaved:
             self._save(*self._unsaved[0])
-            durable.append(of_rows(rows_in(self._unsaved.popleft()[1])))
+            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))
         for shard in [shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)]:
             self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
         with self._adding:
@@ -208,7 +212,7 @@ class RowWriter:
         self.num_durable += table.num_rows
 
     def _adopt(self, writer: str, known: RowRanges) -> RowRanges:
-        """Segments of its rows, then the end of those of the other. Raises OSError; may be called again."""
+        """Write segments of the rows, then remove the other writer's. Raises OSError; may be repeated."""
         names = [entry.name for entry in self._output.entries(segment_folder(writer))]
         tables: defaultdict[int, list[pa.Table]] = defaultdict(list)
         for segment in in_parallel(lambda name: read_segment(self._output, name), names):
@@ -218,7 +222,7 @@ class RowWriter:
         for shard, several in tables.items():
             self._save(shard, pa.concat_tables(several))
         self._output.remove_folder(segment_folder(writer))
-        return union(*(of_rows(rows_in(table)) for several in tables.values() for table in several))
+        return union(*(of_rows(row_numbers(table)) for several in tables.values() for table in several))
 
     def _due(self, _shard: int, gathered: _Gathered) -> bool:
         if self._form.ordered:
@@ -226,7 +230,7 @@ class RowWriter:
         return gathered.num_rows >= ROWS_PER_PART or time.monotonic() - gathered.since_s >= PART_INTERVAL_S
 
     def _batch(self, shard: int, gathered: _Gathered) -> _Batch:
-        """The parts of gathered rows: one of what was answered, one of what failed."""
+        """Return the parts of gathered rows: one of answered rows, one of failed rows."""
         table, failed = _sorted(pa.concat_tables(gathered.tables))
         parts: deque[tuple[Record, bytes | pa.Buffer]] = deque()
         for kind, mask in (("part", ~failed), ("errors", failed)):
@@ -238,7 +242,7 @@ class RowWriter:
         return _Batch(parts, tuple(gathered.segments))
 
     def _put(self, batch: _Batch) -> None:
-        """Parts, then the end of their segments: a row is always in one or the other."""
+        """Write parts, then remove their segments: a row is always in one or the other."""
         while batch.parts:
             check_run(self._output, self._run)
             if not self._earlier_gone:
@@ -258,18 +262,18 @@ class RowWriter:
 
 
 def _without(segment: Segment, known: RowRanges) -> pa.Table:
-    """The results of a segment that are not known."""
-    mask = [not contains(known, row) for row in rows_in(segment.table)]
+    """Return the results of a segment that are not known."""
+    mask = [not contains(known, row) for row in row_numbers(segment.table)]
     return segment.table.filter(pa.array(mask, pa.bool_()))
 
 
 def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
-    """Results as they are written now: another version of ours may have written the segment."""
+    """Convert results to the current schema: another version may have written the segment."""
     return table if table.schema.equals(form.wire) else form.table(table.to_pylist())
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Results by row number, each row once (an answer before a failure), and which of them failed."""
+    """Return results by row number, each row once (an answer before a failure), and which failed."""
     rows = table["row"].to_numpy()
     failed = table["error"].is_valid().to_numpy()
     order = np.lexsort((failed, rows))

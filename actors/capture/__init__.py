@@ -1,1 +1,1 @@
-"""Captured traffic: what requests asked and were answered, kept to train drafters on. Off unless asked."""
+"""Captured traffic: prompts and answers of requests, stored to train drafters. Off by default."""

@@ -1,11 +1,11 @@
-"""Captured traffic as files: what one line holds, and who reads it back.
+"""Captured traffic as files: the format of a line, and reading it back.
 
-A folder of segments, `captured-00000042.jsonl`, the smallest number the oldest; each line is one completion:
+A folder holds segments, `captured-00000042.jsonl`, oldest number first. Each line is one completion:
 
     {"day": "2026-11-23", "model": "qwen", "tenant": null, "category": "coding",
      "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
 
-`store.py` writes them; `manta drafter train` and `adapt` read them, also while a server still writes. Pure.
+`store.py` writes them. `manta drafter train` and `adapt` read them, also while a server still writes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class CapturedRecord:
     """One completion of one request.
 
     Attributes:
-        prompt_token_ids: what was asked, as the target read it; empty where prompts are private.
-        token_ids: what was answered, the token that ended it included.
-        model: the name that it was served under.
-        day: UTC, like 2026-11-23.
+        prompt_token_ids: the prompt as the target read it; empty if prompts are not captured.
+        token_ids: the answer, including the token that ended it.
+        model: the served model's name.
+        day: UTC date, such as 2026-11-23.
         tenant, category: as the request named them (`actors/asker.py`).
     """
 
@@ -43,7 +43,7 @@ class CapturedRecord:
     category: str | None = None
 
     def line(self) -> bytes:
-        """As it stands in a segment, line end included."""
+        """Return the record as a line of a segment, including the newline."""
         row = {
             "day": self.day,
             "model": self.model,
@@ -56,24 +56,24 @@ class CapturedRecord:
 
 
 def is_captured(path: Path) -> bool:
-    """Whether this is a folder with segments, or one of them."""
+    """Return whether this is a folder with segments, or a segment."""
     if path.is_dir():
         return bool(segments(path))
     return _SEGMENT.fullmatch(path.name) is not None
 
 
 def read_captured(path: Path) -> Iterator[CapturedRecord]:
-    """All records of a folder, the oldest segment first, or of one segment.
+    """Yield all records of a folder, oldest segment first, or of one segment.
 
-    A last line without an end is one that is being written, or was when its writer died: it is left out, and
-    so are segments that make room meanwhile.
+    A last line without a newline is still being written, or its writer died; it is skipped. So are segments
+    that are removed in the meantime.
 
     Raises:
-        DatasetError: nothing was captured here, or a line is none of ours.
+        DatasetError: there are no segments, or a line is not a captured completion.
     """
     paths = segments(path) if path.is_dir() else [path]
     if not paths:
-        raise DatasetError(f"{path}: no captured traffic here. Give the folder of --capture.")
+        raise DatasetError(f"{path}: there is no captured traffic here. Give the folder of --capture.")
     for each in paths:
         try:
             content = each.read_bytes()
@@ -87,18 +87,18 @@ def read_captured(path: Path) -> Iterator[CapturedRecord]:
                 yield parse_line(line)
             except ValueError as error:
                 raise DatasetError(
-                    f"{each}:{number}: no captured completion ({error}). Remove this line."
+                    f"{each}:{number}: not a captured completion ({error}). Remove this line."
                 ) from None
 
 
 def segments(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Return the segments of a folder, oldest first."""
     found = [(segment_number(path), path) for path in folder.iterdir()]
     return [path for number, path in sorted(each for each in found if each[0] is not None)]
 
 
 def segment_number(path: Path) -> int | None:
-    """None of a file that is no segment."""
+    """Return the number of a segment; None if the file is not a segment."""
     match = _SEGMENT.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -108,10 +108,10 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def parse_line(line: bytes) -> CapturedRecord:
-    """What `CapturedRecord.line` wrote. Raises ValueError."""
+    """Parse a line of `CapturedRecord.line`. Raises ValueError."""
     row: Any = orjson.loads(line)  # Any: JSON
     if not isinstance(row, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     try:
         return CapturedRecord(
             prompt_token_ids=_ids(row["prompt_token_ids"]),
@@ -122,7 +122,7 @@ def parse_line(line: bytes) -> CapturedRecord:
             category=row.get("category"),
         )
     except KeyError as error:
-        raise ValueError(f"no {error.args[0]}") from None
+        raise ValueError(f"{error.args[0]} is missing") from None
 
 
 def _ids(values: Any) -> tuple[int, ...]:  # Any: JSON

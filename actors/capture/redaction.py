@@ -1,13 +1,14 @@
-"""What a hook of the operator's leaves of a completion before it is kept.
+"""Applies the operator's hook to a completion before it is stored.
 
     def redact(record):                        # --capture-redact mycompany.privacy:redact
         if record["tenant"] == "acme":
-            return None                        # kept nowhere
+            return None                        # not stored
         record["prompt"] = EMAIL.sub("<email>", record["prompt"])
         return record
 
-It gets `prompt` and `answer` as text, special tokens included, and `model`, `day`, `tenant`, `category`. Text
-that it changes is encoded anew: the tokens that it took out reach no disk. A hook that fails keeps nothing.
+The hook gets `prompt` and `answer` as text with special tokens, and `model`, `day`, `tenant`, `category`.
+Text that it changes is tokenized again, so removed tokens are never written to disk. If the hook fails, the
+completion is not stored.
 """
 
 from __future__ import annotations
@@ -22,72 +23,72 @@ from ...cluster.errors import ConfigError, MantaError
 from ..tokenizer import Tokenizer
 from .records import CapturedRecord
 
-# Any: what strangers' code gives back.
+# Any: the return value of the operator's code.
 Hook: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
 class RedactionError(MantaError):
-    """The hook failed, or gave back what is no record. The message holds nothing of the record."""
+    """The hook failed or returned something that is not a record. Quotes nothing of the record."""
 
 
 def load_hook(name: str) -> Hook:
-    """The function of `module:function`. Raises ConfigError."""
+    """Import the function `module:function`. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         hook = getattr(importlib.import_module(module), function)
-    except Exception as error:  # a module may raise anything
+    except Exception as error:  # importing a module may raise anything
         raise _wrong(name, f"{type(error).__name__}: {error}") from None
     if not callable(hook):
-        raise _wrong(name, "it is no function")
+        raise _wrong(name, "it is not a function")
     return hook
 
 
 def redacted(record: CapturedRecord, hook: Hook, tokenizer: Tokenizer) -> CapturedRecord | None:
-    """What may be kept; None if nothing may. Raises RedactionError."""
+    """Return the record as the hook leaves it, or None if it must not be stored. Raises RedactionError."""
     texts = {
         "prompt": tokenizer.decode(record.prompt_token_ids, skip_special_tokens=False),
         "answer": tokenizer.decode(record.token_ids, skip_special_tokens=False),
     }
-    about = {name: getattr(record, name) for name in ("model", "day", "tenant", "category")}
+    metadata = {name: getattr(record, name) for name in ("model", "day", "tenant", "category")}
     try:
-        left = hook({**texts, **about})
-    except Exception as error:  # the operator's code: what it says may quote what must not be kept
+        returned = hook({**texts, **metadata})
+    except Exception as error:  # the message of the operator's exception may quote private text
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RedactionError(f"{type(error).__name__} in line {place.lineno} of {place.filename}") from None
-    if left is None:
+    if returned is None:
         return None
-    return _read(left, record, texts, tokenizer)
+    return _read_returned(returned, record, texts, tokenizer)
 
 
-def _read(
-    left: object, record: CapturedRecord, texts: Mapping[str, str], tokenizer: Tokenizer
+def _read_returned(
+    returned: object, record: CapturedRecord, texts: Mapping[str, str], tokenizer: Tokenizer
 ) -> CapturedRecord:
-    if not isinstance(left, Mapping):
-        raise RedactionError(f"it gave back {type(left).__name__}: give the record, or None")
+    if not isinstance(returned, Mapping):
+        raise RedactionError(f"it returned {type(returned).__name__}: return the record or None")
     for name in texts:
-        if not isinstance(left.get(name), str):
-            raise RedactionError(f"the record that it gave back has no text {name!r}")
+        if not isinstance(returned.get(name), str):
+            raise RedactionError(f"the returned record has no text {name!r}")
     for name in ("tenant", "category"):
-        if not isinstance(left.get(name), str | None):
-            raise RedactionError(f"{name} of the record that it gave back is neither text nor None")
+        if not isinstance(returned.get(name), str | None):
+            raise RedactionError(f"{name} of the returned record is neither text nor None")
 
-    def ids(name: str, known: tuple[int, ...]) -> tuple[int, ...]:
-        if left[name] == texts[name]:
-            return known
-        return tuple(tokenizer.encode(left[name], add_special_tokens=False))
+    def ids(name: str, unchanged: tuple[int, ...]) -> tuple[int, ...]:
+        if returned[name] == texts[name]:
+            return unchanged
+        return tuple(tokenizer.encode(returned[name], add_special_tokens=False))
 
     return replace(
         record,
         prompt_token_ids=ids("prompt", record.prompt_token_ids),
         token_ids=ids("answer", record.token_ids),
-        tenant=left.get("tenant"),
-        category=left.get("category"),
+        tenant=returned.get("tenant"),
+        category=returned.get("category"),
     )
 
 
-def _wrong(name: str, why: str) -> ConfigError:
+def _wrong(name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"capture_redact={name!r} cannot be used ({why}). Write it like mymodule:redact; the module must be "
+        f"capture_redact={name!r} cannot be used ({reason}). Write it like mymodule:redact; the module "
         "importable where the server runs.",
         param="capture_redact",
     )

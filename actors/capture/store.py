@@ -1,9 +1,9 @@
-"""A ring of segment files: as much captured traffic as a bound allows; the oldest goes first.
+"""A ring of segment files that holds captured traffic up to a size limit, removing the oldest first.
 
-A segment is at most a sixteenth of the bound and there are never more than sixteen, so the bound holds at any
-moment. Replicas may share a folder: each writes a segment of its own, locked as long as it does (flock), and
-whoever begins another removes the oldest that nobody writes. What a killed process left is gone on with.
-Called by `writer.py`; blocking.
+There are at most 16 segments, each of at most a sixteenth of the limit, so the limit always holds. Replicas
+may share a folder: each one writes a segment of its own, which it keeps locked (flock). A replica that starts
+a segment removes the oldest one that no process writes. After a restart the newest segment without a writer
+is continued. Called by `writer.py`; the calls block.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LOCK = ".lock"
 
 
 class SegmentRing:
-    """The segments of one folder, and the one that is written here.
+    """The segments of one folder, including the one that this process writes.
 
     Args:
-        folder: made if it is not there; nobody but its owner may look into it.
-        max_bytes: of all segments together.
+        folder: created if missing; only its owner may read it.
+        max_bytes: limit on all segments together.
 
     Raises:
-        ConfigError: others may look into the folder, or it cannot be written.
+        ConfigError: other users may read the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -43,10 +43,11 @@ class SegmentRing:
     def append(self, line: bytes) -> bool:
         """Write a whole line of at most `segment_bytes`.
 
-        False if there is no room: others write all the segments. Raises OSError; nothing is written then.
+        Returns False if there is no room because other processes write all segments. Raises OSError, after
+        undoing a partial write.
         """
-        assert len(line) <= self.segment_bytes, "whoever calls has looked"
-        if not (self._has_room(line) or self._turn(line)):
+        assert len(line) <= self.segment_bytes, "callers check the size"
+        if not (self._has_room(line) or self._open_segment(line)):
             return False
         assert self._handle is not None
         try:
@@ -60,7 +61,6 @@ class SegmentRing:
         return True
 
     def close(self) -> None:
-        """Idempotent."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -68,35 +68,35 @@ class SegmentRing:
     def _has_room(self, line: bytes) -> bool:
         return self._handle is not None and self._size + len(line) <= self.segment_bytes
 
-    def _turn(self, line: bytes) -> bool:
-        """Go on with a segment that was left, at the start, or begin another; False if there is no room."""
+    def _open_segment(self, line: bytes) -> bool:
+        """Continue a segment if this is the first line, or start a new one; False if there is no room."""
         is_start = self._handle is None
         self.close()
-        with self._alone():
-            found = segments(self._folder)
-            if is_start and self._adopt(found) and self._has_room(line):
+        with self._locked():
+            paths = segments(self._folder)
+            if is_start and self._continue_newest(paths) and self._has_room(line):
                 return True
             self.close()
-            for path in found[:]:
-                if len(found) < NUM_SEGMENTS:
+            for path in paths[:]:
+                if len(paths) < NUM_SEGMENTS:
                     break
-                if (handle := _unused(path)) is not None:
+                if (handle := _lock_unless_used(path)) is not None:
                     path.unlink()
                     os.close(handle)
-                    found.remove(path)
-            if len(found) >= NUM_SEGMENTS:
+                    paths.remove(path)
+            if len(paths) >= NUM_SEGMENTS:
                 return False
-            last = segment_number(found[-1]) if found else None
+            last = segment_number(paths[-1]) if paths else None
             path = segment_path(self._folder, (last or 0) + 1)
             self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._size = 0
         return True
 
-    def _adopt(self, found: list[Path]) -> bool:
-        """Take the newest that nobody writes; a line without an end is cut off."""
-        for path in reversed(found):
-            if (handle := _unused(path)) is not None:
+    def _continue_newest(self, paths: list[Path]) -> bool:
+        """Open the newest segment that no process writes, and drop a last line without a newline."""
+        for path in reversed(paths):
+            if (handle := _lock_unless_used(path)) is not None:
                 self._handle = handle
                 self._size = path.read_bytes().rfind(b"\n") + 1
                 os.ftruncate(handle, self._size)
@@ -104,8 +104,8 @@ class SegmentRing:
         return False
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While segments come and go, one process at a time."""
+    def _locked(self) -> Iterator[None]:
+        """Let only one process at a time add or remove segments."""
         handle = open_own(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -114,11 +114,11 @@ class SegmentRing:
             os.close(handle)
 
 
-def _unused(path: Path) -> int | None:
-    """A handle of a segment that nobody writes, locked; None if somebody does."""
+def _lock_unless_used(path: Path) -> int | None:
+    """Open and lock a segment; None if another process writes it."""
     try:
         handle = open_own(path, os.O_RDWR | os.O_APPEND)
-    except OSError:  # a link, which leads to somebody else's
+    except OSError:  # a symbolic link, which may lead to another user's file
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,13 +135,13 @@ def _make_private(folder: Path) -> None:
         usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(
-            f"capture: {folder} cannot be made ({error.strerror}). Choose another folder with --capture.",
+            f"capture: {folder} cannot be created ({error.strerror}). Choose another folder with --capture.",
             param="capture",
         ) from None
     if mode & 0o077:
         raise ConfigError(
-            f"capture: others may look into {folder} (mode {mode:o}), and what people write to a model is "
-            f"private. Use chmod 700 {folder}, or choose a folder that is not there yet.",
+            f"capture: other users may read {folder} (mode {mode:o}), but captured traffic is "
+            f"private. Use chmod 700 {folder}, or choose a folder that does not exist yet.",
             param="capture",
         )
     if not usable:

@@ -1,13 +1,13 @@
-"""The process that keeps captured traffic: lines in, a word about each out.
+"""The process that writes captured traffic: it reads lines and replies with the outcome of each.
 
     python -m manta.actors.capture.writer '{"folder": "...", "max_bytes": 1073741824, ...}'
 
-    stdin    lines as `records.py` has them
-    stdout   `ready`, or `refused` and why; then for each line what became of it: kept, redacted, failed,
-             too_large, full. The first of a kind that should not be says why.
+    stdin    lines as in `records.py`
+    stdout   `ready`, or `refused` and the reason; then the outcome of each line: kept, redacted, failed,
+             too_large, full. The first failure of a kind is followed by its reason.
 
-A process of its own, and the one that gives way (nice 19): no hook that takes its time, and no disk, keeps a
-step waiting. It ends when its input does. Imports neither torch nor Ray. Started by `traffic.py`.
+It is a separate process with low priority (nice 19), so that neither a slow hook nor a slow disk delays a
+step. It ends with its input. Imports neither torch nor Ray. Started by `traffic.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Outcome = Literal["kept", "redacted", "failed", "too_large", "full"]
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
-    """What the process needs to know.
+    """Settings of the writing process.
 
     Attributes:
-        folder: of the segments.
-        max_bytes: of all of them together.
-        redact: `module:function` (`redaction.py`); None keeps completions as they are.
-        tokenizer: folder, for a hook.
+        folder: folder of the segments.
+        max_bytes: limit on all segments together.
+        redact: `module:function` (`redaction.py`); None stores completions unchanged.
+        tokenizer: folder of the tokenizer, for the hook.
     """
 
     folder: str
@@ -51,17 +51,17 @@ class WriterSettings:
 
 
 class Writer:
-    """What becomes of each line. Raises ConfigError for settings that cannot be used."""
+    """Stores lines. Raises ConfigError for unusable settings."""
 
     def __init__(self, settings: WriterSettings) -> None:
         self._ring = SegmentRing(Path(settings.folder), settings.max_bytes)
         self._redact: Callable[[CapturedRecord], CapturedRecord | None] | None = None
         if settings.redact is not None:
-            assert settings.tokenizer is not None, "whoever starts this sees to it"
-            self._redact = _redaction(load_hook(settings.redact), Tokenizer.load(Path(settings.tokenizer)))
+            assert settings.tokenizer is not None, "writer_settings() names the tokenizer of a hook"
+            self._redact = _bind_hook(load_hook(settings.redact), Tokenizer.load(Path(settings.tokenizer)))
 
     def take(self, line: bytes) -> tuple[Outcome, str]:
-        """What became of it, and why if that should not be."""
+        """Store a line; return its outcome, and the reason if it failed."""
         try:
             if self._redact is not None:
                 record = self._redact(parse_line(line))
@@ -69,7 +69,10 @@ class Writer:
                     return "redacted", ""
                 line = record.line()
             if len(line) > self._ring.segment_bytes:
-                return "too_large", f"{len(line)} bytes; at most {self._ring.segment_bytes} are kept of one"
+                return (
+                    "too_large",
+                    f"{len(line)} bytes; a completion may have at most {self._ring.segment_bytes}",
+                )
             return ("kept", "") if self._ring.append(line) else ("full", "other servers write all segments")
         except RedactionError as error:
             return "failed", f"capture_redact failed: {error.message}"
@@ -80,38 +83,38 @@ class Writer:
         self._ring.close()
 
 
-def _redaction(hook: Hook, tokenizer: Tokenizer) -> Callable[[CapturedRecord], CapturedRecord | None]:
+def _bind_hook(hook: Hook, tokenizer: Tokenizer) -> Callable[[CapturedRecord], CapturedRecord | None]:
     return lambda record: redacted(record, hook, tokenizer)
 
 
-def run(writer: Writer, lines: Iterable[bytes], tell: Callable[[str], None]) -> None:
-    """Until the lines end."""
-    told: set[Outcome] = set()
+def run(writer: Writer, lines: Iterable[bytes], reply: Callable[[str], None]) -> None:
+    """Store all lines and reply to each."""
+    explained: set[Outcome] = set()
     for line in lines:
-        outcome, why = writer.take(line)
-        tell(f"{outcome} {why}" if why and outcome not in told else outcome)
-        if why:
-            told.add(outcome)
+        outcome, reason = writer.take(line)
+        reply(f"{outcome} {reason}" if reason and outcome not in explained else outcome)
+        if reason:
+            explained.add(outcome)
     writer.close()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, whose end is ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server ends, which closes our input
     os.nice(19)
     out = sys.stdout
-    sys.stdout = sys.stderr  # what a hook prints
+    sys.stdout = sys.stderr  # keep a hook's prints out of the replies
 
-    def tell(said: str) -> None:
-        out.write(f"{said}\n")
+    def reply(text: str) -> None:
+        out.write(f"{text}\n")
         out.flush()
 
     try:
         writer = Writer(WriterSettings(**json.loads(sys.argv[1])))
     except MantaError as error:
-        tell(f"refused {error.message}")
+        reply(f"refused {error.message}")
         raise SystemExit(2) from None
-    tell("ready")
-    run(writer, sys.stdin.buffer, tell)
+    reply("ready")
+    run(writer, sys.stdin.buffer, reply)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from ..collector import spare_streams
 from ..http.settings import ServerSettings
 from ..http.traffic import Traffic
 from ..process_log import LogSettings, log_to_stderr
@@ -58,13 +59,15 @@ class Gateway:
         from .app import create_gateway
 
         self._watching = asyncio.create_task(self._watch(ServePlace()))
-        return create_gateway(
+        app = create_gateway(
             self._fleet,
             self._settings,
             gateway=serve.get_replica_context().replica_id.unique_id,
             traffic=self._traffic,
             echo_request_id=door_is_there(),
         )
+        spare_streams()
+        return app
 
     async def _watch(self, place: ServePlace) -> None:
         """Until Serve, or a SIGTERM, asks it to go: then nothing is waited for that may not come."""

@@ -5,7 +5,8 @@
 * /metrics of several replicas is one answer (`scrape.py`).
 * What HAProxy itself refuses, it refuses as OpenAI's clients read it, with the request's id, and Retry-After
   where a retry helps. (Of what is no HTTP, or ends in the middle of a head, it knows no words but its own.)
-* A request must come: its head within some seconds, and so much of its body as HAProxy keeps.
+* A request must come: its head within some seconds, and so much of its body as HAProxy keeps. Where a replica
+  refuses it before the rest of the body has come, HAProxy does not wait for that.
 * Idle connections lock nobody out: they are closed after some seconds, and after each answer once half of all
   connections are in use; one address has a part of them; and probes have some of their own, or a port.
 * A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
@@ -38,6 +39,10 @@ RETRY_AFTER_S = 1
 HEAD_TIME = "10s"
 # That a connection may be idle between two requests.
 IDLE_TIME = "10s"
+# A response that says it was sent before the request's body had come. HAProxy would wait for the rest of the
+# body, as long as Serve's `timeout client` is: an hour. What it returns itself closes the connection.
+UNFINISHED_HEADER = "x-manta-unfinished"
+UNFINISHED = (401, 403, 408, 413, 431, 503)
 # All connections are in use but those that are kept for probes.
 CROWDED = "This server has as many connections as it takes. Retry."
 # What HAProxy finds by itself, and what it says then. (Where no replica has answered, who asks again gets
@@ -205,6 +210,10 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
         "http-request disable-l7-retry if manta_kept",
         f"http-request wait-for-body time {head_time} if METH_POST !manta_kept",
         f"http-response set-status 503 if {{ status {RETRY_STATUS} }}",
+        f"acl manta_unfinished res.hdr({UNFINISHED_HEADER}) -m found",
+        "http-response wait-for-body time 1s if manta_unfinished",
+        "http-response set-var(txn.manta_body) res.body if manta_unfinished",
+        *(f"{_closing(status)} if manta_unfinished {{ status {status} }}" for status in UNFINISHED),
         # What the replica's HTTP server cannot read; the replica's own words are JSON.
         f"http-response return status 400 content-type application/json string '{_wrong()}' "
         "if { status 400 } { res.hdr(content-type) -m beg text/plain }",
@@ -245,10 +254,18 @@ def _scrape_backend(places: Places) -> str:
 
 
 def _returning(message: str) -> str:
-    return (
-        f"http-request return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} "
-        f"string '{_body(message)}'"
-    )
+    head = f"http-request return status 503 content-type application/json {_retry_after(503)}"
+    return f"{head}string '{_body(message)}'"
+
+
+def _closing(status: int) -> str:
+    """Return the replica's words as HAProxy's own answer, behind which it closes."""
+    head = f"http-response return status {status} content-type application/json {_retry_after(status)}"
+    return f"{head}lf-string '%[var(txn.manta_body)]'"
+
+
+def _retry_after(status: int) -> str:
+    return f"hdr Retry-After {RETRY_AFTER_S} " if status == 503 else ""
 
 
 def _wrong() -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...cluster.errors import RequestError, shown, shown_name
 from ..asker import asker_of
-from ..batch.checking import ENDPOINTS
+from ..batch.batch_admission import ENDPOINTS
 from ..batch.service import BatchService
 from .files import listed, needed, stored
 from .keys import caller_of

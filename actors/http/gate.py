@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import ENDINGS, TooManyRequestsError
 from ...cluster.label_values import OTHER
+from ..haproxy.front import UNFINISHED, UNFINISHED_HEADER
 from ..process_log import about_request
 from .bodies import BUDGET_BODIES, BodyBudget, BodyLimit
 from .errors import INTERNAL, json_error
@@ -120,16 +121,19 @@ class Gate:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
         headers = Headers(scope=scope)
-        scope["state"].setdefault("caller", self._keys.caller(headers))  # a gateway has said it
-        refusal = self._refusal(scope, headers, limit)
+        given = self._keys.given(headers)
+        if "caller" not in scope["state"]:  # a gateway has said it
+            scope["state"]["caller"] = self._keys.caller(given, headers)
+        refusal = self._refusal(scope, headers, given, limit)
         budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
         with ExitStack() as place:
-            arrived = partial(self._take_place, place)
+            arrived = partial(self._take_place, place, scope)
             limited = place.enter_context(limit.applied(receive, arrived, budget))
             await (refusal or self._app)(scope, limited, send)
 
-    def _take_place(self, place: ExitStack) -> None:
+    def _take_place(self, place: ExitStack, scope: Scope) -> None:
         """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
+        scope["state"]["has_body"] = True
         if self._num_whole == self._max_requests:
             # FastAPI, which reads bodies, lets no other exception through.
             full = TooManyRequestsError(f"{self._num_whole} requests are here, and no more may be. Retry.")
@@ -148,8 +152,8 @@ class Gate:
             log_refusal(refusal, self._replica)
             self._on_refusal(refusal)
 
-    def _refusal(self, scope: Scope, headers: Headers, limit: BodyLimit) -> Response | None:
-        if (stranger := self._keys.refusal(scope["path"], headers)) is not None:
+    def _refusal(self, scope: Scope, headers: Headers, given: bytes, limit: BodyLimit) -> Response | None:
+        if (stranger := self._keys.refusal(scope["path"], given)) is not None:
             return json_error(*stranger, scope=scope)
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
@@ -169,7 +173,9 @@ class _Exchange:
         self._receive = receive
         self._guard = StallGuard(send, gate.reader_timeout_s)
         self._status: int | None = None
-        asked = acceptable_id(Headers(scope=scope).get(ID_HEADER))
+        headers = Headers(scope=scope)
+        self._sends_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        asked = acceptable_id(headers.get(ID_HEADER))
         self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
         self._state["request_id"] = asked or new_id()
         self._state["may_rename"] = gate.echo_request_id
@@ -202,4 +208,6 @@ class _Exchange:
             del headers[ID_HEADER]  # a replica's, at a gateway
             if self._gate.echo_request_id:
                 headers[ID_HEADER] = self._state["request_id"]
+            if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:
+                headers[UNFINISHED_HEADER] = "1"
         await self._guard.send(message)

@@ -117,13 +117,19 @@ class Keys:
         own = None if tenant == ANY else tenant
         return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
 
-    def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """Status and message where a request may not pass; its headers' names are taken in lower case."""
+    def given(self, headers: Mapping[str, str]) -> bytes:
+        """Return the digest of the key that a request brings, for `caller` and `refusal`.
+
+        Headers' names are taken in lower case. Where no key is configured none is looked at.
+        """
+        return _digest(_key_in(headers)) if self._callers or self._metrics else b""
+
+    def refusal(self, path: str, given: bytes) -> tuple[int, str] | None:
+        """Return status and message where a request may not pass."""
         if path == METRICS_PATH:
-            return self._metrics_refusal(headers)
+            return self._metrics_refusal(given)
         if path in OPEN_PATHS:
             return None
-        given = _digest(_key_in(headers))
         known = self._any or (self._admin if path in OWN_PATHS else [])
         if path in ADMIN_PATHS and self._admin:
             if _among(given, self._admin):
@@ -134,20 +140,18 @@ class Keys:
             return None
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
-    def _metrics_refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+    def _metrics_refusal(self, given: bytes) -> tuple[int, str] | None:
         """The operators' own, with keys of its own; without those, and an admin key, any key will do."""
         wanted = [*self._metrics, *self._admin] or self._any
-        given = _digest(_key_in(headers))
         if not wanted or _among(given, wanted):
             return None
         if _among(given, self._any):
             return 403, "Metrics are the operators' own: send the metrics key, or the admin API key."
         return 401, "Send the metrics key, or the admin API key: `Authorization: Bearer <key>`."
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, given: bytes, headers: Mapping[str, str]) -> Caller:
         """Return the caller of a request that `refusal` lets through."""
-        keyless = Caller(sees_all=not self._callers)
-        found = self._callers.get(_digest(_key_in(headers)), keyless)
+        found = self._callers.get(given) or Caller(sees_all=not self._callers)
         return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
 
     def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ def surround(
     on_refusal: Callable[[Refusal], None] = ignore,
 ) -> None:
     """Put the layers around an application that has its routes; the arguments are `Gate`'s."""
+    _build_routes(app)
     install_handlers(app)
     app.add_middleware(
         Gate,
@@ -43,3 +44,11 @@ def surround(
     )
     app.add_middleware(MessagesLayer)
     allow_origins(app, settings)
+
+
+def _build_routes(app: FastAPI) -> None:
+    """Build what FastAPI would build in the first request to each included router, on the event loop."""
+    for route in app.routes:
+        for name in ("effective_candidates", "effective_low_priority_routes"):
+            if (build := getattr(route, name, None)) is not None:
+                build()

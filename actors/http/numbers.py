@@ -1,18 +1,20 @@
 """Numbers in bodies, one or a million.
 
 pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which nobody means.
-Lists of token ids are long: those in order are neither looked at in Python nor copied.
+Lists of token ids are long: those in order are neither looked at in Python nor copied, and what looks at
+them does so in slices: in a thread (`wire.py`) it lets the event loop have its turn between two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
 MAX_TOKEN_IDS = 1 << 18  # in a field that lists some; vocabularies are smaller
+SLICE_VALUES = 1 << 15  # of a list, in one call that holds Python's lock: a millisecond
 
 
 # Any: validators see raw JSON.
@@ -22,7 +24,30 @@ def are_ids(values: list[Any]) -> bool:
 
 
 def types_of(values: Iterable[Any]) -> set[type]:
-    return set(map(type, values))
+    if not isinstance(values, list):
+        return set(map(type, values))
+    types: set[type] = set()
+    for each in _slices(values):
+        types.update(map(type, each))
+    return types
+
+
+def lowest(values: list[int]) -> int:
+    """Return the lowest of them and 0."""
+    return min((min(each) for each in _slices(values)), default=0)
+
+
+def highest(values: list[int]) -> int:
+    """Return the highest of them and 0."""
+    return max((max(each) for each in _slices(values)), default=0)
+
+
+def _slices(values: list[Any]) -> Iterator[list[Any]]:
+    if len(values) <= SLICE_VALUES:
+        yield from [values] if values else ()
+        return
+    for begin in range(0, len(values), SLICE_VALUES):
+        yield values[begin : begin + SLICE_VALUES]
 
 
 def no_booleans(types: set[type]) -> None:
@@ -41,7 +66,7 @@ def ids_as_they_are(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """What is in order is taken as it is; for what is not, pydantic finds the words."""
     if isinstance(values, list):
         types = types_of(values)
-        if types <= {int} and min(values, default=0) >= 0:
+        if types <= {int} and lowest(values) >= 0:
             return values
         no_booleans(types)
     return validate(values)

@@ -8,6 +8,7 @@ from ...cluster.errors import RequestError
 from .chat_answer import check_tools
 from .chat_request import conversation
 from .frontend import Frontend
+from .numbers import highest
 from .tokenize_request import DetokenizeRequest, TokenizeRequest
 from .wire import MAX_VALUES, JsonRoute, json_response
 
@@ -39,7 +40,7 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
         """The text of token ids."""
         frontend.check_model(body.model)
         vocabulary = frontend.engine.info.vocab_size
-        if max(body.tokens, default=0) >= vocabulary:
+        if await frontend.engine.encoder.in_thread(highest, body.tokens) >= vocabulary:
             at = next(at for at, token_id in enumerate(body.tokens) if token_id >= vocabulary)
             raise RequestError(
                 f"tokens.{at}: {body.tokens[at]} is no token id; the vocabulary has {vocabulary}.",

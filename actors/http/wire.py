@@ -6,7 +6,7 @@ with half a character (a lone surrogate), which no tokenizer takes.
 Parsing holds Python's lock, so every stream waits for it: about 2 ms per MB of text, but 25 ms per million
 numbers and far more per million strings or objects, which then are checked one by one. Long bodies are
 therefore counted first, and those that consist of too many pieces are refused; the others are parsed in
-slices (`json_slices.py`).
+slices (`json_slices.py`) and validated beside the event loop.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import orjson
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,16 +44,24 @@ class JsonRoute(APIRoute):
     """A route whose body is parsed by orjson."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
+        handler, model = super().get_route_handler(), None
+        if self.body_field is not None:
+            model = self.body_field.field_info.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            model = None
 
         async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
+            return await handler(_JsonRequest(request, model))
 
         return handle
 
 
 class _JsonRequest(Request):
     _body: bytearray
+
+    def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
+        super().__init__(request.scope, request.receive)
+        self._model = model
 
     async def body(self) -> Bytes:  # type: ignore[override]  # who asks does not change it
         """Grown in place as its pieces come. Joining 30 MB at the end would hold the loop for as long as new
@@ -65,8 +74,20 @@ class _JsonRequest(Request):
         return self._body
 
     async def json(self) -> Any:  # Any: JSON.
-        found = await parsed(await self.body())
+        """A long body is returned as the route's model: validating it takes long, too."""
+        body = await self.body()
+        found = await parsed(body)
         take_request_id(self.scope, found)
+        if self._model is not None and len(body) > SHORT_BODY_BYTES:
+            return await asyncio.to_thread(_validated, self._model, found)
+        return found
+
+
+def _validated(model: type[BaseModel], found: Any) -> Any:
+    """Return the model's instance, which FastAPI takes as it is. FastAPI validates again what is wrong."""
+    try:
+        return model.model_validate(found)
+    except Exception:
         return found
 
 

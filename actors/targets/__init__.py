@@ -1,1 +1,1 @@
-"""The target: what checkpoints mean, the model, loading, and how a rank steps."""
+"""The target: checkpoint families, the model, loading, and the runners that execute a rank's steps."""

@@ -1,1 +1,1 @@
-"""An engine's processes under Ray: placing, starting and watching them, and what travels between them."""
+"""An engine's processes under Ray: placing, starting and watching them, and the channels between them."""

@@ -1,9 +1,9 @@
-"""A drafter's seat whose steps the device drives: the twin of `HostSeat`, over request states on the device.
+"""A drafter's session for one engine whose steps the device drives: the counterpart of `HostSeat`.
 
-It takes the plans that the target takes, so it has the same passes with the same rows, padding included, and
-all sizes of what is said are known. How many drafts were verified and the target's choices come as they are,
-and the same kernel judges the drafts by them on both sides; where drafts came too late, both judge the zeros
-that took their place. None of it is in a CUDA graph yet. Made by `drafter_seat.py`.
+It gets the plans that the target gets, so it has the same passes with the same rows, including padding, and
+the sizes of all messages are known. The target sends the numbers of verified drafts and its choices, and the
+same kernel accepts drafts on both sides. If drafts came too late, both sides use the zeros that replaced
+them. None of it is in a CUDA graph yet. Created by `drafter_seat.py`.
 
 Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """
@@ -43,8 +43,7 @@ from .mailbox import Kinds
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A plan that is begun: whose blocks are drafted, and who takes part in the passes that the target makes
-    of it, in their order."""
+    """A plan in progress: the requests to draft for, and those of each of the target's passes, in order."""
 
     plan: SchedulerOutput
     block: StepRequests | None
@@ -53,10 +52,10 @@ class _Open:
 
 
 class DeviceSeat:
-    """See the module's text.
+    """A drafter's session for one engine on a device, see the module's docstring.
 
     Args:
-        num_pages: of each pool, as the target has them.
+        num_pages: pages of each pool, as the target has them.
     """
 
     def __init__(
@@ -78,24 +77,24 @@ class DeviceSeat:
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
-        # Another plan may arrive there before this one is over.
-        of_decoding, of_prompts = self._upload.values.clone().view(2, NUM_LISTS, self._room).unbind(0)
+        # A later plan may overwrite the upload before this one has ended.
+        decoding_lists, prompt_lists = self._upload.values.clone().view(2, NUM_LISTS, self._room).unbind(0)
         passes: list[StepRequests] = []
         filters = bool(len(decoding)) and self._states.filters(plan.slots[decoding])
         block: StepRequests | None = None
         if len(decoding):
             drafters, targets = self._kinds.of(plan, decoding, filters=filters)
-            passes.append(_requests_of(targets, of_decoding))
-            block = None if drafters is None else _requests_of(drafters, of_decoding)
+            passes.append(_requests_of(targets, decoding_lists))
+            block = None if drafters is None else _requests_of(drafters, decoding_lists)
         if len(prompts):
             spans = (plan.num_computed[prompts], plan.num_rows[prompts])
-            passes.append(StepRequests.prompts(of_prompts, *spans, int(plan.samples[prompts].sum())))
+            passes.append(StepRequests.prompts(prompt_lists, *spans, int(plan.samples[prompts].sum())))
         self._open[plan.step] = _Open(plan, block, passes, filters)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """[N]: a token per row of the blocks that `lay_out_block` makes of those that decode, and margins."""
+        """Return a token and its margin for each row of `lay_out_block`'s blocks of decoding requests [N]."""
         step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
-        assert step.block is not None, "somebody drafts"
+        assert step.block is not None, "draft() is called for plans with drafts"
         rows = lay_out_block(step.block, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
         logits_NV, selector = drafter.logits(hidden_NH), drafter.selector
@@ -114,18 +113,18 @@ class DeviceSeat:
             )
             margins_N = margins_between(scores_N, margins_N)
         else:
-            books, cu_rows_R1 = selector.codebooks, step.block.cu_rows_R1
-            found = find_candidates(
-                logits_NV, rows, sampling, books.top_k, filters=filters, workspace=self._workspace
+            codebooks, cu_rows_R1 = selector.codebooks, step.block.cu_rows_R1
+            candidates = find_candidates(
+                logits_NV, rows, sampling, codebooks.top_k, filters=filters, workspace=self._workspace
             )
             gates_NE = selector.gates(hidden_NH)
             chosen_N = walk_paths(
-                found,
+                candidates,
                 gates_NE,
                 rows,
                 cu_rows_R1,
                 sampling,
-                books,
+                codebooks,
                 filters=filters,
                 margins_N=margins_N,
             )
@@ -136,7 +135,7 @@ class DeviceSeat:
         return len(self._open[plan.step].passes)
 
     def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """Drafts that were verified [R], the target's choices [X], and features [N, H]."""
+        """Return the kinds of verified drafts [R], the target's choices [X], and features [N, H]."""
         requests, drafter = self._open[plan.step].passes[part], self._drafter
         num_chosen = requests.num_rows if requests.sampled_X is None else len(requests.sampled_X)
         features = (requests.num_rows, drafter.config.hidden_size)
@@ -154,7 +153,7 @@ class DeviceSeat:
             if not followed:
                 block = lay_out_block(step.block, tables, mask_id=0)
                 place_drafts(torch.zeros_like(block.token_ids_N), block, tables)
-            requests = _cut(requests, num_drafts_R)
+            requests = _with_num_drafts(requests, num_drafts_R)
         rows = lay_out_rows(requests, tables)
         outcome = torch.empty(
             len(requests.slots_R), requests.max_drafts + 2, dtype=torch.int32, device=device
@@ -173,8 +172,8 @@ def _requests_of(kind: PassKind, lists_LW: Tensor) -> StepRequests:
     return StepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
 
-def _cut(requests: StepRequests, num_drafts_R: Tensor) -> StepRequests:
-    """The requests with so many of their drafts."""
+def _with_num_drafts(requests: StepRequests, num_drafts_R: Tensor) -> StepRequests:
+    """Return the requests with these numbers of drafts."""
     known_R = requests.cu_rows_R1.diff() - requests.num_drafts_R
     cu_rows_R1 = torch.nn.functional.pad((known_R + num_drafts_R).cumsum(0, dtype=torch.int32), (1, 0))
     return replace(requests, cu_rows_R1=cu_rows_R1, num_drafts_R=num_drafts_R, first_chosen_R=cu_rows_R1[:-1])

@@ -1,10 +1,12 @@
-"""Unix sockets in the abstract namespace: how processes on one machine find each other without a file.
+"""Abstract Unix sockets, by which processes on one machine connect without leaving a file.
 
-Nothing is left behind in /tmp, whoever is killed and when. Same machine and same user only; both are checked.
-Any process may list and connect to such sockets, and bind the name of one that is gone. So both sides prove
-that they know the address's key before a byte of theirs is unpickled: the one that knocks by its first bytes,
-the one that lets in by its own (`End._meet` awaits them). The address goes by Ray alone. Used by `channel.py`
-and `drafter_link.py`.
+Nothing is left in /tmp when a process is killed. Connections are only possible within one machine and one
+user; both are checked.
+
+Any process may list and connect to such sockets, or bind the name of one that is gone. So before a byte of a
+peer is unpickled, it must prove that it knows the address's key: the connecting side by its first bytes, the
+listening side by its own (`End._add_peer` waits for them). The address is only sent through Ray. Used by
+`channel.py` and `drafter_link.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import struct
 from .ends import PROOF_BYTES, PeerLostError
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-KNOCK_WITHIN_S = 1.0  # whoever connects proves itself at once
-STRANGERS = 16  # that may stand before those who are awaited
+KNOCK_WITHIN_S = 1.0  # a connecting process must prove itself within this time
+STRANGERS = 16  # unknown connections that may be queued before expected ones
 
 
 class Door:
@@ -27,27 +29,29 @@ class Door:
 
     Attributes:
         listener: the socket.
-        address: what `knock` takes; a secret.
+        address: the argument of `knock`; a secret.
     """
 
     def __init__(self, backlog: int) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name, key = f"manta-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(2 * PROOF_BYTES)
         self.address = f"{name}/{key.hex()}"
-        self._theirs, self._ours = key[:PROOF_BYTES], key[PROOF_BYTES:]
+        self._peer_proof, self._own_proof = key[:PROOF_BYTES], key[PROOF_BYTES:]
         self.listener.bind("\0" + name)
         self.listener.listen(backlog + STRANGERS)
 
     def let_in(self) -> socket.socket | None:
-        """Return the next socket that knocks, after our proof was sent on it. One that is another user's, or
-        does not know the key, is sent away: None."""
+        """Accept the next connection and send our proof on it; None if it is rejected.
+
+        Connections of another user, and those that do not know the key, are rejected.
+        """
         sock, _ = self.listener.accept()
         try:
             sock.settimeout(KNOCK_WITHIN_S)
             if _peer_uid(sock) == os.getuid() and hmac.compare_digest(
-                sock.recv(PROOF_BYTES, socket.MSG_WAITALL), self._theirs
+                sock.recv(PROOF_BYTES, socket.MSG_WAITALL), self._peer_proof
             ):
-                sock.sendall(self._ours)
+                sock.sendall(self._own_proof)
                 return sock
         except OSError:
             pass
@@ -56,10 +60,10 @@ class Door:
 
 
 def knock(address: str) -> tuple[socket.socket, bytes]:
-    """Connect to a door: the socket, and the proof that must come first on it.
+    """Connect to a door; returns the socket, and the proof that the other side sends first.
 
     Raises:
-        PeerLostError: there is none on this machine, or another user's.
+        PeerLostError: there is no such door on this machine, or it is another user's.
     """
     name, _, key_hex = address.partition("/")
     key = bytes.fromhex(key_hex)

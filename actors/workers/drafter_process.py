@@ -1,9 +1,9 @@
-"""Where a drafter's process comes from: one of the engine's own, or one that all engines of the node share.
+"""Starts a drafter's process: one for a single engine, or one that all engines of the node share.
 
-An own one sits in the engine's placement group and dies with the engine's process. A shared one is a detached
-actor with a name made of what its weights depend on: whoever comes first starts it on the engine's node,
-beside all groups, and it leaves by itself when nobody has needed it for a while. Asked for by
-`drafter_keeper.py`.
+An engine's own drafter is placed in the engine's placement group and dies with the engine's process. A shared
+drafter is a detached actor whose name is derived from everything that its weights depend on. The first engine
+starts it on its own node, outside all placement groups, and it exits once no engine has used it for a while.
+Called by `drafter_keeper.py`.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from .worker import forwarded_environment
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "manta"
-LINGER_S = 10.0  # that a shared drafter waits for an engine
-LOAD_TIMEOUT_S = 3600.0  # downloads and large checkpoints
-_THREADS = 64  # of the actor's calls: one per engine watches, and some ask
+LINGER_S = 10.0  # a shared drafter without an engine exits after this time
+LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
+_THREADS = 64  # threads for the actor's calls: each engine has one that watches, and sometimes one more
 
 Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
 
 
 class DrafterGoneError(Exception):
-    """The process died, or does not answer."""
+    """The process died or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterProcess:
-    """One that has loaded; `ended` is done when it has ended."""
+    """A loaded drafter process; `ended` becomes ready when it has ended."""
 
     actor: Actor
     facts: DrafterFacts
     ended: ray.ObjectRef
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Wait for its end for at most so long."""
+        """Wait at most `timeout_s` for its end, and return whether it has ended."""
         return bool(ray.wait([self.ended], timeout=timeout_s)[0])
 
     def answers(self, timeout_s: float) -> bool:
@@ -62,7 +62,7 @@ class DrafterProcess:
         return False
 
     def kill(self) -> None:
-        """At once, also one that is stopped."""
+        """Kill the process immediately, even if it is stopped."""
         with contextlib.suppress(Exception):  # Ray itself may be gone
             ray.kill(self.actor)
         with contextlib.suppress(ProcessLookupError):
@@ -73,7 +73,7 @@ class DrafterSource:
     """Starts drafters for one engine.
 
     Args:
-        topology, placement: of the engine.
+        topology, placement: those of the engine.
     """
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
@@ -84,14 +84,14 @@ class DrafterSource:
         return self._topology.shared_drafter
 
     def start(self, config: EngineConfig) -> DrafterProcess:
-        """A drafter that has loaded; takes as long as that takes.
+        """Start a drafter and wait until it has loaded.
 
         Raises:
             PlacementError: there is no room.
             CheckpointError, ConfigError: from loading.
-            DrafterGoneError: it died meanwhile.
+            DrafterGoneError: it died in the meantime.
         """
-        actor = self._shared(config) if self.is_shared else self._own()
+        actor = self._shared_actor(config) if self.is_shared else self._own_actor()
         setting = DrafterSetup(
             config=config,
             topology=self._topology,
@@ -100,7 +100,7 @@ class DrafterSource:
             linger_s=LINGER_S if self.is_shared else math.inf,
         )
         try:
-            self._await_place(actor)
+            self._wait_until_placed(actor)
             facts: DrafterFacts = ray.get(actor.start.remote(setting), timeout=LOAD_TIMEOUT_S)
             return DrafterProcess(actor, facts, actor.watch.remote())
         except RayTaskError as error:
@@ -112,12 +112,12 @@ class DrafterSource:
         except (RayError, GetTimeoutError) as error:
             raise DrafterGoneError(str(error)) from None
 
-    def _own(self) -> Actor:
+    def _own_actor(self) -> Actor:
         rank = self._topology.drafter_rank
-        assert rank is not None, "a split drafter has a bundle"
+        assert rank is not None, "a split drafter has a bundle of its own"
         return _actor(self._topology, scheduling_strategy=self._placement.strategy(rank))
 
-    def _shared(self, config: EngineConfig) -> Actor:
+    def _shared_actor(self, config: EngineConfig) -> Actor:
         name = shared_name(config)
         with contextlib.suppress(ValueError):
             return ray.get_actor(name, namespace=NAMESPACE)
@@ -126,35 +126,35 @@ class DrafterSource:
         named = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
         return _actor(self._topology, scheduling_strategy=here, **named)
 
-    def _await_place(self, actor: Actor) -> None:
+    def _wait_until_placed(self, actor: Actor) -> None:
         try:
             ray.get(actor.pid.remote(), timeout=PLACEMENT_TIMEOUT_S)
         except GetTimeoutError:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
             raise PlacementError(
-                f"The drafter's process did not start within {PLACEMENT_TIMEOUT_S:g} s: its place is taken. "
-                "End what else runs there, or colocate the drafter.",
+                f"The drafter's process did not start within {PLACEMENT_TIMEOUT_S:g} s: its resources are "
+                "in use. Stop other processes there, or colocate the drafter.",
                 param="speculative_config.placement",
             ) from None
 
 
 def shared_name(config: EngineConfig) -> str:
-    """Of the drafter that engines of such settings share on this node."""
+    """Return the name of the drafter that engines with these settings share on this node."""
     spec = config.speculative_config
-    assert spec is not None, "only who speculates shares a drafter"
-    alike = (
+    assert spec is not None, "only speculation uses a drafter"
+    shared_settings = (
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
         *(config.attention_backend, config.batch_invariant, config.load_format),
         *(config.hf_overrides, spec.hf_overrides, spec.input_embedding_scale, spec.quantization),
     )
-    key = hashlib.sha256(repr(alike).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr(shared_settings).encode()).hexdigest()[:16]
     return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"
 
 
 def _actor(topology: Topology, **options: Any) -> Actor:  # Any: Ray's options
     if topology.device == "cuda":
-        # Hidden devices could not be mapped by the target's process, nor its memory here.
+        # The target's process could not map hidden devices, nor this process map its memory.
         options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     return (
         ray.remote(DrafterWorker)

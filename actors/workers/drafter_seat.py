@@ -1,14 +1,14 @@
-"""What a drafter keeps for one engine: its requests' states and the K/V pages of their context.
+"""A drafter's session for one engine: its requests' states and the K/V pages of their context.
 
-    begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append what stood, write context
+    begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append accepted tokens, write context
 
-A `HostSeat`'s steps are driven by the host, a `device_drafter.DeviceSeat`'s by the device. The drafter's
-weights are nobody's seat: all seats of a process use the same. Made and called by `drafter_server.py`.
+The host drives the steps of a `HostSeat`, the device those of a `device_drafter.DeviceSeat`. The drafter's
+weights are shared by all seats of a process. Created and called by `drafter_server.py`.
 
-A seat may be newer than its engine's requests. Of those it knows neither tokens nor pages: what belongs to
-them goes where nobody looks.
+A seat may be newer than its engine's requests. It has neither tokens nor pages of those, and their values are
+written to unused memory.
 
-Legend: N rows of a pass, R requests, K most drafts, W = K + 1, H hidden.
+Legend: N rows, R requests, K most drafts, W = K + 1, H hidden.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ from .mailbox import Kinds
 
 
 class Seat(Protocol):
-    """See the module's text. Plans come in order; two that are open have no request in common."""
+    """A drafter's session for one engine. Plans come in order; two open plans have no request in common."""
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Take in admissions and new pages."""
+        """Apply a plan's admissions and new pages."""
         ...
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """Proposals, int64, as the target's side of the same kind expects them; and margins, fp32, of that
-        shape."""
+        """Return drafts, int64, and margins, fp32, in the shape that the target's side expects."""
         ...
 
     def num_parts(self, plan: SchedulerOutput) -> int:
-        """In how many parts the target tells how it went."""
+        """Return the number of parts in which the target sends its results."""
         ...
 
     def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """Shapes and dtypes of what it tells in each, of a plan with the drafts that were verified."""
+        """Return shapes and dtypes of the results in a part; `plan` has the numbers of verified drafts."""
         ...
 
     def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
-        """Append what stood, and make context of the target's features."""
+        """Append accepted tokens, and write context from the target's features."""
         ...
 
 
 class LoadedDrafter:
-    """A drafter beside copies of the target's embedding and head; makes seats.
+    """A drafter with copies of the target's embedding and head; creates seats.
 
     Args:
-        plan: of an engine; others must be like it in what the weights depend on.
+        plan: an engine's; other engines must have the same settings where the weights depend on them.
 
     Raises:
         CheckpointError, ConfigError: from loading.
@@ -82,10 +81,10 @@ class LoadedDrafter:
 
     @torch.inference_mode()
     def seat(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> Seat:
-        """For an engine with so many pages in each pool. ConfigError if there is no room for them."""
-        mine = self.plan
-        if (plan.pages.drafter, plan.dtype) != (mine.pages.drafter, mine.dtype) or (
-            plan.max_model_len > mine.max_model_len
+        """Create a seat for an engine with these pages per pool. Raises ConfigError if they do not fit."""
+        own_plan = self.plan
+        if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
+            plan.max_model_len > own_plan.max_model_len
         ):
             raise ConfigError(
                 "The shared drafter was loaded for engines with another max_model_len or dtype. Use the same "
@@ -94,20 +93,20 @@ class LoadedDrafter:
             )
         _check_pages_fit(plan, num_pages)
         drafter = self._drafter
-        assert isinstance(drafter, DFlashDrafter), "no other method has a process of its own"
+        assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
         cache = drafter.new_cache(pages_of(plan.pages, plan.pages.drafter, num_pages), plan.page_size)
         if runs_on_device(plan):
             from .device_drafter import DeviceSeat
 
             return DeviceSeat(plan, drafter, cache, num_pages)
         operators = make_step_operators(plan)
-        size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states = RequestStates(*size, plan.device, self._backend.attention_batch, operators, plan.pages)
+        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
+        states = RequestStates(*state_args, plan.device, self._backend.attention_batch, operators, plan.pages)
         return HostSeat(Proposer(drafter, cache, operators), states)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """A small step, to pay for first calls before an engine's drafts have to be in time."""
+        """Run a small step, to pay for slow first calls before an engine needs drafts in time."""
         plan, tokens = self.plan, 2
         groups = plan.pages.groups
         drafts = min(plan.num_speculative_tokens, plan.max_model_len - tokens - 1)
@@ -116,8 +115,8 @@ class LoadedDrafter:
         pages = pages_for(tokens + drafts + 1, plan.page_size)
         seat = self.seat(plan, (pages * len(groups),) * plan.pages.num_pools)
         prompt = np.zeros(tokens, np.int32)
-        enters = made_up_plan([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
-        for step in (enters, made_up_plan([tokens], [drafts + 1], [drafts])):
+        prefill = made_up_plan([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
+        for step in (prefill, made_up_plan([tokens], [drafts + 1], [drafts])):
             seat.begin(step)
             if step.num_draft_tokens:
                 seat.draft(step)
@@ -137,16 +136,16 @@ class HostSeat:
         self._states.apply(plan)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
-        """[R, K]."""
+        """Return drafts and margins, each [R, K]."""
         proposals = self._proposer.propose(plan, self._states)
-        assert proposals.margins_RK is not None, "a model knows how sure it is"
+        assert proposals.margins_RK is not None, "DFlash drafters give margins"
         return proposals.drafts_RK, proposals.margins_RK
 
     def num_parts(self, plan: SchedulerOutput) -> int:
         return 1
 
     def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
-        """The tokens that came out [R, W] and how many [R], and features [N, H]."""
+        """Return the kinds of the new tokens [R, W], their numbers [R], and features [N, H]."""
         drafter, width = self._proposer.drafter, 1 + int(plan.num_drafts.max(initial=0))
         count = plan.num_requests
         return [
@@ -163,16 +162,16 @@ class HostSeat:
 
 
 def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """The target has chosen how many pages there are; the drafter's GPU must hold them beside its weights.
+    """Raise ConfigError unless the drafter's GPU holds the target's number of pages next to its weights.
 
-    A rank of a wide tensor-parallel target may hold less of a token than the drafter does.
+    A rank of a wide tensor-parallel target may have fewer bytes per token than the drafter.
     """
     if plan.device.type != "cuda":
         return
     needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
-    room = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
-    if needed > room:
-        fitting = max(num_pages[0] * room // needed, 0)
+    budget = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
+    if needed > budget:
+        fitting = max(num_pages[0] * budget // needed, 0)
         raise ConfigError(
             f"The target's GPUs hold {num_pages[0]} K/V pages, the drafter's only {fitting} of them. Set "
             "num_pages to at most that.",

@@ -1,7 +1,7 @@
-"""The drafter as a process of its own. Wrapped by `drafter_process.py`; the work is `drafter_server.py`'s.
+"""The drafter in a process of its own. Wrapped by `drafter_process.py`; `drafter_server.py` does the work.
 
-Ray calls it with several threads: `start` and `watch` wait, the questions do not. All computing is done by
-one thread, which loads the drafter and then serves.
+Ray calls it from several threads, of which those in `start` and `watch` wait. One thread, which loads the
+drafter and then serves, does all the computing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSetup:
-    """All that a drafter is told before it loads.
+    """Settings that a drafter's process gets before it loads.
 
     Attributes:
-        config: of the engine that starts it, with absolute paths and the topology's device.
-        topology: of that engine.
-        log: how the process of that engine logs, where that was set up.
-        environment: settings of libraries, taken over where this process has none of its own.
-        linger_s: it leaves when it has had no engine for so long; infinite for one that belongs to an engine.
+        config: that of the engine that starts it, with absolute paths and the topology's device.
+        topology: that of this engine.
+        log: log settings of this engine's process, if it has any.
+        environment: variables for libraries, set here unless this process has them.
+        linger_s: exit after this time without an engine; infinite for an engine's own drafter.
     """
 
     config: EngineConfig
@@ -47,7 +47,7 @@ class DrafterSetup:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """What a drafter says when it has loaded. `address` is of its door (`doors.knock`)."""
+    """A loaded drafter's process; `address` is that of its door (`doors.knock`)."""
 
     pid: int
     address: str = field(repr=False)  # a secret
@@ -63,35 +63,34 @@ class DrafterWorker:
         self._thread: threading.Thread | None = None
 
     def pid(self) -> int:
-        """Answers as soon as the process has its place."""
+        """Return the process id; answers as soon as the process has started."""
         return os.getpid()
 
     def start(self, setting: DrafterSetup) -> DrafterFacts:
-        """Load, or wait until what somebody else asked for is loaded. Raises CheckpointError, ConfigError."""
+        """Load the drafter, or wait for a load in progress. Raises CheckpointError, ConfigError."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._live, args=[setting], name="manta-drafter", daemon=True
+                    target=self._load_and_serve, args=[setting], name="manta-drafter", daemon=True
                 )
                 self._thread.start()
         return self._facts.result()
 
     def watch(self) -> str:
-        """Does not return while the drafter serves."""
+        """Return when the drafter no longer serves."""
         self._ended.wait()
         return "The drafter has ended."
 
-    def _live(self, setting: DrafterSetup) -> None:
-        """The thread that computes."""
+    def _load_and_serve(self, setting: DrafterSetup) -> None:
         try:
             server = self._load(setting)
-        except BaseException as error:  # a thread's edge: whoever waits for `start` is told
+        except BaseException as error:  # reported to the callers of `start`
             self._facts.set_exception(error)
             return
         self._facts.set_result(DrafterFacts(os.getpid(), server.address))
         try:
             server.serve(setting.linger_s)
-            logger.info("no engine has needed this drafter for %g s", setting.linger_s)
+            logger.info("exiting, as no engine has used this drafter for %g s", setting.linger_s)
         except Exception:
             logger.exception("the drafter failed")
         finally:

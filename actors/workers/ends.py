@@ -1,11 +1,11 @@
-"""What both ends of a shared-memory connection do: wait, wake the other side, move messages.
+"""Waiting, waking and messages for both ends of a shared-memory connection.
 
-An `End` is one side of rings (`rings.py`) that it shares with its peers; a socket to each peer rings a
-sleeper awake (one byte) and tells at once when the process at its other end has died. A `Waiter` waits on
-some ends together: first for a moment with `sched_yield`, then asleep on their sockets. The step channel
-(`channel.py`) and the way to a drafter (`drafter_link.py`) are made of them. An end belongs to one thread,
-and ends that share a waiter to the same one. Messages are pickles, which run what they like when they are
-read: nothing is read of a peer before it has proven itself (`doors.py`).
+An `End` is one side of rings (`rings.py`) shared with its peers. A socket to each peer wakes a sleeper (one
+byte) and reports immediately when the process at its other end has died. A `Waiter` waits on several ends
+together: it first spins briefly with `sched_yield`, then sleeps on their sockets. The step channel
+(`channel.py`) and the connection to a drafter (`drafter_link.py`) are built on this. An end belongs to one
+thread, as do ends that share a waiter. Messages are pickles, which may execute code, so nothing is read from
+a peer before it has proven itself (`doors.py`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any
 
 from .rings import Ring, SharedMemory
 
-PATIENCE_S = 60.0  # for a peer that must answer at once
-POLL_S = 0.1  # sleepers look up this often; a lost wake-up costs no more
-PROOF_BYTES = 32  # with which a socket begins that was knocked at
+PATIENCE_S = 60.0  # timeout for a peer that must answer at once
+POLL_S = 0.1  # polling interval of sleepers, which bounds the cost of a lost wake-up
+PROOF_BYTES = 32  # proof at the beginning of a socket that was connected with `doors.knock`
 SHORT_SPIN_S, LONG_SPIN_S = 30e-6, 1e-3
 
 
 class PeerLostError(Exception):
-    """The process at the other end is gone, or never was on this machine."""
+    """The process at the other end is gone, or was never on this machine."""
 
 
 def nothing() -> None:
-    """For a wait that nobody looks in on."""
+    """Do nothing, for waits without a callback."""
 
 
 class Waiter:
-    """Waits until something has happened on any of some ends.
+    """Waits until something happens on one of several ends.
 
     Args:
-        spin_s: how long to spin before it sleeps.
+        spin_s: how long to spin before sleeping.
     """
 
     def __init__(self, spin_s: float) -> None:
@@ -55,7 +55,7 @@ class Waiter:
             self._ends.remove(end)
 
     def listen(self, sock: socket.socket) -> None:
-        """Wake up for this socket too."""
+        """Wake up for this socket, too."""
         self._poller.register(sock, select.POLLIN)
 
     def forget(self, sock: socket.socket) -> None:
@@ -68,10 +68,10 @@ class Waiter:
         alive: Callable[[], None] = nothing,
         poll_s: float = POLL_S,
     ) -> None:
-        """Until `ready`, which is also asked every `poll_s`; TimeoutError if it is not in time.
+        """Wait until `ready`, which is checked at least every `poll_s` seconds. Raises TimeoutError.
 
         Args:
-            alive: called as often; what it raises ends the waiting.
+            alive: called as often; an exception of it ends the wait.
         """
         spin_until = time.perf_counter() + self._spin_s
         while not ready():
@@ -102,11 +102,11 @@ class Waiter:
 
 
 class End:
-    """One side; see the module's text.
+    """One side of a shared-memory connection.
 
     Args:
-        own_line: of the memory, where it says that it sleeps.
-        waiter: waits for it, perhaps among others.
+        own_line: line of the memory in which this end says that it sleeps.
+        waiter: waits for it, possibly together with others.
     """
 
     def __init__(self, memory: SharedMemory, own_line: int, waiter: Waiter) -> None:
@@ -115,18 +115,18 @@ class End:
         self._waiter = waiter
         self._peers: dict[
             int, tuple[socket.socket, int]
-        ] = {}  # its number -> socket, where it says it sleeps
+        ] = {}  # its number -> socket, line in which it says that it sleeps
         self._lost: set[int] = set()
-        self._proofs: dict[int, bytes] = {}  # that peers have still to bring
+        self._proofs: dict[int, bytes] = {}  # that peers have yet to send
         self._closed = False
         waiter.add(self)
 
-    def _meet(self, number: int, sock: socket.socket, asleep_line: int, proof: bytes = b"") -> None:
-        """A peer is there; the socket is this end's now.
+    def _add_peer(self, number: int, sock: socket.socket, asleep_line: int, proof: bytes = b"") -> None:
+        """Add a peer with its socket, which this end now owns.
 
         Args:
-            proof: with which the socket must begin before a message is read (`doors.knock`); empty where the
-                peer has proven itself.
+            proof: what the socket must begin with before a message is read (`doors.knock`); empty if the peer
+                has already proven itself.
         """
         sock.setblocking(False)
         self._peers[number] = sock, asleep_line
@@ -135,7 +135,7 @@ class End:
         self._waiter.listen(sock)
 
     def _name(self, number: int) -> str:
-        """Of a peer, in errors."""
+        """Return a peer's name for errors."""
         return f"peer {number}"
 
     def _write(self, ring: Ring, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
@@ -145,10 +145,10 @@ class End:
             ring.put(piece, last=index == len(pieces) - 1)
             self._wake_sleepers()
 
-    # Any: it carries whatever was put in; both ends are ours.
+    # Any: the messages; both ends are our own code.
     def _read(self, ring: Ring, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
-        """The next message; at least its first fragment is there."""
-        if self._proofs:  # its proof was sent before the message
+        """Return the next message, whose first fragment has arrived."""
+        if self._proofs:  # the peer sends its proof before the message
             self.take_wakeups()
             if self._proofs:
                 raise PeerLostError(f"{self._name(min(self._proofs))}: it has not proven itself")
@@ -179,24 +179,24 @@ class End:
                 try:
                     sock.send(b"w", socket.MSG_NOSIGNAL)
                 except BlockingIOError:
-                    pass  # its buffer is full of wake-ups
+                    pass  # the socket's buffer is full of wake-ups
                 except OSError:
-                    pass  # it died; the next wait says so
+                    pass  # the peer died; the next wait reports it
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, alive: Callable[[], None]) -> None:
-        """Raises PeerLostError where a peer is gone and nothing is there that it has left."""
+        """Wait; raises PeerLostError if a peer is gone and left nothing to read."""
         self._waiter.wait(lambda: ready() or bool(self._lost), timeout_s, alive)
         if not ready():
             raise PeerLostError(self._name(min(self._lost)))
 
-    def say_asleep(self, asleep: int) -> None:
-        """For peers to see, before it is looked whether they have left something."""
+    def say_asleep(self, is_asleep: int) -> None:
+        """Tell peers whether this end sleeps, before checking for their messages."""
         if not self._closed:
-            self._memory.write(self._own_line, asleep)
+            self._memory.write(self._own_line, is_asleep)
             self._memory.fence()
 
     def take_wakeups(self) -> None:
-        """Read the sockets empty; note who is gone."""
+        """Empty the sockets, and record lost peers."""
         for number, (sock, _) in self._peers.items():
             if number in self._lost:
                 continue
@@ -205,7 +205,7 @@ class End:
                 self._waiter.forget(sock)
 
     def _is_proven(self, number: int, sock: socket.socket) -> bool:
-        """Take the proof off the socket once it is there. False if it is another, or the peer is gone."""
+        """Remove the proof from the socket once it has arrived. False if it is wrong or the peer is gone."""
         proof = self._proofs[number]
         try:
             begin = sock.recv(len(proof), socket.MSG_PEEK)
@@ -221,7 +221,7 @@ class End:
         return len(begin) not in (0, len(proof))
 
     def close(self) -> None:
-        """Let go of memory and sockets; the other side then sees a lost peer. Idempotent."""
+        """Release memory and sockets, so that the other side sees a lost peer. Idempotent."""
         if not self._closed:
             self._closed = True
             self._waiter.remove(self)
@@ -234,7 +234,7 @@ class End:
 
 
 def _drain(sock: socket.socket) -> bool:
-    """Take the wake-ups out of a peer's socket. False if the peer is gone."""
+    """Remove wake-ups from a peer's socket. False if the peer is gone."""
     try:
         return sock.recv(4096) != b""
     except BlockingIOError:
@@ -244,5 +244,5 @@ def _drain(sock: socket.socket) -> bool:
 
 
 def spin_budget_s(cores_wanted: int) -> float:
-    """How long to spin: briefly where spinning would take a core that the awaited process needs."""
+    """Return how long to spin: briefly if spinning would take a core that the awaited process needs."""
     return LONG_SPIN_S if len(os.sched_getaffinity(0)) >= cores_wanted else SHORT_SPIN_S

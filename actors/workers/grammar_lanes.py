@@ -1,14 +1,15 @@
-"""Grammars on their way to the ranks, beside the steps: the ranks compile them and keep them.
+"""Sends grammars to the ranks, which compile and keep them, independently of the steps.
 
-Each worker has two lanes, and a thread for each: a grammar that compiles for long holds up no cheap one. A
-message is JSON, `[action, kind, text]`; the answer is why it failed, or nothing. The engine's end is
-`ray_executor.py`'s, the other `target_worker.py`'s.
+Each worker has two lanes with a thread each, so that a slow compilation does not delay cheap ones. A message
+is JSON, `[action, kind, text]`; the answer is an error message, or empty. The engine's end is used by
+`ray_executor.py`, the other by `target_worker.py`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
@@ -20,15 +21,16 @@ from ...drafter.grammars.compiler import GrammarCompiler, GrammarError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
+NICENESS = 5  # of the threads that compile: a step's threads go first
 _CHEAP, _LARGE = 0, 1  # lanes
 
 
 class GrammarLanes:
-    """The engine's end. Threads may share it.
+    """The engine's end, usable from several threads.
 
     Args:
-        lanes: of each worker.
-        check_health: raises EngineDeadError where there is nothing to wait for any more.
+        lanes: those of each worker.
+        check_health: raises EngineDeadError if no answer can come any more.
     """
 
     def __init__(self, lanes: Collection[tuple[Connection, ...]], check_health: Callable[[], None]) -> None:
@@ -36,7 +38,7 @@ class GrammarLanes:
         self._locks = threading.Lock(), threading.Lock()
 
     def hold(self, grammar: Grammar) -> None:
-        """Have every rank compile and keep a grammar. Raises GrammarError, EngineDeadError."""
+        """Let every rank compile and keep a grammar. Raises GrammarError, EngineDeadError."""
         answers = self._ask("hold", grammar, self._lanes)
         failed = [answer for answer in answers if answer]
         if failed:
@@ -59,7 +61,7 @@ class GrammarLanes:
                 return [self._answer(lanes[lane]) for lanes in workers]
             except (EOFError, OSError):
                 self._check_health()
-                raise EngineDeadError("A worker has left. Retry on another replica.") from None
+                raise EngineDeadError("A worker has ended. Retry on another replica.") from None
 
     def _answer(self, connection: Connection) -> str:
         while not connection.poll(LOOK_S):
@@ -68,22 +70,24 @@ class GrammarLanes:
 
 
 def serve_lanes(lanes: Collection[Connection], compiler: GrammarCompiler | None) -> None:
-    """Start the threads of a worker's end. They end when the engine closes its own."""
+    """Start the threads of a worker's end, which end when the engine closes its own."""
     for lane in lanes:
         threading.Thread(target=_serve, args=(lane, compiler), name="manta-grammar-lane", daemon=True).start()
 
 
 def _serve(lane: Connection, compiler: GrammarCompiler | None) -> None:
+    # On Linux this is the thread's alone; those that it starts to compile in inherit it.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + NICENESS)
     try:
         while True:
             action, kind, text = json.loads(lane.recv_bytes())
-            lane.send_bytes(_done(compiler, action, Grammar(kind, text)).encode())
+            lane.send_bytes(_run_action(compiler, action, Grammar(kind, text)).encode())
     except (EOFError, OSError):
         lane.close()
 
 
-def _done(compiler: GrammarCompiler | None, action: str, grammar: Grammar) -> str:
-    """Do what is asked; return why it failed, or nothing."""
+def _run_action(compiler: GrammarCompiler | None, action: str, grammar: Grammar) -> str:
+    """Run an action; return an error message, or an empty string."""
     if compiler is None:
         return ""  # `cluster/limits.py` refuses such requests
     if action == "let go":
@@ -93,7 +97,7 @@ def _done(compiler: GrammarCompiler | None, action: str, grammar: Grammar) -> st
         compiler.hold(grammar)
     except GrammarError as error:
         return str(error) or "it cannot be compiled"
-    except Exception as error:  # a thread's edge: the engine waits for an answer
+    except Exception as error:  # the engine waits for an answer
         logger.exception("a grammar could not be compiled")
         return f"it cannot be compiled ({type(error).__name__})"
     return ""

@@ -1,18 +1,18 @@
-"""What a target and a drafter in another process say to each other, and the memory they share for it.
+"""The messages between a target and a remote drafter, and the layout of the memory that they share.
 
     target rank 0                                        drafter
-    Hello: who I am, and the memory       ── socket ──▶  a seat: states, pages
+    Hello: name, config, and the memory   ── socket ──▶  a seat: states, pages
                                           ◀──────────── Welcome, or Refusal
     Ask: a plan                           ── down ────▶  draft
                               drafts ◀── mailbox ─────   Drafted
     verify
     verdict, features  ── mailbox ──▶
-    Told: how it went                     ── down ────▶  append, write context
+    Told: the results                     ── down ────▶  append, write context
                                           ◀──── up ───   Done: the mailbox's bytes are free
 
-One connection is one seat at one drafter: whoever comes back gets a new one, so a message never meets another
-drafter's or another seat's; within a seat messages carry the step. Rings are `rings.py`'s, the mailbox
-`mailbox.py`'s. Both sides: `drafter_link.py` (client), `drafter_server.py` (server).
+A connection is one seat at one drafter. Reconnecting gives a new one, so messages of different drafters or
+seats never mix; within a seat messages carry the step. `rings.py` has the rings, `mailbox.py` the mailbox.
+The two sides are `drafter_link.py` (client) and `drafter_server.py` (server).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ...cluster.plan import DrafterUse, IntArray, SchedulerOutput
 from .mailbox import padded
 from .rings import Layout
 
-MAX_OPEN = 32  # steps that a drafter may lag behind before it is given up
+MAX_OPEN = 32  # steps by which a drafter may lag before it is given up
 LAYOUT = Layout(
     num_workers=1, down_slots=128, down_slot_bytes=8 * 1024, up_slots=4 * MAX_OPEN, up_slot_bytes=4 * 1024
 )
-_STEPS = 4  # of the largest size that the mailbox holds at once; decoding steps are far smaller
+_STEPS = 4  # number of largest steps whose results the mailbox holds; decoding steps are far smaller
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How a mailbox is divided: places for drafts, one per open step, then what the target tells.
+    """Layout of a mailbox: a place for drafts per open step, then the target's results.
 
     Attributes:
-        drafts_bytes: of one place.
-        told_bytes: of all that is told and not taken in yet.
+        drafts_bytes: size of one place.
+        told_bytes: size of all results that the drafter has not taken in yet.
     """
 
     drafts_bytes: int
@@ -48,7 +48,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
-        """For an engine's steps, and what its drafter is made of."""
+        """Return the sizes for an engine's steps and its drafter's hidden size and dtype."""
         rows = max(config.max_num_seqs * (num_drafts + 2), config.max_num_batched_tokens)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
@@ -65,13 +65,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Comes with the rings' memory file.
+    """First message of a target; comes with the rings' memory file.
 
     Attributes:
-        name: of the engine, in the drafter's books.
-        config: of the engine.
-        num_pages: of each pool.
-        mailbox: what `Mailbox.open` takes; None where it is a second file.
+        name: of the engine, for the drafter's logs.
+        config: the engine's.
+        num_pages: pages of each pool.
+        mailbox: argument of `Mailbox.open`; None if it is a second file.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """There is a seat."""
+    """The drafter has created a seat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """There is none, and will not be."""
+    """The drafter cannot create a seat."""
 
     error: MantaError
 
@@ -104,8 +104,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The drafts and their margins lie where they were asked for since `at_s`. `use`: of the drafter, since
-    the last message that told it."""
+    """Drafts and margins are in place since `at_s`. `use` is the drafter's since its last message."""
 
     step: int
     at_s: float
@@ -114,9 +113,14 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a part of a step's rows brought lies in the mailbox. `followed`: the drafts were verified; else
-    they came too late, and tokens of id 0 were verified in their place. `num_drafts`: int32 [R], where the
-    target's host knows that fewer were verified than planned. `sent_s` as of an `Ask`."""
+    """Results of a part of a step's rows are in the mailbox.
+
+    Attributes:
+        followed: whether the drafts were verified; if they came too late, tokens of id 0 were verified
+            instead.
+        num_drafts: int32 [R], verified drafts, if the target's host knows that they are fewer than planned.
+        sent_s: see `Ask`.
+    """
 
     step: int
     part: int
@@ -128,7 +132,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was told has been taken in. `use` as of `Drafted`."""
+    """The results have been taken in. `use` is the drafter's since its last message."""
 
     step: int
     part: int

@@ -1,9 +1,9 @@
-"""A Ray of our own on this machine: it listens on loopback alone, and asks for a token of its user's.
+"""Starts a local Ray that listens on loopback only and requires its user's token.
 
-Ray itself listens on all interfaces, and writes a new token with the process's umask. Used wherever we call
-`ray.init` without the address of a cluster. A user who wants a Ray that other machines reach starts it
-(`ray start`, `manta render ray-up`) and names it in RAY_ADDRESS; RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 leaves
-the choice of the address to Ray, and RAY_AUTH_MODE=disabled leaves out the token.
+By default Ray listens on all interfaces, and writes a new token with the process's umask. Used wherever we
+call `ray.init` without the address of a cluster. To get a Ray that other machines can reach, a user starts it
+(`ray start`, `manta render ray-up`) and names it in RAY_ADDRESS. RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 leaves
+the choice of the address to Ray, and RAY_AUTH_MODE=disabled omits the token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...cluster.errors import ConfigError
 from ..machine import free_port
 
 AUTH_MODE = "RAY_AUTH_MODE"
-OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # that Ray takes before its file
+OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # take precedence over Ray's token file
 # Of Ray's dashboard agent, whose 1 s of CPU time competes with the loading of models. It exports Ray's own
 # metrics, and counters lose what they count before it runs: so it starts at once.
 AGENT_NICENESS = 10
@@ -62,18 +62,18 @@ def start_ray(worker_command: Sequence[str] = (), **settings: Any) -> None:  # A
 
 @contextlib.contextmanager
 def _without_head_services() -> Iterator[None]:
-    """Keep a Ray that starts meanwhile from its dashboard's server and its cluster autoscaler.
+    """Keep a Ray that is started within from running its dashboard's server and its cluster autoscaler.
 
-    Ray starts both, also with `include_dashboard=False`, and they take 3 s of CPU time while models could
-    load. On one machine the autoscaler has nothing to do.
+    Ray starts both even with `include_dashboard=False`, and they take 3 s of CPU time while models could
+    load. On a single machine the autoscaler has nothing to do.
     """
-    before = services.start_api_server, Node.start_monitor
-    services.start_api_server = lambda *_, **__: (None, None)  # as where it does not come up
+    originals = services.start_api_server, Node.start_monitor
+    services.start_api_server = lambda *_, **__: (None, None)  # the result of a server that did not come up
     Node.start_monitor = lambda self: None
     try:
         yield
     finally:
-        services.start_api_server, Node.start_monitor = before
+        services.start_api_server, Node.start_monitor = originals
 
 
 @contextlib.contextmanager
@@ -118,51 +118,52 @@ def _lean(flag: str, worker_command: Sequence[str]) -> str:
 
 
 def use_token() -> None:
-    """Show Ray's token where there is one, unless RAY_AUTH_MODE says otherwise; `ray.init` with an address
-    does not look for one."""
+    """Enable token authentication if there is a token, unless RAY_AUTH_MODE is set.
+
+    With an address, `ray.init` does not look for a token.
+    """
     if AUTH_MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-        token_setup._enable_token_auth()  # a variable that is set now is read no more
+        token_setup._enable_token_auth()  # Ray no longer reads the environment variable at this point
 
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Take 127.0.0.1 for this node's address: all servers of a Ray that starts meanwhile listen there alone.
+    """Use 127.0.0.1 as this node's address, so that all servers of a Ray started within listen only there.
 
-    Ray does so by itself on macOS and Windows. It replaces a loopback address that it is given by another
-    of the machine's, so a Ray that listens on loopback is also joined in here.
+    Ray does so itself on macOS and Windows. On Linux it replaces a loopback address by another one of the
+    machine, so a Ray that listens on loopback must also be joined within this context.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    original = ray_constants.ENABLE_RAY_CLUSTER
     if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ:
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_constants.ENABLE_RAY_CLUSTER = original
 
 
 def _token_file() -> Path:
-    """Where Ray looks for its token by default."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def make_token(path: Path) -> None:
-    """Write a token where there is none; take one that is there away from all but its owner."""
+    """Write a token if there is none; make an existing one private to its owner."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-            handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+            temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+            handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # whole at once, and never over another process's
-            new.unlink()
-        found = path.stat()
-        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) & 0o077:
+                os.link(temporary, path)  # appears complete, and never replaces another process's
+            temporary.unlink()
+        status = path.stat()
+        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(0o600)
     except OSError as error:
         raise ConfigError(
-            f"RAY_AUTH_TOKEN_PATH: the token of the Ray that starts here cannot be kept in {path} "
+            f"RAY_AUTH_TOKEN_PATH: the token of the local Ray cannot be stored in {path} "
             f"({error.strerror}). Name a file with a token there, or set {AUTH_MODE}=disabled.",
             param="RAY_AUTH_TOKEN_PATH",
         ) from None

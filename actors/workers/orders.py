@@ -1,7 +1,7 @@
-"""What the engine tells its workers between steps, and what they tell it beside results.
+"""Messages between the engine and its workers other than plans and results.
 
-Plans go as they are (`cluster/plan.py`); these go over the same channel, in order with them. Sent by
-`ray_executor.py`, obeyed by `worker.py`.
+They use the same channel as plans (`cluster/plan.py`) and stay in order with them. Sent by `ray_executor.py`,
+handled by `worker.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...cluster.errors import MantaError
 
 @dataclass(frozen=True, slots=True)
 class DrafterAt:
-    """There is a drafter: rank 0 takes a seat at it, and leaves the one it has."""
+    """A drafter is available: rank 0 connects to it, and leaves the one it has."""
 
     generation: int
     address: str = field(repr=False)  # a secret
@@ -21,12 +21,12 @@ class DrafterAt:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """How rank 0 finds the drafter; told where it changes.
+    """Rank 0's view of the drafter, sent when it changes.
 
     Attributes:
-        generation: of the drafter meant.
-        ready: drafts may be asked for.
-        lost: its seat is gone.
+        generation: generation of the drafter in question.
+        ready: whether drafts may be requested.
+        lost: whether its seat is lost.
     """
 
     generation: int
@@ -36,36 +36,38 @@ class DrafterReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadDrafter:
-    """Load another drafter beside the one in use; every rank answers with a `DrafterLoaded`."""
+    """Load another drafter next to the current one; every rank answers with a `DrafterLoaded`."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class BeginTrial:
-    """Have another drafter beside the one in use; every rank answers with a `DrafterLoaded`, and if any
-    could not, an `EndTrial` follows."""
+    """Load a candidate to draft next to the current drafter; every rank answers with a `DrafterLoaded`.
+
+    If a rank could not load it, an `EndTrial` follows.
+    """
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndTrial:
-    """Have one drafter again: the other one, if that is promoted."""
+    """End the trial and keep one drafter: the candidate if it is promoted."""
 
     promoted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterLoaded:
-    """What came of loading another."""
+    """The result of loading a drafter."""
 
     error: MantaError | None
 
 
 @dataclass(frozen=True, slots=True)
 class UseDrafter:
-    """Take the one that was loaded, in place of the old; or, if any rank could not load it, forget it."""
+    """Switch to the loaded drafter, or drop it if a rank could not load it."""
 
     accepted: bool
 

@@ -1,9 +1,9 @@
-"""A place for an engine's workers: a Ray placement group on the engine's own node, borrowed or owned.
+"""A Ray placement group for an engine's workers on the engine's own node, borrowed or owned.
 
-A group that is given, or in which this process already runs (a Serve replica), is borrowed. Otherwise one
-is made, STRICT_PACK on this node, and removed at the end. Ray leaves a group that cannot be placed pending
-for ever without a word; here it ends in a PlacementError that says what is missing. What is needed is
-decided in `cluster/placement.py`; workers are started by `ray_executor.py`.
+A given group, or the one in which this process runs (a Serve replica), is borrowed. Otherwise a group is
+created, STRICT_PACK on this node, and removed at the end. Ray silently leaves a group that cannot be placed
+pending forever; here that ends in a PlacementError that says what is missing. `cluster/placement.py` decides
+what is needed; `ray_executor.py` starts the workers.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Placement:
     owned: bool
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Puts worker `rank` into its bundle; what the worker starts goes elsewhere."""
+        """Return the strategy that puts worker `rank` into its bundle, but not what the worker starts."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
         )
 
     def release(self) -> None:
-        """Remove the group if it is ours; its workers die with it."""
+        """Remove the group if it is owned; its workers die with it."""
         if self.owned:
             remove_placement_group(self.group)
 
 
 def node_resources() -> dict[str, float]:
-    """All that Ray counts on this process's node, free or not."""
+    """Return the total resources of this process's node in Ray, free or not."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
 
@@ -55,11 +55,11 @@ def node_resources() -> dict[str, float]:
 def place(
     topology: Topology, group: PlacementGroup | None = None, timeout_s: float = PLACEMENT_TIMEOUT_S
 ) -> Placement:
-    """Find room for the workers. Raises PlacementError if there is none in time."""
+    """Return a placement for the workers. Raises PlacementError if there is no room in time."""
     if group is not None and not topology.fits(group.bundle_specs):
         raise PlacementError(
             f"The placement group's bundles {group.bundle_specs} do not hold {topology}: bundle i must hold "
-            f"worker i. Make it of {topology.worker_bundles()}."
+            f"worker i. Create it with {topology.worker_bundles()}."
         )
     current = group or get_current_placement_group()
     if current is not None and topology.fits(current.bundle_specs):
@@ -83,18 +83,18 @@ def _borrow(group: PlacementGroup, topology: Topology, timeout_s: float) -> Plac
 def _make(topology: Topology, timeout_s: float) -> Placement:
     topology.check_node(node_resources())
     bundles = topology.worker_bundles()
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    this_node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     group = placement_group(
         bundles,
         strategy="STRICT_PACK",
-        bundle_label_selector=[here] * len(bundles),
-        name=f"manta-engine-{uuid.uuid4().hex[:8]}",  # Ray has no two groups of one name
+        bundle_label_selector=[this_node] * len(bundles),
+        name=f"manta-engine-{uuid.uuid4().hex[:8]}",  # Ray requires unique names
     )
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        lacking = shortfall(total(bundles), ray.available_resources())
+        missing = shortfall(total(bundles), ray.available_resources())
         raise PlacementError(
-            f"{topology} found no room within {timeout_s:g} s: {lacking or 'resources'} not free on the "
-            "engine's node. End what else runs there, or use a smaller topology."
+            f"{topology} found no room within {timeout_s:g} s: {missing or 'resources'} not free on the "
+            "engine's node. Stop other work there, or use a smaller topology."
         )
     return Placement(group, owned=True)

@@ -1,10 +1,9 @@
-"""Tensors between the target's ranks: torch.distributed, which this file and `peer_memory.py` alone name.
+"""Tensors between the target's ranks. Only this file and `peer_memory.py` use torch.distributed.
 
-NCCL between GPUs, gloo between CPUs. Rank 0 opens a store on a free port (`open_store`), the others join it
-(`connect`). One rank needs no torch.distributed: its communicator does nothing. Small sums between GPUs may
-take a shorter way (`peer_memory.py`). Plans and results do not go this way: that is `channel.py`. Nor does
-what a drafter in a process of its own is told: a group with a dead member cannot be mended, and a drafter may
-die. Used by `target_worker.py`.
+NCCL between GPUs, gloo between CPUs. Rank 0 opens a store on a free port (`open_store`), and the others join
+it (`connect`). A single rank needs no torch.distributed: its communicator does nothing. Small sums between
+GPUs may use `peer_memory.py`. Plans and results use `channel.py` instead. A remote drafter is not part of a
+group, as a group cannot be repaired after the death of a member. Used by `target_worker.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Store = TCPStore
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
 
-# From torch 2.13 on it has this name.
+# Its name from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -38,12 +37,11 @@ class Communicator:
         self._peers: PeerSum | None = None
 
     def use_peer_memory(self, dtype: torch.dtype) -> None:
-        """Between GPUs: sum small tensors of this dtype through peer memory from now on, if it works."""
+        """Sum small tensors of this dtype through GPU peer memory from now on, if it works."""
         if self._group:
             self._peers = PeerSum.of(self._group, self.device, dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place."""
         if self._peers and self._peers.takes(tensor):
             self._peers.add_up(tensor)
         elif self._group:
@@ -51,7 +49,6 @@ class Communicator:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors of equal shape, joined along `dim` in the order of ranks."""
         if not self._group:
             return tensor
         joined = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
@@ -64,25 +61,24 @@ class Communicator:
             dist.destroy_process_group()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The tensor of rank `source` of this group, in place."""
         if self._group:
             dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 
 
 def joined() -> Communicator:
-    """The group that another library made this process a member of, as Ray Train does; alone without one."""
+    """Return the group that another library, such as Ray Train, has set up, or a single rank."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Communicator(device, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def open_store(num_ranks: int, host: str = LOOPBACK) -> Store:
-    """The meeting point, served on a free port of `host`; keep it, and give its `.port` to the others."""
+def open_store(num_ranks: int) -> Store:
+    """Serve the meeting point on a free loopback port; keep it, and give its `.port` to the others."""
     # TCPStore by itself would listen on every interface.
-    with socket.create_server((host, 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return Store(
-            host,
+            LOOPBACK,
             port,
             num_ranks,
             is_master=True,
@@ -101,12 +97,13 @@ def connect(
     host: str = LOOPBACK,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Communicator:
-    """Join the group; returns when all ranks have. `store`: rank 0's own, or its port for the others."""
+    """Join the group and wait for all ranks. `store` is rank 0's own, or for the others its port."""
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         return Communicator(device)
     if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks what the host's name resolves to
+        # otherwise gloo uses the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if isinstance(store, int):
         store = Store(host, store, world_size, is_master=False, timeout=timeout)
     dist.init_process_group(

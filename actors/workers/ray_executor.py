@@ -1,12 +1,11 @@
 """RayExecutor: the workers of one engine as Ray actors on the engine's node.
 
-Ray places, starts, watches and ends them; no Ray call is made for a step. Plans go out and results come back
-through `channel.py`. Each worker's `run` never returns while all is well, so a thread that waits on those
-calls is told of every death. Whatever fails of the target, the whole engine does: it is marked, all workers
-are killed, and `submit`, `collect` and `check_health` raise from then on; a new engine takes its place. A
-drafter in a process of its own is none of them: its end costs drafts, and `drafter_keeper.py` finds another.
-
-Used by `executor.make_executor`, and directly by what has a placement group to offer.
+Ray places, starts, watches and ends them, but is not called in a step: plans and results use `channel.py`. A
+worker's `run` only returns when it ends, so a thread that waits on these calls notices every death. Any
+failure of the target ends the whole engine: it is marked as dead, all workers are killed, and `submit`,
+`collect` and `check_health` raise from then on; a new engine must replace it. A remote drafter is different:
+its end only costs drafts, and `drafter_keeper.py` finds another one. Used by `executor.make_executor`, and
+directly by callers with a placement group.
 """
 
 from __future__ import annotations
@@ -49,27 +48,27 @@ from .worker import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 180.0  # processes up, torch imported
-LOAD_TIMEOUT_S = 3600.0  # downloads and large checkpoints
+START_TIMEOUT_S = 180.0  # until processes run and torch is imported
+LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
 STEP_TIMEOUT_S = 300.0
-FAREWELL_S = 2.0  # workers leave by themselves when the channel closes; then they are killed
+FAREWELL_S = 2.0  # time for workers to exit after the channel closes, before they are killed
 
 T = TypeVar("T")
 Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
 
 
 class RayExecutor:
-    """Workers under Ray; see `cluster.executor.Executor`.
+    """Workers under Ray, see `cluster.executor.Executor`.
 
     Args:
-        config: of the engine. Any topology, one worker included.
-        placement_group: whose bundle i holds worker i; by default the group that this process runs in (a
-            Serve replica's) if it fits, else one made here and removed at the end.
-        placement_timeout_s: how long to wait for room.
+        config: the engine's, with any topology, including a single worker.
+        placement_group: bundle i must hold worker i. By default the group in which this process runs (a Serve
+            replica's) if it fits, else one that is created here and removed at the end.
+        placement_timeout_s: how long to wait for resources.
 
     Raises:
         PlacementError: there is no room for the workers, or they would not be on this node.
-        CheckpointError and its kin: from loading, as the worker raised them.
+        CheckpointError and other MantaErrors: from loading, as the worker raised them.
     """
 
     def __init__(
@@ -89,9 +88,10 @@ class RayExecutor:
         self._watcher: threading.Thread | None = None
         self._keeper: DrafterKeeper | None = None
         self._config = with_absolute_paths(config)
-        self._num_swaps = 0  # of drafters beside the target
-        self._candidate: EngineConfig | None = None  # with the drafter on trial, while there is one
-        self._results: deque[StepResult] = deque()  # that came while something else was waited for
+        self._num_swaps = 0  # of a colocated drafter
+        # the config with the drafter on trial; None without a trial
+        self._candidate: EngineConfig | None = None
+        self._results: deque[StepResult] = deque()  # that arrived while other messages were awaited
         atexit.register(self.close)
         try:
             self._info, self.worker_pids = self._start(placement_group, placement_timeout_s)
@@ -105,21 +105,21 @@ class RayExecutor:
 
     @property
     def drafter_health(self) -> DrafterHealth:
-        """Of a drafter beside the target, which lives and dies with it, only swaps are counted."""
+        """State of a remote drafter; a colocated one only counts swaps, as it dies with the target."""
         return self._keeper.health if self._keeper is not None else DrafterHealth(generation=self._num_swaps)
 
     @property
     def drafter_pid(self) -> int | None:
-        """Of the drafter's process, where it has one of its own."""
+        """Process id of a remote drafter; None for a colocated one."""
         return self._keeper.pid if self._keeper is not None else None
 
     @property
     def owns_placement(self) -> bool:
-        """Whether the workers' placement group was made here, and ends with this executor."""
+        """Whether the workers' placement group was created here, and ends with this executor."""
         return self._placement is not None and self._placement.owned
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Give the workers a step. Raises EngineDeadError when one has died."""
+        """Send a step to the workers. Raises EngineDeadError if one has died."""
         with self._stepping, self._failing_with_peers() as channel:
             offer = self._keeper.take_offer() if self._keeper is not None else None
             if offer is not None:
@@ -127,33 +127,33 @@ class RayExecutor:
             channel.send(plan, STEP_TIMEOUT_S, self.check_health)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step. Raises EngineDeadError when a worker has died."""
+        """Wait for the oldest step's result. Raises EngineDeadError if a worker has died."""
         with self._stepping, self._failing_with_peers() as channel:
             while not self._results:
                 self._results.append(self._receive(channel, StepResult))
             return self._results.popleft()
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Have every rank compile a grammar beside the steps, and keep it until it is let go.
+        """Let every rank compile a grammar outside of the steps, and keep it until it is let go.
 
         Raises:
             GrammarError: it cannot be compiled.
             EngineDeadError: a worker has died.
         """
-        assert self._grammars is not None, "it has started"
+        assert self._grammars is not None, "the executor has not started"
         self._grammars.hold(grammar)
 
     def let_go_grammar(self, grammar: Grammar) -> None:
-        """Undo one `hold_grammar`. Nothing is to be done where the engine is dead."""
-        assert self._grammars is not None, "it has started"
+        """Undo one `hold_grammar`; does nothing if the engine is dead."""
+        assert self._grammars is not None, "the executor has not started"
         with suppress(EngineDeadError):
             self._grammars.let_go(grammar)
 
     def swap_drafter(self, model: str) -> None:
-        """Draft with another checkpoint from now on; between steps, on the engine's thread.
+        """Switch to another drafter checkpoint. Called between steps, on the engine's thread.
 
-        Beside the target it is there when this returns; in a process of its own it loads meanwhile, and
-        decoding goes on plainly. Then the drafter's generation is one higher.
+        A colocated drafter is in use when this returns. A remote one loads in the background, while decoding
+        continues without drafts, and then has the next generation number.
 
         Raises:
             CheckpointError, ConfigError: it does not fit this engine. The old one stays.
@@ -161,7 +161,7 @@ class RayExecutor:
         config = with_drafter(self._config, model)
         assert config.speculative_config is not None and config.speculative_config.model is not None
         with self._stepping, self._failing_with_peers() as channel:
-            errors = self._load(channel, LoadDrafter(config.speculative_config.model))
+            errors = self._load_drafter(channel, LoadDrafter(config.speculative_config.model))
             channel.send(UseDrafter(accepted=not errors), STEP_TIMEOUT_S, self.check_health)
         if errors:
             raise errors[0]
@@ -172,73 +172,78 @@ class RayExecutor:
             self._num_swaps += 1
 
     def begin_trial(self, model: str) -> None:
-        """Load a candidate beside the drafter, to draft for requests `on_trial`; between steps, on the
-        engine's thread, which is told then. Raises CheckpointError, ConfigError: nothing has changed."""
+        """Load a candidate to draft for requests `on_trial`, next to the current drafter.
+
+        Called between steps on the engine's thread, and the engine must be told afterwards.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit; nothing has changed.
+        """
         config = with_drafter(self._config, model)
         assert config.speculative_config is not None and config.speculative_config.model is not None
         with self._stepping, self._failing_with_peers() as channel:
-            errors = self._load(channel, BeginTrial(config.speculative_config.model))
+            errors = self._load_drafter(channel, BeginTrial(config.speculative_config.model))
             if errors:
                 channel.send(EndTrial(promoted=False), STEP_TIMEOUT_S, self.check_health)
                 raise errors[0]
         self._candidate = config
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Have one drafter again: the candidate if it is `promoted`. Then tell the engine."""
+        """Keep one drafter: the candidate if `promoted`. The engine must be told afterwards."""
         with self._stepping, self._failing_with_peers() as channel:
             channel.send(EndTrial(promoted), STEP_TIMEOUT_S, self.check_health)
         if promoted and self._candidate is not None:
             self._config = self._candidate
         self._candidate = None
 
-    def _load(self, channel: StepChannel, order: LoadDrafter | BeginTrial) -> list[MantaError]:
-        """Have every rank load a drafter; what kept them from it."""
+    def _load_drafter(self, channel: StepChannel, order: LoadDrafter | BeginTrial) -> list[MantaError]:
+        """Let every rank load a drafter; return the errors."""
         channel.send(order, LOAD_TIMEOUT_S, self.check_health)
         loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
         return [reply.error for reply in loaded if reply.error is not None]
 
-    def _receive(self, channel: StepChannel, wanted: type[T], timeout_s: float = STEP_TIMEOUT_S) -> T:
-        """The next message of this kind; others are taken in."""
+    def _receive(self, channel: StepChannel, kind: type[T], timeout_s: float = STEP_TIMEOUT_S) -> T:
+        """Return the next message of this type, and handle all others."""
         while True:
             rank, reply = channel.receive(timeout_s, self.check_health)
             if isinstance(reply, StepFailure):
                 self._fail(f"a step failed on rank {rank} ({reply.message})")
-                raise self._dead()
-            if isinstance(reply, wanted):
+                raise self._dead_error()
+            if isinstance(reply, kind):
                 return reply
             if isinstance(reply, DrafterReport):
-                assert self._keeper is not None, "reported where there is one"
+                assert self._keeper is not None, "only remote drafters are reported"
                 self._keeper.report(reply)
             else:
-                assert isinstance(reply, StepResult), "a step that ended meanwhile"
+                assert isinstance(reply, StepResult), "unexpected message"
                 self._results.append(reply)
 
     @contextmanager
     def _failing_with_peers(self) -> Iterator[StepChannel]:
-        """The channel, while all is well; its failures are the engine's end."""
+        """Yield the channel; if it fails, the engine is dead."""
         self.check_health()
         assert self._channel is not None
         try:
             yield self._channel
         except PeerLostError as error:
-            self._fail(f"{error} has died")
-            raise self._dead() from None
+            self._fail(f"{error} died")
+            raise self._dead_error() from None
         except TimeoutError:
             self._fail(f"a step did not end within {STEP_TIMEOUT_S:g} s")
-            raise self._dead() from None
+            raise self._dead_error() from None
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a worker is gone. Cheap; may be called from any thread."""
+        """Raise EngineDeadError if a worker is gone. Cheap; callable from any thread."""
         if self._reason is not None:
-            raise self._dead()
+            raise self._dead_error()
 
     def stopped_workers(self) -> list[str]:
-        """Return the names of workers whose processes are stopped. From any thread."""
+        """Return the names of workers whose processes are stopped. Callable from any thread."""
         ranks = enumerate(self.worker_pids)
         return [f"rank {rank} (process {pid})" for rank, pid in ranks if _is_stopped(pid)]
 
     def give_up(self, reason: str) -> None:
-        """Mark the engine as dead and end its workers; a stopped one hears nothing but SIGKILL."""
+        """Mark the engine as dead and kill its workers; a stopped process only reacts to SIGKILL."""
         self._fail(reason)
         for pid in self.worker_pids:
             if _is_stopped(pid):
@@ -251,7 +256,7 @@ class RayExecutor:
         if self._closing.is_set():
             return
         self._closing.set()
-        with self._stepping:  # a step under way sees the reason within a tenth of a second
+        with self._stepping:  # a running step sees the reason within a tenth of a second
             if self._channel is not None:
                 self._channel.close()
         if ray.is_initialized():
@@ -292,7 +297,7 @@ class RayExecutor:
         return infos[0], tuple(fact.pid for fact in facts)
 
     def _first_drafter(self, topology: Topology) -> DrafterAt | None:
-        """The one in a process of its own, if that is where it is; loads beside the target."""
+        """Start a remote drafter if the topology has one; it loads while the target does."""
         if not (topology.split_drafter or topology.shared_drafter):
             return None
         assert self._placement is not None
@@ -315,25 +320,25 @@ class RayExecutor:
         )
 
     def _watch(self) -> None:
-        """In a thread of its own: the first `run` to end is a failure."""
+        """Treat the first `run` that ends as a failure; runs in a thread of its own."""
         while not self._closing.is_set():
             try:
                 ended, _ = ray.wait(self._runs, num_returns=1, timeout=1.0)
                 if ended and not self._closing.is_set():
                     self._fail(f"the worker of rank {self._runs.index(ended[0])} ended ({_cause(ended[0])})")
                     return
-            except Exception as error:  # Ray itself is gone; nothing can be watched any more
+            except Exception as error:  # Ray itself is gone, so nothing can be watched any more
                 self._fail(f"Ray is gone ({type(error).__name__}: {error})")
                 return
 
     def _fail(self, reason: str) -> None:
-        """Mark the engine as dead, and leave no worker behind. The first reason stands."""
+        """Mark the engine as dead and kill all workers. Only the first reason is kept."""
         if self._reason is None:
             self._reason = reason
             logger.error("the engine is dead: %s", reason)
             self._kill_all()
 
-    def _dead(self) -> EngineDeadError:
+    def _dead_error(self) -> EngineDeadError:
         return EngineDeadError(f"The engine cannot serve: {self._reason}. Retry on another replica.")
 
     def _kill_all(self) -> None:
@@ -347,7 +352,7 @@ class RayExecutor:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped, or a debugger holds it."""
+    """Return whether a process of this machine is stopped, or held by a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
@@ -362,13 +367,13 @@ def _start_worker(topology: Topology, rank: int, placement: Placement) -> Actor:
         "max_restarts": 0,
     }
     if topology.device == "cuda":
-        # Hidden devices break peer access between ranks (a 2400-fold slower all-reduce, or a hang).
+        # Hidden devices prevent peer access between ranks (a 2400 times slower all-reduce, or a hang).
         options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     return ray.remote(TargetWorker).options(**options).remote()
 
 
 def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # Any: what workers return.
-    """All results by rank. The first failure is raised at once, while others may still wait for that rank."""
+    """Return all results by rank. The first failure is raised at once, without waiting for others."""
     deadline_s = time.monotonic() + timeout_s
     waiting = list(calls)
     while waiting:
@@ -385,7 +390,7 @@ def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # A
 
 
 def _result(call: ray.ObjectRef, rank: int) -> Any:  # Any: what workers return.
-    """A worker's result; its own errors as they were, not wrapped."""
+    """Return a worker's result; raises its own errors unwrapped."""
     try:
         return ray.get(call)
     except RayTaskError as error:

@@ -1,6 +1,6 @@
-"""Rings of message fragments in memory that processes share. No waiting and no waking: that is `channel.py`.
+"""Rings of message fragments in shared memory. Waiting and waking is done in `ends.py`.
 
-Every counter has one process that writes it and a cache line of its own; a fragment is written before the
+Every counter has a single writing process and a cache line of its own. A fragment is written before the
 counter that publishes it, and read before the counter that frees its slot.
 """
 
@@ -18,10 +18,10 @@ _HEADER = struct.Struct("<Q")  # of a fragment: size * 2 + (1 if it is the messa
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things lie in the shared memory; sent to every worker. The slot sizes are for tests to shrink.
+    """Layout of the shared memory, sent to every worker. Only tests change the slot sizes.
 
-    line 0: engine asleep; line 1: fragments sent down; then per worker four lines: asleep, fragments read
-    from down, fragments sent up, fragments of those read. Slots follow: down's, then each worker's.
+    Line 0: engine asleep; line 1: fragments sent down. Then per worker four lines: asleep, fragments read
+    from down, fragments sent up, fragments of those read. The slots follow: first down's, then each worker's.
     """
 
     num_workers: int
@@ -62,7 +62,7 @@ class SharedMemory:
         self._words[line * 8] = value
 
     def fence(self) -> None:
-        """Order what was written before with what is read after: a lock's atomic instruction does."""
+        """Order earlier writes before later reads, by a lock's atomic instruction."""
         with self._lock:
             pass
 
@@ -73,17 +73,17 @@ class SharedMemory:
 
 
 class Ring:
-    """Fragments from one writer to some readers. Each counter has one owner, who alone writes it."""
+    """A ring of fragments from one writer to its readers. Only its owner writes a counter."""
 
     @classmethod
     def down(cls, memory: SharedMemory, layout: Layout) -> Ring:
-        """From the engine to all workers."""
+        """Return the ring from the engine to all workers."""
         tails = [layout.line(rank, 1) for rank in range(layout.num_workers)]
         return cls(memory, layout.slots_offset, layout.down_slots, layout.down_slot_bytes, 1, tails)
 
     @classmethod
     def up(cls, memory: SharedMemory, layout: Layout, rank: int) -> Ring:
-        """From a worker to the engine."""
+        """Return the ring from a worker to the engine."""
         head, tails = layout.line(rank, 2), [layout.line(rank, 3)]
         return cls(memory, layout.up_offset(rank), layout.up_slots, layout.up_slot_bytes, head, tails)
 
@@ -104,7 +104,7 @@ class Ring:
         self._tails = tails
 
     def fragments(self, message: bytes) -> list[memoryview]:
-        """The message in pieces that fit a slot."""
+        """Split a message into pieces that fit a slot."""
         view, step = memoryview(message), self._slot_bytes
         return [view[at : at + step] for at in range(0, len(view), step)]
 
@@ -125,7 +125,7 @@ class Ring:
         return self._memory.read(self._head) > self._memory.read(self._tails[reader])
 
     def peek(self, reader: int) -> tuple[memoryview, bool]:
-        """The next fragment, in place, and whether it is its message's last; `drop` it after use."""
+        """Return the next fragment, in place, and whether it is its message's last; call `drop` after use."""
         self._memory.fence()
         at = self._slot(self._memory.read(self._tails[reader]))
         (head,) = _HEADER.unpack_from(self._memory.bytes, at)

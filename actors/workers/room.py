@@ -1,9 +1,9 @@
-"""What room the cluster has, read from Ray's books; whether there is enough for one more replica.
+"""Reads the cluster's resources from Ray, and checks whether one more replica fits.
 
-Ray leaves a placement group that nothing can hold pending for ever, and Serve waits with it, without a word.
-So `build_app` asks here first, and `manta serve` asks again while a replica is waiting for its place; batch
-jobs look here while they wait (`jobs/batch/room.py`). What the numbers mean is decided in
-`cluster/placement.py`; placing an engine's workers is `placement.py`'s part.
+Ray silently leaves a placement group that no node can hold pending forever, and Serve waits with it. So
+`build_app` checks first, and `manta serve` checks again while a replica waits for resources; batch jobs check
+while they wait (`jobs/batch/placement.py`). `cluster/placement.py` decides what the numbers mean;
+`placement.py` places an engine's workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Group = dict[str, Any]  # Any: a placement group in Ray's table
 
-# What has just ended is still in Ray's books for a moment.
+# Ray briefly still counts resources of processes that have just ended.
 FREE_WAIT_S = 5.0
 # Ray's monitor reports every 5 s whether it can start nodes.
 REPORT_WAIT_S = 10.0
@@ -38,11 +38,11 @@ POLL_S = 0.2
 
 
 def check_room(demands: Sequence[Demand]) -> None:
-    """Raise PlacementError unless there is room for all replicas, or the cluster may bring nodes.
+    """Raise PlacementError unless all replicas fit, or the cluster may add nodes.
 
-    What replicas of the deployments hold counts as free: Serve gives it back when it replaces them. Which
-    application is built is not known here, so that is true for each one's; a replica that finds no room
-    nevertheless is reported by `waiting_for_room`.
+    Resources held by replicas of these deployments count as free, as Serve frees them when it replaces the
+    replicas. The application is not known here, so this applies to every application with such a deployment;
+    a replica that does not find room after all is reported by `waiting_for_room`.
     """
     try:
         check_ever(demands, nodes())
@@ -50,11 +50,11 @@ def check_room(demands: Sequence[Demand]) -> None:
     except PlacementError as error:
         if not may_grow():
             raise
-        logger.warning("%s The cluster's autoscaler may bring a node; going on.", error)
+        logger.warning("%s Continuing, as the cluster's autoscaler may add a node.", error)
 
 
 def waiting_for_room(application: str, deployment: str) -> str | None:
-    """What a replica that Ray could not place is waiting for, in words; None if none is waiting."""
+    """Return what a replica that Ray could not place lacks, in words; None if no replica is waiting."""
     for group in _groups():
         if group["state"] in ("PENDING", "RESCHEDULING") and _is_replica(group, deployment, application):
             return lacking_now(list(group["bundles"].values()), nodes()) or None
@@ -62,44 +62,42 @@ def waiting_for_room(application: str, deployment: str) -> str | None:
 
 
 def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[NodeRoom]:
-    """The living nodes; what placement groups that `gives_back` names hold is counted as free."""
-    return list(_rooms(gives_back).values())
+    """Return the living nodes; resources of placement groups for which `gives_back` is true count as free."""
+    return list(_nodes_by_id(gives_back).values())
 
 
 def this_node() -> NodeRoom:
-    """The one that this process runs on."""
-    return _rooms(lambda group: False)[ray.get_runtime_context().get_node_id()]
+    return _nodes_by_id(lambda group: False)[ray.get_runtime_context().get_node_id()]
 
 
-def _rooms(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
-    """By the node's id."""
+def _nodes_by_id(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
     free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
-    rooms: dict[str, NodeRoom] = {}
+    nodes_by_id: dict[str, NodeRoom] = {}
     for node in ray.nodes():
         node_id = node["NodeID"]
         if not node["Alive"] or node_id not in free:
             continue
         held: dict[str, Bundle] = {}
-        given: list[Bundle] = [free[node_id]]
+        available: list[Bundle] = [free[node_id]]
         for group in groups:
             here = [b for i, b in group["bundles"].items() if group["bundles_to_node_id"][i] == node_id]
             if not here:
                 continue
             if gives_back(group):
-                given.extend(here)
+                available.extend(here)
             else:
                 name = group["name"] or "a placement group without a name"
                 held[name] = total([held.get(name, {}), *here])
-        rooms[node_id] = NodeRoom(node["Resources"], total(given), held)
-    return rooms
+        nodes_by_id[node_id] = NodeRoom(node["Resources"], total(available), held)
+    return nodes_by_id
 
 
 def may_grow() -> bool:
-    """Whether an autoscaler may start nodes; True also where that cannot be told.
+    """Return whether an autoscaler may start nodes; also True if that is unknown.
 
-    A Ray that this process started has none. Elsewhere the monitor's report tells: without an autoscaler it
-    names each node's type after the node. A cluster without a monitor of Ray's own (KubeRay runs the
-    autoscaler beside it) makes no such report: nothing is refused there.
+    A Ray that this process started has none. Otherwise the monitor's report tells: without an autoscaler it
+    names each node's type after the node. A cluster without Ray's own monitor (KubeRay runs the autoscaler
+    separately) makes no such report, so nothing is refused there.
     """
     node = ray_worker._global_node
     if node is not None and node.is_head():
@@ -115,28 +113,28 @@ def may_grow() -> bool:
 
 
 def warn_of_this_machine(demands: Sequence[Demand]) -> None:
-    """Without a Ray to ask: warn if this machine cannot hold the replicas. Ray may be started elsewhere."""
+    """Warn if this machine cannot hold the replicas, when no Ray is running. Ray may be started elsewhere."""
     machine = machine_resources()
     try:
         check_ever(demands, [NodeRoom(machine, machine)])
     except PlacementError as error:
-        logger.warning("If Ray is to run on this machine alone: %s", error)
+        logger.warning("If Ray runs only on this machine: %s", error)
 
 
 def machine_resources() -> dict[str, float]:
-    """What a Ray started here would count."""
+    """Return the resources that a Ray started on this machine would have."""
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return {"CPU": float(get_num_cpus()), "GPU": float(gpus)}
 
 
 def _await_free(demands: Sequence[Demand]) -> None:
-    def given_back(group: Group) -> bool:
+    def is_replaced(group: Group) -> bool:
         return any(_is_replica(group, each.deployment) for each in demands)
 
     deadline_s = time.monotonic() + FREE_WAIT_S
     while True:
         try:
-            return check_free(demands, nodes(given_back))
+            return check_free(demands, nodes(is_replaced))
         except PlacementError:
             if time.monotonic() > deadline_s:
                 raise
@@ -153,7 +151,7 @@ def _groups() -> Iterable[Group]:
 
 
 def _is_replica(group: Group, deployment: str, application: str | None = None) -> bool:
-    """Serve names a replica's group SERVE_REPLICA::application#deployment#id."""
+    """Return whether a group is a replica's; Serve names it SERVE_REPLICA::application#deployment#id."""
     kind, _, rest = group["name"].partition("::")
     parts = rest.split("#")
     return (

@@ -1,16 +1,16 @@
-"""The target's side of a drafter in another process: where a rank's drafts come from, and what it tells.
+"""The target's side of a remote drafter: a rank's source of drafts, and the results that it sends back.
 
-Target rank 0 alone speaks with the drafter (`drafter_link.py`); the other ranks get the drafts from it
-through the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
-([why](../../docs/decisions/split-drafter.md)). Where no drafts come in time, tokens of id 0 stand in their
-place; nobody is sure of them. Features are computed beside the target because they are num_taps times smaller
-than what they are made of. Of a plan that writes no context the drafter is told nothing.
+Only target rank 0 talks to the drafter (`drafter_link.py`); the other ranks get the drafts from it through
+the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
+([why](../../docs/decisions/split-drafter.md)). If no drafts come in time, tokens of id 0 without margins
+replace them. Features are computed on the target's side, as they are num_taps times smaller than the taps.
+Nothing is sent for a plan that writes no context.
 
-    plan comes   rank 0 asks
-    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 tells: verdict, features
+    plan arrives rank 0 requests drafts
+    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 sends: verdict, features
 
-A step whose host drives it is run when its drafts are there (`SplitRunner`): until then the next plan may
-come and be asked for, so that one half of the requests is drafted while the other is verified. Used by
+A step that the host drives is run when its drafts have arrived (`SplitRunner`). Until then the next plan may
+arrive and be requested, so that one half of the requests is drafted while the other is verified. Used by
 `target_worker.py`.
 
 Legend: N rows, R requests, K most drafts, X sampled rows, m taps, H hidden.
@@ -42,16 +42,16 @@ from .drafter_link import DrafterLink
 from .ends import Waiter
 from .link_messages import Hello, Sizes
 
-# After a result the engine's next plan comes about so soon; its drafting hides behind the step at hand.
+# The engine's next plan follows a result within about this time; its drafting overlaps the current step.
 GRACE_S = 2e-3
 WELCOME_WITHIN_S = 60.0
 
 
 class RemoteDrafts:
-    """A target rank's source of drafts: a `host.DraftSource`, and a `runner.RemoteDrafter`.
+    """A target rank's source of drafts: a `host.DraftSource` and a `runner.RemoteDrafter`.
 
     Args:
-        communicator: of the target's ranks.
+        communicator: that of the target's ranks.
     """
 
     def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
@@ -60,39 +60,39 @@ class RemoteDrafts:
         self._features = _context_features(plan, backend) if communicator.rank == 0 else None
         self._link: DrafterLink | None = None
         self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
-        self._step, self._part, self._num_parts = -1, 0, 1  # under way
+        self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
         self._followed = False
 
     @property
     def link(self) -> DrafterLink | None:
-        """Rank 0's way to the drafter; None before there is one, and when it is lost."""
+        """Rank 0's connection to the drafter; None before the first one, and after it was lost."""
         return self._link
 
     def connect(self, address: str, name: str, info: ExecutorInfo, waiter: Waiter) -> None:
-        """Take a seat at a drafter; the old one's is left. PeerLostError if it is not there (any more)."""
+        """Connect to a drafter, closing the previous connection. Raises PeerLostError."""
         if self._features is None:
             return
         self.disconnect()
         plan, drafter = self._plan, self._plan.drafter
-        assert drafter is not None, "whoever speculates has a drafter"
+        assert drafter is not None, "a remote drafter has a config"
         config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
         sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterLink(address, hello, plan.device, waiter)
 
     def load(self, plan: LoadPlan) -> None:
-        """What this rank keeps of another drafter, beside that of the one in use."""
+        """Load this rank's part of another drafter, next to that of the current one."""
         features = _context_features(plan, self._backend) if self._features is not None else None
         self._loaded = plan, features
 
     def use(self) -> None:
-        """Take what was loaded; the old drafter's seat is left."""
-        assert self._loaded is not None, "loaded before"
+        """Switch to the loaded drafter, and disconnect from the old one."""
+        assert self._loaded is not None, "call load() first"
         (self._plan, self._features), self._loaded = self._loaded, None
         self.disconnect()
 
     def wait_for_seat(self) -> None:
-        """At start. Raises what the drafter refuses with, PeerLostError, TimeoutError."""
+        """Wait at start for the drafter's answer. Raises its refusal, PeerLostError, TimeoutError."""
         if self._link is not None:
             self._link.wait_for_welcome(WELCOME_WITHIN_S)
 
@@ -102,20 +102,19 @@ class RemoteDrafts:
             self._link = None
 
     def ask(self, plan: SchedulerOutput) -> None:
-        """A plan has come."""
         if self._link is not None:
             self._link.ask(plan)
 
     def is_answered(self, plan: SchedulerOutput) -> bool:
-        """Whether its step would not wait for drafts."""
+        """Return whether the plan's step would run without waiting for drafts."""
         return self._link is None or self._link.is_answered(plan.step)
 
     def take_use(self) -> DrafterUse | None:
-        """Since this was asked last; None where there is no drafter."""
+        """Return the drafter's use since the last call; None without a drafter."""
         return self._link.take_use() if self._link is not None else None
 
     def begin(self, plan: SchedulerOutput, num_parts: int) -> None:
-        """Its step is run next; how it goes is told in so many parts."""
+        """Prepare for a plan's step, whose results are sent in `num_parts` parts."""
         self._step, self._part, self._num_parts = plan.step, 0, num_parts
         self._followed = False
 
@@ -127,37 +126,37 @@ class RemoteDrafts:
             self.begin(plan, 1)
         if not most:
             return Proposals.none(plan.num_requests, self._device)
-        return self._received((plan.num_requests, most))
+        return self._receive_drafts((plan.num_requests, most))
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
     ) -> None:
-        assert taps_NmH is not None, "a target with a drafter taps"
+        assert taps_NmH is not None, "a target with a drafter has taps"
         num_drafts_R = (rows.counts_R - 1).clamp(min=0).int().cpu().numpy()
-        token_ids_RW = token_ids_RW[:, : 1 + int(num_drafts_R.max(initial=0))]  # what the cut plan has
-        self._tell(taps_NmH, token_ids_RW, num_tokens_R, num_drafts=num_drafts_R)
+        token_ids_RW = token_ids_RW[:, : 1 + int(num_drafts_R.max(initial=0))]  # the trimmed plan's width
+        self._send_results(taps_NmH, token_ids_RW, num_tokens_R, num_drafts=num_drafts_R)
 
     # Driven by the device.
 
     def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        proposed = self._received((num_rows,))
-        assert proposed.margins_RK is not None, "nan where nobody is sure"
+        proposed = self._receive_drafts((num_rows,))
+        assert proposed.margins_RK is not None, "unknown margins are nan"
         return proposed.drafts_RK, proposed.margins_RK
 
     def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
-        self._tell(taps_NmH, num_drafts_R, chosen_X)
+        self._send_results(taps_NmH, num_drafts_R, chosen_X)
 
-    def _received(self, shape: tuple[int, ...]) -> Proposals:
-        """Drafts, or zeros of which nobody is sure; the same on all ranks."""
-        found = self._link.drafts(self._step, shape) if self._link is not None else None
-        self._followed = found is not None
+    def _receive_drafts(self, shape: tuple[int, ...]) -> Proposals:
+        """Return drafts, or zeros with unknown margins; equal on all ranks."""
+        received_drafts = self._link.drafts(self._step, shape) if self._link is not None else None
+        self._followed = received_drafts is not None
         drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         margins = torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
-        for mine, theirs in zip((drafts, margins), found or (), strict=False):
-            mine.copy_(theirs)
+        for buffer, received in zip((drafts, margins), received_drafts or (), strict=False):
+            buffer.copy_(received)
         return share(Proposals(drafts, margins), self._communicator)
 
-    def _tell(self, taps_NmH: Tensor, *verdict: Tensor, num_drafts: IntArray | None = None) -> None:
+    def _send_results(self, taps_NmH: Tensor, *verdict: Tensor, num_drafts: IntArray | None = None) -> None:
         part, self._part = self._part, self._part + 1
         if self._link is None or self._features is None:
             return
@@ -169,13 +168,14 @@ class RemoteDrafts:
 
 
 class SplitRunner:
-    """A rank's runner, with drafts from another process; in all else the `runner.Runner` it is given."""
+    """Wraps a rank's `runner.Runner`, and adds drafts from another process."""
 
     def __init__(self, runner: Runner, drafts: RemoteDrafts, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
         self._on_device = runs_on_device(plan)
-        self._waiting: deque[tuple[SchedulerOutput, float]] = deque()  # on the host: asked for, since when
-        self._free_s = 0.0  # since when the target has had nothing to run
+        # driven by the host: plans and the times of their requests
+        self._waiting: deque[tuple[SchedulerOutput, float]] = deque()
+        self._free_s = 0.0  # time since which the target is idle
         self._grace_until_s = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -189,9 +189,9 @@ class SplitRunner:
             self._waiting.append((plan, time.monotonic()))
 
     def is_ready(self) -> bool:
-        """Whether the oldest step has ended, or, on the host, should be run now."""
+        """Return whether the oldest step has ended or, if the host drives it, should run now."""
         if self._drafts.link is not None:
-            self._drafts.link.hear()  # what the device has written may be told
+            self._drafts.link.hear()  # sends results that the device has written
         if self._on_device:
             return self._runner.is_ready()
         return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0][0])
@@ -199,15 +199,15 @@ class SplitRunner:
     def collect(self) -> StepResult:
         if self._on_device:
             return replace(self._runner.collect(), drafter_use=self._drafts.take_use())
-        plan, asked_s = self._waiting.popleft()
-        waited_s = time.monotonic() - max(asked_s, self._free_s) if plan.num_draft_tokens else 0.0
+        plan, requested_s = self._waiting.popleft()
+        waited_s = time.monotonic() - max(requested_s, self._free_s) if plan.num_draft_tokens else 0.0
         self._drafts.begin(plan, 1)
         self._runner.submit(plan)
         result = self._runner.collect()
         self._free_s = time.monotonic()
         if self._waiting:
             self._grace_until_s = self._free_s + GRACE_S
-        timings = result.timings  # of the drafting, what the target has waited for
+        timings = result.timings  # the wait for drafts is the time spent on drafting
         return replace(
             result,
             timings=replace(timings, draft_s=timings.draft_s + waited_s),

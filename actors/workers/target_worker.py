@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TargetWorker(Worker):
-    """Holds one shard of the target, and the drafter beside it unless that has a process of its own."""
+    """Holds one shard of the target, and the drafter if it is colocated."""
 
     _runner: Runner | SplitRunner
     _info: ExecutorInfo
@@ -50,16 +50,16 @@ class TargetWorker(Worker):
 
         plan = plan_load(self.setting.config)
         self.ranks.use_peer_memory(plan.dtype)
-        made: list[RemoteDrafts] = []
+        sources: list[RemoteDrafts] = []
 
         def remote(plan, backend):
-            made.append(RemoteDrafts(plan, backend, self.ranks))
-            return made[-1]
+            sources.append(RemoteDrafts(plan, backend, self.ranks))
+            return sources[-1]
 
         runner, info = start_runner(
             plan, Checkpoints(), self.ranks, remote_drafts=remote if plan.split else None
         )
-        self._drafts = made[-1] if made else None
+        self._drafts = sources[-1] if sources else None
         self._runner = SplitRunner(runner, self._drafts, plan) if self._drafts else runner
         self._exchange = DrafterExchange(plan, runner, self._drafts)
         self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
@@ -68,13 +68,13 @@ class TargetWorker(Worker):
         return info
 
     def serve_beside(self, lanes: Collection[Connection]) -> None:
-        """Compile grammars in threads."""
+        """Start threads that compile grammars."""
         from .grammar_lanes import serve_lanes
 
         serve_lanes(lanes, None if self._grammars is None else self._grammars.compiler)
 
     def take_seat(self, drafter: DrafterAt) -> None:
-        """At start: at the first drafter. Raises what it refuses with."""
+        """Connect at start to the first drafter. Raises its refusal."""
         assert self._drafts is not None
         self._drafts.connect(drafter.address, f"engine-{os.getpid()}", self._info, self.waiter)
         self._drafts.wait_for_seat()
@@ -86,12 +86,12 @@ class TargetWorker(Worker):
         return self._runner.is_ready()
 
     def collect(self) -> StepResult | None:
-        """Every rank computes; what rank 0 found is the result."""
+        """Return the oldest step's result on rank 0; None on other ranks."""
         result = self._runner.collect()
         return result if self.setting.rank == 0 else None
 
     def news(self) -> DrafterReport | None:
-        """How the drafter is, where that has changed."""
+        """Return the drafter's state if it has changed."""
         if self._drafts is None or self.setting.rank > 0:
             return None
         link = self._drafts.link
@@ -105,32 +105,32 @@ class TargetWorker(Worker):
     def obey(self, order: Order) -> DrafterLoaded | None:
         match order:
             case DrafterAt(generation, address):
-                self._meet_drafter(generation, address)
+                self._connect_drafter(generation, address)
             case LoadDrafter(model):
-                return DrafterLoaded(self._loaded(model, self._exchange.load))
+                return DrafterLoaded(self._load_drafter(model, self._exchange.load))
             case BeginTrial(model):
-                return DrafterLoaded(self._loaded(model, self._exchange.begin_trial))
+                return DrafterLoaded(self._load_drafter(model, self._exchange.begin_trial))
             case EndTrial(promoted):
                 self._exchange.end_trial(promoted=promoted)
             case UseDrafter(accepted):
                 self._use_loaded(accepted)
         return None
 
-    def _meet_drafter(self, generation: int, address: str) -> None:
-        assert self._drafts is not None, "told of a drafter of its own"
+    def _connect_drafter(self, generation: int, address: str) -> None:
+        assert self._drafts is not None, "DrafterAt is for remote drafters"
         self._report = DrafterReport(generation, ready=True, lost=False)
         try:
             self._drafts.connect(address, f"engine-{os.getpid()}", self._info, self.waiter)
         except PeerLostError:
             self._drafts.disconnect()
 
-    def _loaded(self, model: str, load: Callable[[str], None]) -> MantaError | None:
-        """What keeps another drafter from coming, if anything."""
+    def _load_drafter(self, model: str, load: Callable[[str], None]) -> MantaError | None:
+        """Load a drafter; return the error, if any."""
         try:
             load(model)
         except MantaError as error:
             return error
-        except Exception as error:  # another rank may have loaded it: all must say something
+        except Exception as error:  # every rank must answer, as another one may have loaded it
             logger.exception("rank %d: the drafter %s cannot be loaded", self.setting.rank, model)
             return ConfigError(f"The drafter {model!r} cannot be loaded ({type(error).__name__}: {error}).")
         return None

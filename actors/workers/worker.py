@@ -1,9 +1,8 @@
-"""A rank as a process of its own: setting it up, and the loop that runs steps. What it runs is its child's.
+"""A rank as a process of its own: its set-up, and the loop that runs steps. Subclasses define what it runs.
 
-A plain class; `ray_executor.py` wraps `target_worker.TargetWorker` with `ray.remote(...)`. In order:
-`__init__` (light: no torch), `setup`, `load`, and one `run` that never returns while all is well: its end is
-how Ray tells that the worker is gone. The process also ends when the engine does: its socket closes, and Ray
-kills it.
+A plain class; `ray_executor.py` wraps `target_worker.TargetWorker` with `ray.remote(...)`. The calls in order
+are `__init__` (light: no torch), `setup`, `load`, and one `run` that returns only when the worker ends, which
+is how Ray reports that. The process also ends when the engine does: its socket closes, and Ray kills it.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEFT_ALONE_S = 5.0
-# Settings of libraries that the engine's process may have and Ray's workers then lack.
+# Library settings of the engine's process that Ray's workers would otherwise lack.
 FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """All that a worker is told before it loads.
+    """Settings that a worker gets before it loads.
 
     Attributes:
         config: the engine's, with absolute paths and the topology's device.
-        topology: of the engine.
-        rank: of this worker among the target's.
+        topology: the engine's.
+        rank: of this worker among the target's ranks.
         channel: address of the engine's step channel.
-        log: how the engine's process logs, where that was set up.
-        environment: settings of libraries, taken over where the worker has none of its own.
+        log: log settings of the engine's process, if it has any.
+        environment: variables for libraries, set here unless this process has them.
     """
 
     config: EngineConfig
@@ -64,7 +63,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker says after `setup`. `store_port` is where the ranks meet; rank 0 serves it."""
+    """Result of `Worker.setup`. `store_port` is where the ranks meet; rank 0 serves it."""
 
     pid: int
     store_port: int | None
@@ -72,7 +71,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """In place of a result: the step broke, and the worker with it."""
+    """Sent instead of a result: the step failed, and with it the worker."""
 
     message: str
 
@@ -90,14 +89,14 @@ class Worker:
     def __init__(self) -> None:
         self._knocked: tuple[socket.socket, bytes] | None = None
         self._store: Store | None = None
-        self._company = _Company()
+        self._in_flight = _StepsInFlight()
 
     def setup(self, setting: WorkerSetup) -> WorkerFacts:
-        """Fit the process to its place: environment, threads, device, connection to the engine."""
+        """Prepare the process: environment, threads, device, connection to the engine."""
         self.setting = setting
         if setting.log is not None:
             log_to_stderr(setting.log.of(process="worker", rank=setting.rank))
-        # It awaits the engine's host work, which is short and runs on one core.
+        # The worker waits for the engine's host work, which is short and runs on one core.
         self.waiter = Waiter(spin_budget_s(setting.topology.num_workers + 1))
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
@@ -111,7 +110,7 @@ class Worker:
         return WorkerFacts(os.getpid(), self._open())
 
     def _open(self) -> int | None:
-        """Import torch, take the device, open the store (rank 0)."""
+        """Import torch, select the device, and open the store (rank 0)."""
         from . import process_group
 
         topology = self.setting.topology
@@ -140,97 +139,100 @@ class Worker:
         raise NotImplementedError
 
     def serve_beside(self, lanes: Collection[Connection]) -> None:
-        """Start to serve what the engine asks beside the steps."""
+        """Start to serve requests of the engine outside of the steps."""
 
     def obey(self, order: Order) -> object | None:
-        """What is told between steps; the answer, if there is one."""
+        """Handle a message between steps; returns the answer, if there is one."""
         raise NotImplementedError
 
     def news(self) -> object | None:
-        """What the engine must hear before the next result, if anything."""
+        """Return a message that the engine must get before the next result, if any."""
         raise NotImplementedError
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start this worker's part of a step."""
         raise NotImplementedError
 
     def is_ready(self) -> bool:
-        """Whether the oldest step submitted has ended."""
+        """Return whether the oldest submitted step has ended."""
         raise NotImplementedError
 
     def collect(self) -> StepResult | None:
-        """End the oldest step; target rank 0 returns the result."""
+        """Finish the oldest step; target rank 0 returns the result."""
         raise NotImplementedError
 
     def run(self) -> str:
-        """Run steps until the engine goes away. Raises what broke a step, after telling the engine."""
-        assert self._knocked is not None, "setup comes first"
+        """Run steps until the engine ends. Raises the error of a step, after reporting it to the engine."""
+        assert self._knocked is not None, "call setup() first"
         channel: WorkerChannel | None = None
         try:
             channel = WorkerChannel(self._knocked, self.setting.rank, self.waiter)
             self.serve_beside(channel.lanes)
             self._run_steps(channel)
         except PeerLostError:
-            # Ray kills a worker whose engine has left; a Ray that has died itself does not.
+            # Ray kills a worker whose engine has ended, unless Ray itself has died.
             threading.Timer(LEFT_ALONE_S, os._exit, (0,)).start()
-            return "The engine has left."
-        except Exception as error:  # a process's edge: the engine must hear of it
-            ids = self._company.in_flight()
+            return "The engine has ended."
+        except Exception as error:  # the engine must be told
+            ids = self._in_flight.request_ids()
             logger.exception(
-                "rank %d: a step failed; it had %s", self.setting.rank, ids, extra={"request_ids": ids}
+                "rank %d: a step failed; requests in flight: %s",
+                self.setting.rank,
+                ids,
+                extra={"request_ids": ids},
             )
             if channel is not None:
                 channel.send(StepFailure(f"{type(error).__name__}: {error}"))
             raise
 
     def _run_steps(self, channel: WorkerChannel) -> NoReturn:
-        """Until the engine leaves (PeerLostError). A step is started as soon as it comes, even while the last
-        one runs, if the device computes by itself."""
-        company, spins = self._company, self.device.type == "cuda"
+        """Run steps until the engine ends (PeerLostError).
+
+        If the device works asynchronously, a step starts as soon as it arrives, even while the last one runs.
+        """
+        in_flight, spins = self._in_flight, self.device.type == "cuda"
         while True:
-            may_start = len(company) < self.max_in_flight
-            if not company or (may_start and channel.has_mail_before(self.is_ready, spins=spins)):
+            may_start = len(in_flight) < self.max_in_flight
+            if not in_flight or (may_start and channel.has_mail_before(self.is_ready, spins=spins)):
                 order = channel.receive()
                 if isinstance(order, SchedulerOutput):
                     self._threads.use()
-                    company.begins(order)
+                    in_flight.add(order)
                     self.submit(order)
                 elif (answer := self.obey(order)) is not None:
                     channel.send(answer)
             else:
                 result = self.collect()
-                company.ends()
+                in_flight.remove_oldest()
                 if (news := self.news()) is not None:
                     channel.send(news)
                 if result is not None:
                     channel.send(result)
 
 
-class _Company:
-    """Which requests the steps in flight are for, by the engine's names: said when one fails."""
+class _StepsInFlight:
+    """The steps in flight and their requests' ids, which are logged when a step fails."""
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}  # by slot
-        self._steps: deque[IntArray] = deque()  # slots of those in flight
+        self._names: dict[int, str] = {}  # request id by slot
+        self._steps: deque[IntArray] = deque()  # slots of each step
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def begins(self, plan: SchedulerOutput) -> None:
+    def add(self, plan: SchedulerOutput) -> None:
         for admitted in plan.admitted:
             self._names[admitted.slot] = admitted.request_id
         self._steps.append(plan.slots)
 
-    def ends(self) -> None:
-        """The oldest step."""
+    def remove_oldest(self) -> None:
         self._steps.popleft()
 
-    def in_flight(self) -> list[str]:
+    def request_ids(self) -> list[str]:
         return sorted({self._names[slot] for slots_R in self._steps for slot in slots_R.tolist()})
 
 
 def open_device(topology: Topology, config: EngineConfig) -> torch.device:
-    """Import torch, and make the calling thread compute on the device that this process has."""
+    """Import torch, and select this process's device for the calling thread."""
     import torch
 
     from ..machine import owned_cores
@@ -239,18 +241,18 @@ def open_device(topology: Topology, config: EngineConfig) -> torch.device:
         device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
         return device
-    # Ray has set OMP_NUM_THREADS to the CPUs on its books; this overrules it.
+    # Ray has set OMP_NUM_THREADS to the actor's CPUs; this overrides it.
     torch.set_num_threads(topology.num_threads(config, owned_cores()))
     return torch.device("cpu")
 
 
 def forwarded_environment() -> dict[str, str]:
-    """The part of this process's environment that workers take over; devices and ranks are their own."""
+    """Return the part of this process's environment that workers take over, without devices and ranks."""
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
 def _own_gpu() -> int:
-    """Index, among the visible devices, of the GPU that Ray gave this actor (it hides none: NOSET)."""
+    """Return the index of this actor's GPU among the visible ones (NOSET: Ray hides none)."""
     import ray
 
     (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]

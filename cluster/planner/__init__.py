@@ -1,7 +1,7 @@
-"""What fits a node's GPUs, and how fast it would be: the arithmetic behind `manta plan`.
+"""Estimates which layouts of a model pair fit a node's GPUs and how fast each would be (`manta plan`).
 
-    Gpu, Pair ─▶ layouts.py: which there are ─▶ room.py: what fits ─▶ step_time.py: seconds of a round
-             ─▶ estimates.py: tokens/s at a batch ─▶ (playing.py: a trace through the simulator) ─▶ choice.py
+    Gpu, Pair ─▶ layouts.py: candidate layouts ─▶ room.py: memory ─▶ step_time.py: seconds per round
+             ─▶ estimates.py: tokens/s at a batch size ─▶ (playing.py: simulate a trace) ─▶ choice.py
 
-Shapes and rates in, values out; nothing is read or measured here. Called by `jobs/plan/`.
+Pure arithmetic on shapes and rates: nothing here reads a checkpoint or measures. Called by `jobs/plan/`.
 """

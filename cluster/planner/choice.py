@@ -1,4 +1,4 @@
-"""Which layout to take: the most tokens per GPU that holds what was asked, or the most goodput of a trace."""
+"""Chooses a layout: the highest throughput that meets the demand, or the highest goodput on a trace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from .layouts import Layout
 from .pair import Demand
 from .playing import Played
 
-# Nearer than that, the simpler layout is taken: estimates are no better.
+# Relative difference below which the simpler layout wins; the estimates are no more accurate than this.
 LEVEL = 0.02
 _SIMPLEST = ("colocated", None, "split", "shared")
 
 
 def check_fitting(found: Sequence[Estimate | Misfit]) -> list[Estimate]:
-    """The layouts that fit; PlacementError, of the one that comes nearest, if none does."""
+    """Return the layouts that fit.
+
+    Raises:
+        PlacementError: no layout fits; the error is that of the layout with the most ranks.
+    """
     fitting = [each for each in found if isinstance(each, Estimate)]
     if fitting:
         return fitting
@@ -27,31 +31,31 @@ def check_fitting(found: Sequence[Estimate | Misfit]) -> list[Estimate]:
 
 
 def choose(fitting: Sequence[Estimate], demand: Demand, num_gpus: int) -> tuple[Estimate, str]:
-    """The layout of most tokens per second among those that hold what is asked, and a sentence why.
+    """Return the layout with the most tokens per second that meets the demand, and a sentence that says why.
 
     Raises:
-        ConfigError: none holds it; says which comes nearest.
+        ConfigError: no layout meets the demand; the message names the nearest one.
     """
     holding = [each for each in fitting if not each.misses]
     if not holding:
         raise _none_holds(fitting, demand)
     chosen = _best(holding, {each.layout: each.best.node_tokens_per_s for each in holding})
-    point, asked = (
+    point, within = (
         chosen.best,
         "" if demand.slo_tpot_s is None else f" within {demand.slo_tpot_s * 1e3:g} ms each",
     )
     return chosen, (
-        f"{chosen.layout}: the most tokens per second per GPU{asked}, "
+        f"{chosen.layout}: the most tokens per second per GPU{within}, "
         f"{point.node_tokens_per_s / num_gpus:,.0f} at {point.batch} requests per engine, "
-        f"{point.user_tokens_per_s:,.0f} for each user{_level(chosen, holding)}."
+        f"{point.user_tokens_per_s:,.0f} for each user{_tie_note(chosen, holding)}."
     )
 
 
 def choose_by_trace(fitting: Sequence[Estimate], played: Mapping[Layout, Played]) -> tuple[Estimate, str]:
-    """The layout of most goodput, and a sentence why.
+    """Return the layout with the most goodput, and a sentence that says why.
 
     Raises:
-        ConfigError: no layout kept the SLO for a single request.
+        ConfigError: no layout meets the SLO for a single request.
     """
     chosen = _best(fitting, {layout: outcome.goodput for layout, outcome in played.items()})
     outcome = played[chosen.layout]
@@ -68,14 +72,14 @@ def choose_by_trace(fitting: Sequence[Estimate], played: Mapping[Layout, Played]
     )
 
 
-def _best(candidates: Sequence[Estimate], worth: Mapping[Layout, float]) -> Estimate:
-    """The simplest of those that are worth about the most: one process per target first."""
-    most = max(worth[each.layout] for each in candidates)
-    level = [each for each in candidates if worth[each.layout] >= (1 - LEVEL) * most]
-    return min(level, key=lambda each: (_SIMPLEST.index(each.layout.placement), each.layout.tp))
+def _best(candidates: Sequence[Estimate], value: Mapping[Layout, float]) -> Estimate:
+    """Return the simplest layout within `LEVEL` of the best: fewest processes, then the lowest tp."""
+    most = max(value[each.layout] for each in candidates)
+    near_best = [each for each in candidates if value[each.layout] >= (1 - LEVEL) * most]
+    return min(near_best, key=lambda each: (_SIMPLEST.index(each.layout.placement), each.layout.tp))
 
 
-def _level(chosen: Estimate, holding: Sequence[Estimate]) -> str:
+def _tie_note(chosen: Estimate, holding: Sequence[Estimate]) -> str:
     most = max(each.best.node_tokens_per_s for each in holding)
     if chosen.best.node_tokens_per_s >= most:
         return ""

@@ -1,8 +1,8 @@
-"""An engine under load, on whichever clock it has: who asked when, and what came when.
+"""Drives a real or simulated engine with requests and records each request's times.
 
-The same few lines drive a real engine and a simulated one, so that both are asked the same and counted the
-same. An engine here has one clock; between two steps nothing happens. Called by `playing.py` and
-`jobs/simulate/`. Not the load itself: that is `loads.py`.
+Real and simulated engines run through the same code, so that both get the same requests and are measured the
+same way. An engine has a single clock, and nothing happens between two steps. Called by `playing.py` and
+`jobs/simulate/`; `loads.py` generates the load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..request import Request
 from ..simulator import VirtualClock
 
-_GLANCE_S = 0.002  # a real clock's, while nothing is to be done
+_POLL_INTERVAL_S = 0.002  # Polling interval on a real clock while the engine is idle.
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Served:
     """A request and its times, in seconds of its engine's clock.
 
     Attributes:
-        num_tokens: that have come out.
+        num_tokens: output tokens so far.
     """
 
     request_id: str
@@ -43,16 +43,17 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per token behind the first; 0 where there is one alone."""
+        """Seconds per output token after the first; 0 for a single token."""
         return (self.last_s - self.first_s) / max(self.num_tokens - 1, 1)
 
 
 class DrivenEngine:
-    """One engine and its requests.
+    """An engine with its clock and the requests it is running.
 
     Args:
-        engine: whose clock is `clock`.
-        clock: seconds; virtual ones are pushed on where nothing is to be done, real ones are waited for.
+        engine: must read its time from `clock`.
+        clock: current time in seconds. While the engine is idle a `VirtualClock` is advanced; a real clock is
+            waited for.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
@@ -67,7 +68,7 @@ class DrivenEngine:
         self.engine.add_request(request)
 
     def step(self) -> list[Served]:
-        """One step; who ended in it."""
+        """Run one step and return the requests that finished in it."""
         ended: list[Served] = []
         updates = self.engine.step()
         now_s = self.clock()
@@ -83,7 +84,7 @@ class DrivenEngine:
         return ended
 
     def abort_all(self) -> None:
-        """Who runs is dropped; another engine may have the executor then."""
+        """Abort all running requests and drain the engine, so that another engine can use its executor."""
         for request_id in list(self.running):
             self.engine.abort(request_id)
         self.running.clear()
@@ -91,9 +92,9 @@ class DrivenEngine:
             self.engine.step()
 
     def run_until(self, end_s: float) -> list[Served]:
-        """Step until that time, or if it is infinite until all is done; a step that began before it is ended.
+        """Step until `end_s`, or until all requests have finished if it is infinite.
 
-        Returns who ended.
+        A step that begins before `end_s` runs to its end. Returns the requests that finished.
         """
         ended: list[Served] = []
         while self.clock() < end_s:
@@ -104,5 +105,5 @@ class DrivenEngine:
             elif isinstance(self.clock, VirtualClock):
                 self.clock.now_s = end_s
             else:
-                time.sleep(min(_GLANCE_S, max(end_s - self.clock(), 0.0)))
+                time.sleep(min(_POLL_INTERVAL_S, max(end_s - self.clock(), 0.0)))
         return ended

@@ -1,4 +1,6 @@
-"""What a layout would give: tokens per second at a batch, with as many drafts as pay, and what bounds it."""
+"""Estimates a layout's tokens per second at a batch size, with the best draft length, and names the
+bottleneck.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from .step_time import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One engine at one batch.
+    """Estimated speed of one engine at one batch size.
 
     Attributes:
-        batch: requests of each engine at once.
-        rows: of each request in a round; 1 drafts nothing.
-        tokens: of each request in a round.
-        bound: what takes most of the round.
-        node_tokens_per_s: of all engines.
+        batch: concurrent requests per engine.
+        rows: rows per request and round; 1 means no drafts.
+        tokens: expected output tokens per request and round.
+        bound: the resource that takes most of the round.
+        node_tokens_per_s: output tokens per second of all engines together.
     """
 
     batch: int
@@ -35,7 +37,7 @@ class Point:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per output token of a user."""
+        """Seconds per output token, as a user sees it."""
         return self.round_s / self.tokens
 
     @property
@@ -45,12 +47,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A layout that fits.
+    """The estimated speed of a layout that fits.
 
     Attributes:
-        alone: one request per engine.
-        best: at the batch that was asked for, or at that of most tokens per second within the SLO.
-        misses: what is asked and does not hold, in words; empty if all does.
+        alone: speed with one request per engine.
+        best: speed at the requested batch, or at the batch with the most tokens per second within the SLO.
+        misses: the part of the demand that the layout misses, in words; empty if it meets all of it.
     """
 
     layout: Layout
@@ -62,7 +64,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A layout that does not fit, and why."""
+    """A layout that does not fit, with the reason."""
 
     layout: Layout
     error: PlacementError
@@ -80,31 +82,34 @@ def estimate(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Estimate |
 
     alone, slo_s = point(1), demand.slo_tpot_s
     if demand.batch is not None:
-        each = -(-demand.batch // layout.replicas)
-        best = point(min(each, room.max_num_seqs))
+        per_engine = -(-demand.batch // layout.replicas)
+        best = point(min(per_engine, room.max_num_seqs))
         misses = (
-            "" if each <= room.max_num_seqs else f"holds {room.max_num_seqs} of {each} requests per engine"
+            ""
+            if per_engine <= room.max_num_seqs
+            else f"holds {room.max_num_seqs} of {per_engine} requests per engine"
         )
     else:
         points = [point(batch) for batch in _batches(room.max_num_seqs)]
-        held = [p for p in points if slo_s is None or p.tpot_s <= slo_s]
-        best, misses = max(held or points[:1], key=lambda p: p.node_tokens_per_s), ""
+        within_slo = [p for p in points if slo_s is None or p.tpot_s <= slo_s]
+        best, misses = max(within_slo or points[:1], key=lambda p: p.node_tokens_per_s), ""
     if slo_s is not None and best.tpot_s > slo_s:
         misses = f"{best.tpot_s * 1e3:.2f} ms per token"
     return Estimate(layout, room, alone, best, misses)
 
 
 def _batches(most: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to and including `most`."""
     return sorted({most, *(base << n for base in (1, 3) for n in range(10) if base << n < most)})
 
 
 def _point(times: StepTimes, pair: Pair, layout: Layout, batch: int, context: int) -> Point:
-    """With the number of drafts that brings most, as the engine finds it by measuring."""
+    """Return the estimate at the draft length with the most throughput, which an engine would choose."""
     most = pair.num_drafts if layout.placement else 0
 
     def at(rows: int) -> Point:
-        spent, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
-        node = layout.replicas * batch * tokens / spent.total_s
-        return Point(batch, rows, tokens, spent.total_s, spent.bound, node)
+        time, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
+        node = layout.replicas * batch * tokens / time.total_s
+        return Point(batch, rows, tokens, time.total_s, time.bound, node)
 
     return max((at(1 + drafts) for drafts in draft_lengths(most)), key=lambda p: p.node_tokens_per_s)

@@ -1,4 +1,4 @@
-"""GPUs and the links between them, as a plan sees them. Every number says where it comes from."""
+"""GPUs and the links between them, with the source of each number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between GPUs of one node.
+    """A link between GPUs of one node.
 
     Attributes:
-        bytes_per_s: that one GPU sends, sustained.
-        latency_s: of a message or of a small collective, launch included.
+        bytes_per_s: sustained rate at which one GPU sends.
+        latency_s: seconds for a small message or collective, including its launch.
     """
 
     bytes_per_s: float
@@ -28,24 +28,24 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def all_reduce_s(self, ranks: int, num_bytes: float) -> float:
-        """A ring moves 2 (n - 1) / n of the bytes through every link."""
+        """Return the seconds of a ring all-reduce, which moves 2 (n - 1) / n of the bytes over every link."""
         return self.latency_s + 2 * (ranks - 1) / ranks * num_bytes / self.bytes_per_s if ranks > 1 else 0.0
 
 
-# Estimates: 80 % of the data sheet's bytes per second and direction (NVLink 3, 4, 5: 300, 450, 900 GB/s;
-# PCIe 4 x16: 32 GB/s); 8 µs for a small all-reduce in a CUDA graph, 20 µs where GPUs are no peers.
+# Estimates: 80 % of the data sheet's rate per direction (NVLink 3, 4, 5: 300, 450, 900 GB/s; PCIe 4 x16: 32
+# GB/s); 8 µs for a small all-reduce in a CUDA graph, 20 µs without peer access.
 NVLINK_3, NVLINK_4, NVLINK_5 = (Link(0.8 * rate, 8e-6) for rate in (300e9, 450e9, 900e9))
 PCIE_4 = Link(0.8 * 32e9, 20e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU.
+    """A GPU model.
 
     Attributes:
-        device: sustained rates.
-        memory_bytes: that CUDA has to give, which is less than the data sheet's.
-        link: to the others of its node.
+        device: its sustained rates.
+        memory_bytes: memory that CUDA can allocate, which is less than the data sheet says.
+        link: the link to the other GPUs of its node.
     """
 
     device: Device
@@ -61,10 +61,10 @@ def _gpu(device: Device, memory_gib: float, link: Link) -> Gpu:
     return Gpu(device, int(memory_gib * GIB), link)
 
 
-# Rates of H200, H100 and B200: `roofline.GPUS`. The others: 90 % of the data sheet's bandwidth (2,039, 1,555
-# and 864 GB/s), 78 % of its dense bf16 arithmetic (312, 312 and 362 TFLOP/s). B300: bandwidth and dense bf16
-# arithmetic of a B200 (8 TB/s, 2.25 PFLOP/s; what it has more is FP4). Memory: what PyTorch reports; of B300,
-# what nvidia-smi does.
+# H200, H100 and B200 have the measured rates of `roofline.GPUS`. The others have 90 % of the data sheet's
+# bandwidth (2,039, 1,555 and 864 GB/s) and 78 % of its dense bf16 arithmetic (312, 312 and 362 TFLOP/s). B300
+# has the bandwidth and dense bf16 arithmetic of B200 (8 TB/s, 2.25 PFLOP/s), as it only adds FP4. Memory is
+# what PyTorch reports, and for B300 what nvidia-smi reports.
 GPUS: Mapping[str, Gpu] = {
     "h200": _gpu(MEASURED["NVIDIA H200"], 139.8, NVLINK_4),
     "h100": _gpu(MEASURED["NVIDIA H100 80GB HBM3"], 79.1, NVLINK_4),
@@ -77,7 +77,11 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name in `GPUS`, in any case; ConfigError proposes the nearest."""
+    """Return the GPU with this name in `GPUS`, ignoring case.
+
+    Raises:
+        ConfigError: no such GPU; the message proposes the nearest name.
+    """
     try:
         return GPUS[name.lower()]
     except KeyError:

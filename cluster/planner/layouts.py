@@ -1,4 +1,4 @@
-"""How a target and its drafter can be laid out over a node's GPUs: every candidate, by count alone."""
+"""Enumerates the layouts of a target and its drafter over a node's GPUs, without regard to memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Placement = Literal["colocated", "split", "shared"]
-TP_SIZES = (1, 2, 4, 8, 16)  # ranks are of one node
+TP_SIZES = (1, 2, 4, 8, 16)  # Ranks of one target are on one node.
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Engines of one kind that fill a node.
+    """A number of identical engines over the GPUs of a node.
 
     Attributes:
         tp: ranks of each target.
-        placement: of the drafter; None decodes plainly. "colocated": whole on every rank; "split": a GPU of
-            its own for each engine; "shared": one GPU for all engines.
-        replicas: engines.
+        placement: where the drafter runs; None for plain decoding. "colocated": whole on every rank; "split":
+            on one more GPU per engine; "shared": on one GPU for all engines.
+        replicas: number of engines.
     """
 
     tp: int
@@ -27,7 +27,6 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """That it uses."""
         drafters = {"split": self.replicas, "shared": 1}.get(self.placement or "", 0)
         return self.tp * self.replicas + drafters
 
@@ -38,7 +37,7 @@ class Layout:
 
     @property
     def drafted_engines(self) -> int:
-        """Engines that one drafter serves."""
+        """Engines served by one drafter."""
         return self.replicas if self.placement == "shared" else 1
 
     def __str__(self) -> str:
@@ -46,19 +45,19 @@ class Layout:
 
 
 def layouts(num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool) -> Iterator[Layout]:
-    """Candidates for so many GPUs, each with as many engines as they hold.
+    """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit.
 
-    Where a shared drafter would serve one engine it is a split one.
+    A shared drafter that would serve a single engine is listed only as split.
     """
     for tp in tp_sizes:
         if drafter:
-            yield from _some(Layout(tp, "colocated", num_gpus // tp))
-            yield from _some(Layout(tp, "split", num_gpus // (tp + 1)))
+            yield from _if_any(Layout(tp, "colocated", num_gpus // tp))
+            yield from _if_any(Layout(tp, "split", num_gpus // (tp + 1)))
             if (num_gpus - 1) // tp > 1:
                 yield Layout(tp, "shared", (num_gpus - 1) // tp)
-        yield from _some(Layout(tp, None, num_gpus // tp))
+        yield from _if_any(Layout(tp, None, num_gpus // tp))
 
 
-def _some(layout: Layout) -> Iterator[Layout]:
+def _if_any(layout: Layout) -> Iterator[Layout]:
     if layout.replicas:
         yield layout

@@ -1,9 +1,9 @@
-"""Loads for driven engines, and what comes of them: so many requests at once, or arrivals at their times.
+"""Generates closed and open loads for driven engines and measures the outcome.
 
-    closed   each of c clients asks again when it has its answer; counted from when as many requests have
-             ended as ask at once, until `measured` more have. The first ones are cut short at random, so
-             that clients do not go in step.
-    open     arrivals at their times, to the engine with the fewest requests; all are counted.
+    closed   each of c clients sends its next request as soon as its last one finishes. Measurement begins
+             after a warm-up (c requests by default) and ends after `measured` more. The first requests are
+             shortened at random, so that clients do not run in lockstep.
+    open     requests arrive at given times and go to the engine with the fewest requests. All are measured.
 
 Called by `jobs/simulate/`, and by `tests/benchmarks/simulate/` for real and simulated engines alike.
 """
@@ -26,14 +26,14 @@ Percentiles = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What came of a load, of all its engines together.
+    """Measurements of a load over all its engines.
 
     Attributes:
-        seconds: that were counted.
-        num_tokens: that came out in them.
-        num_engines: that were loaded.
-        served: requests that ended in them.
-        steps, num_drafts, num_draft_tokens, num_accepted_tokens: as in `EngineStats`, of these seconds.
+        seconds: length of the measured period.
+        num_tokens: output tokens in that period.
+        num_engines: number of loaded engines.
+        served: requests that finished in that period.
+        steps, num_drafts, num_draft_tokens, num_accepted_tokens: counts of `EngineStats` in that period.
     """
 
     seconds: float
@@ -51,7 +51,7 @@ class Observed:
 
     @property
     def user_tokens_per_s(self) -> float:
-        """The median over requests of tokens per second, behind the first: interactivity."""
+        """Median over requests of tokens per second after the first token (interactivity)."""
         rates = [1.0 / request.tpot_s for request in self.served if request.tpot_s > 0.0]
         return float(np.median(rates)) if rates else float("nan")
 
@@ -61,7 +61,7 @@ class Observed:
 
     @property
     def drafts_per_block(self) -> float | None:
-        """Drafts that were verified of each request and step that verified any."""
+        """Mean number of drafts verified per request and step that verified any."""
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
     def ttft_s(self) -> Percentiles:
@@ -75,7 +75,7 @@ class Observed:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """By name, "p50" and so on; and "mean". Empty of no value."""
+    """Return {"mean": ..., "p50": ..., ...}; empty if there are no values."""
     if not values:
         return {}
     found = np.percentile(values, PERCENTILES).tolist()
@@ -90,16 +90,16 @@ def closed_loop(
     measured: int,
     warm_up: int | None = None,
 ) -> Observed:
-    """Clients that ask again as soon as they have their answer.
+    """Run `clients` clients, each of which sends its next request as soon as its last one finishes.
 
     Args:
-        make: of a number and a share of its length (0 to 1), a request.
-        measured: requests that end while it counts.
-        warm_up: requests that end before; as many as clients if None.
+        make: returns the request with a given number and a share (0 to 1) of its full length.
+        measured: requests that finish in the measured period.
+        warm_up: requests that finish before it; as many as clients if None.
     """
-    dice = np.random.default_rng(clients)
+    rng = np.random.default_rng(clients)
     for number in range(clients):
-        driven.add(make(number, float(dice.uniform())), driven.clock())
+        driven.add(make(number, float(rng.uniform())), driven.clock())
     number, to_warm_up = clients, clients if warm_up is None else warm_up
     counted: list[Served] = []
     before, begin_s, begin_tokens = driven.engine.stats(), driven.clock(), 0
@@ -119,7 +119,7 @@ def closed_loop(
 def open_loop(
     engines: Sequence[DrivenEngine], make: Callable[[int, float], Request], arrival_s: Sequence[float]
 ) -> Observed:
-    """Requests that arrive at these times, ascending; counted until the last one has ended."""
+    """Send requests at these ascending times and measure until the last one finishes."""
     served: list[Served] = []
     before = [driven.engine.stats() for driven in engines]
     for number, at_s in enumerate(arrival_s):

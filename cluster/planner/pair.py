@@ -1,4 +1,4 @@
-"""A target and perhaps a drafter by their shapes, and what is asked of them."""
+"""The shapes of a target and its drafter, if any, and the demand on a layout."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ..model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What a plan knows of two checkpoints. Norms and biases, less than a thousandth, are left out.
+    """A target and perhaps a drafter, as a plan needs them. Norms and biases, under 0.1 % of the weights, are
+    ignored.
 
     Attributes:
-        tied: the target's head is its embedding.
-        tp_sizes: numbers of ranks that divide the target.
-        survival: survival[i] is how likely drafts 0..i are all accepted; empty without a drafter.
-        sequential: drafts are made one after the other, a pass each, with a head of the drafter's own
-            (EAGLE-3), in place of a block in one pass.
+        tied: whether the target's head is its embedding.
+        tp_sizes: tensor parallel sizes that the target supports.
+        survival: survival[i] is the probability that drafts 0..i are all accepted; empty without a drafter.
+        sequential: whether drafts are made one pass each, with the drafter's own head (EAGLE-3), rather than
+            as a block in one pass.
     """
 
     target: ModelShape
@@ -32,7 +33,7 @@ class Pair:
 
     @property
     def drafter_bytes(self) -> int:
-        """Weights of the drafter's blocks, and of a head of its own."""
+        """Bytes of the drafter's layers, and of its head if it has one of its own."""
         if self.drafter is None:
             return 0
         head_bytes = self.drafter.head_params * self.drafter.itemsize if self.sequential else 0
@@ -40,14 +41,14 @@ class Pair:
 
     @property
     def fc_bytes(self) -> int:
-        """What makes the drafter's context of tapped states."""
+        """Bytes of the projection from tapped target states to the drafter's context."""
         return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.weight_bytes
 
     def target_bytes(self, ranks: int) -> int:
-        """Weights of a rank of so many."""
-        mine = self.target.rank(ranks)
-        vocab_bytes = self.num_vocab_matrices * mine.head_params * mine.itemsize
-        return mine.linear_params * mine.weight_bytes + vocab_bytes + round(mine.expert_bytes)
+        """Return the bytes of one rank's weights when the target is sharded over `ranks` ranks."""
+        rank = self.target.rank(ranks)
+        vocab_bytes = self.num_vocab_matrices * rank.head_params * rank.itemsize
+        return rank.linear_params * rank.weight_bytes + vocab_bytes + round(rank.expert_bytes)
 
     @property
     def num_vocab_matrices(self) -> int:
@@ -56,13 +57,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What is asked of a layout.
+    """The load that a layout must serve.
 
     Attributes:
-        max_model_len: longest sequence in tokens; room for one is a must.
-        context: tokens that a sequence holds on average, for the speed and for the largest batch.
-        slo_tpot_s: most seconds per output token that a user may wait; None asks nothing.
-        batch: requests at once on the node; None takes what is best for each layout.
+        max_model_len: longest sequence in tokens; a layout must have memory for at least one.
+        context: mean tokens per sequence, for the speed and the largest batch.
+        slo_tpot_s: upper bound on the seconds per output token; None for no bound.
+        batch: concurrent requests on the node; None for the best batch of each layout.
     """
 
     max_model_len: int

@@ -1,7 +1,7 @@
-"""The best that a method can do: throughput against how fast each user is served, over loads and layouts.
+"""Pareto frontier of throughput per GPU against tokens per second of each user, over loads and layouts.
 
-A point is on the frontier if no other gives both more. Between two neighbours throughput is taken to be
-linear, as one between their loads would have. Beyond the fastest point there is none. Called by
+A point is on the frontier if no other point is better in both. Throughput is interpolated linearly between
+neighbors, as a load between theirs would give it. There is none beyond the fastest point. Called by
 `jobs/simulate/`.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Point = tuple[float, float]  # tokens/s of a user, tokens/s of a GPU
+Point = tuple[float, float]  # (tokens/s of a user, tokens/s of a GPU)
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """The points that are not beaten, by speed of a user, ascending; throughput falls along them."""
+    """Return the points that no other dominates, ascending in user speed, so that throughput falls."""
     best: list[Point] = []
     for user, gpu in sorted(points, reverse=True):
         if not best or gpu > best[-1][1]:
@@ -22,7 +22,7 @@ def frontier(points: Iterable[Point]) -> list[Point]:
 
 
 def throughput_at(front: Sequence[Point], user_tokens_per_s: float) -> float | None:
-    """Tokens/s of a GPU while every user gets at least so many; None if that cannot be."""
+    """Return the tokens/s of a GPU while every user gets at least so many; None if unreachable."""
     if not front or user_tokens_per_s > front[-1][0]:
         return None
     before: Point | None = None

@@ -1,7 +1,7 @@
-"""What a planned step takes on a layout: the roofline's times, for a `SimulatedExecutor`.
+"""Roofline seconds of a planned step, as the cost function of a `SimulatedExecutor`.
 
-Decoding requests count by their number, their rows together and their mean context, prompts as one chunk.
-Called by `simulated_engine.py`; `step_time.py` has the times.
+Decoding requests are summarized by their number, total rows and mean context; prompts are one chunk. Called
+by `simulated_engine.py`; the times are those of `step_time.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from .step_time import NO_CHUNK, Chunk, StepTimes
 
 
 class PlanCost:
-    """Seconds of a step, its parts one after the other.
+    """Estimates the seconds of a step, with its parts run one after another.
 
     Args:
-        times: of the engine's layout.
-        free_prompts: prompts cost nothing, for whoever adds them up apart.
+        times: the step times of the engine's layout.
+        free_prompts: whether prompts cost nothing, for callers that add their cost separately.
     """
 
     def __init__(self, times: StepTimes, *, free_prompts: bool = False) -> None:
@@ -30,7 +30,7 @@ class PlanCost:
         batch, rows = int(decodes_R.sum()), int(plan.num_rows[decodes_R].sum())
         context = float(plan.num_computed[decodes_R].mean()) if batch else 0.0
         times = self._times
-        if times.overlaps:  # drafter and target beside each other: only the whole is known
+        if times.overlaps:  # drafter and target run concurrently, so only the total is known
             return StepTimings(verify_s=times.round(batch, rows / max(batch, 1), context, chunk).total_s)
         written = rows + chunk.rows if plan.writes_context else 0
         return StepTimings(
@@ -49,6 +49,7 @@ class PlanCost:
 
 
 def _chunk(plan: SchedulerOutput, decodes_R: BoolArray) -> Chunk:
+    """Return the step's prompt rows as one chunk after their mean context."""
     if decodes_R.all():
         return NO_CHUNK
     mean = float(np.mean(plan.num_computed[~decodes_R]))

@@ -1,7 +1,7 @@
-"""A trace of arrivals played through a layout: the real scheduler over an executor that only takes time.
+"""Simulates a trace of arrivals on a layout: the real scheduler over a simulated executor.
 
-Each engine (`simulated_engine.py`) has a clock of its own; an arrival goes to the engine with the fewest
-requests, as HAProxy's leastconn does.
+Each engine (`simulated_engine.py`) has a clock of its own. An arrival goes to the engine with the fewest
+requests, like HAProxy's leastconn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .step_time import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a trace: when it came, in seconds, and how long it was, in tokens."""
+    """A request of a trace: its arrival time in seconds and its lengths in tokens."""
 
     arrival_s: float
     prompt_tokens: int
@@ -31,7 +31,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count; None asks nothing."""
+    """Latency bounds that a request must meet to count towards goodput; None for no bound."""
 
     tpot_s: float | None = None
     ttft_s: float | None = None
@@ -39,12 +39,13 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of a trace.
+    """Results of simulating a trace.
 
     Attributes:
-        goodput: output tokens per second of the requests that kept the SLO, from first arrival to last token.
-        kept: their share.
-        ttft_s, tpot_s: the 95th percentile; of requests of one token there is no tpot.
+        goodput: output tokens per second of the requests that met the SLO, from the first arrival to the last
+            token.
+        kept: share of the requests that met the SLO.
+        ttft_s, tpot_s: 95th percentiles; a request with one token counts as a tpot of 0.
     """
 
     goodput: float
@@ -62,29 +63,29 @@ def play(
     demand: Demand,
     slo: Slo,
 ) -> Played:
-    """Requests longer than `demand.max_model_len` must have been refused before."""
+    """Simulate the trace. Requests longer than `demand.max_model_len` must have been filtered out."""
     if not layout.placement:
         pair = replace(pair, drafter=None, survival=())
     engines = [simulated_engine(pair, room, demand, PlanCost(times)) for _ in range(layout.replicas)]
     served: list[Served] = []
-    first, *_ = coming = sorted(trace, key=lambda arrival: arrival.arrival_s)
-    for number, arrival in enumerate(coming):
+    first, *_ = arrivals = sorted(trace, key=lambda arrival: arrival.arrival_s)
+    for number, arrival in enumerate(arrivals):
         for engine in engines:
             served += engine.run_until(arrival.arrival_s)
         request = simulated_request(number, arrival.prompt_tokens, arrival.output_tokens)
         min(engines, key=lambda engine: len(engine.running)).add(request, arrival.arrival_s)
     for engine in engines:
         served += engine.run_until(float("inf"))
-    took_s = max(request.last_s for request in served) - first.arrival_s
-    kept = [request for request in served if _keeps(request, slo)]
+    elapsed_s = max(request.last_s for request in served) - first.arrival_s
+    kept = [request for request in served if _meets(request, slo)]
     return Played(
-        goodput=sum(request.num_tokens for request in kept) / took_s,
+        goodput=sum(request.num_tokens for request in kept) / elapsed_s,
         kept=len(kept) / len(served),
         ttft_s=float(np.percentile([request.ttft_s for request in served], 95)),
         tpot_s=float(np.percentile([request.tpot_s for request in served], 95)),
     )
 
 
-def _keeps(request: Served, slo: Slo) -> bool:
+def _meets(request: Served, slo: Slo) -> bool:
     limits = ((request.tpot_s, slo.tpot_s), (request.ttft_s, slo.ttft_s))
     return all(limit is None or seconds <= limit for seconds, limit in limits)

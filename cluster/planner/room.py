@@ -1,8 +1,8 @@
-"""What a layout holds in memory: weights, what steps take, and what is left for K/V pages and states.
+"""Estimates a layout's memory: weights, the peak of a step, and the rest for K/V pages and recurrent states.
 
-The engine measures at start what steps take (`actors/targets/loading/warm_up.py`); here that is an estimate.
-Pages are counted as there (`page_groups.py`), so layers with a window count their window only, and so are
-states: two for each request, one of them saved.
+The engine measures the peak of a step at start (`actors/targets/loading/warm_up.py`); here it is an estimate.
+Pages are counted as the engine does (`page_groups.py`), so layers with a sliding window count their window
+only. Each request has two recurrent states, one of which is a saved one.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .gpus import GIB, Gpu
 from .layouts import Layout
 from .pair import Demand, Pair
 
-UTILISATION = 0.9  # of a GPU's memory: `gpu_memory_utilization`
-PAGE_SIZE = 64  # the engine's, on a GPU
-MAX_NUM_SEQS = 256  # each costs a slot and CUDA graphs
-MAX_ROWS = 8192  # of a step: `max_num_batched_tokens`
+UTILISATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
+PAGE_SIZE = 64  # the engine's page size on a GPU
+MAX_NUM_SEQS = 256  # each one costs a slot and CUDA graphs
+MAX_ROWS = 8192  # rows of a step: `max_num_batched_tokens`
 STATES_PER_REQUEST = 2
-# Estimates. CUDA's context, libraries, NCCL, graphs, attention's workspace: 2 GiB. Of each row of a step: the
-# states of a block and its MLP. Of each row that chooses a token: logits of target and drafter.
+# Estimates. PROCESS_BYTES: CUDA context, libraries, NCCL, graphs, attention workspace. HIDDEN_COPIES and
+# INNER_COPIES: a layer's and its MLP's activations per row of a step. LOGIT_COPIES: logits of target and
+# drafter per row that samples a token.
 PROCESS_BYTES = 2 * GIB
 HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of one engine.
+    """Memory of one engine.
 
     Attributes:
-        weights_bytes: on each GPU of the target.
-        kv_bytes: left for K/V pages there, or what the drafter's GPU bounds it to.
-        kv_tokens: that these hold, of sequences of the demand's context.
-        largest_batch: such sequences at once, by memory alone.
-        state_bytes: of a request's recurrent states on a GPU of the target, saved ones among them; 0 where it
-            has none.
+        weights_bytes: weights on each GPU of the target.
+        kv_bytes: memory for K/V pages there, less if the drafter's GPU is the tighter limit.
+        kv_tokens: tokens that these pages hold, in sequences of the demand's context.
+        largest_batch: number of such sequences that fit into memory at once.
+        state_bytes: recurrent states of a request on a GPU of the target, with saved ones; 0 without any.
     """
 
     weights_bytes: int
@@ -57,15 +57,19 @@ class Room:
 
 
 def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
-    """Raise PlacementError, which says what lacks and what to change, unless one longest sequence fits."""
-    given = int(gpu.memory_bytes * UTILISATION)
-    weights, target_free = _target_gpu(pair, layout, given)
+    """Return the memory of an engine in this layout.
+
+    Raises:
+        PlacementError: not even one sequence of max_model_len fits; says what is missing and what to change.
+    """
+    budget = int(gpu.memory_bytes * UTILISATION)
+    weights, target_free = _target_gpu(pair, layout, budget)
     if target_free <= 0:
-        raise _too_large(pair, gpu, layout, given - target_free)
+        raise _too_large(pair, gpu, layout, budget - target_free)
     pages, states = page_plan(pair, layout, demand.max_model_len), _state_bytes(pair, layout)
     budgets = [(target_free - states, page_bytes(pair, layout, pages, target=True))]
     if layout.drafts_apart:
-        free = _drafter_gpu(pair, layout, given)
+        free = _drafter_gpu(pair, layout, budget)
         if free <= 0:
             raise PlacementError(
                 f"{layout}: the drafter's GPU lacks {-free / GIB:.1f} GiB for its weights and the target's "
@@ -76,48 +80,49 @@ def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
     for free, sizes in budgets:
         if _sequence_bytes(pages, sizes, demand.max_model_len) > free:
             raise _too_long(pages, sizes, free, layout, demand)
-    each = [_sequence_bytes(pages, sizes, demand.context) for _, sizes in budgets]
-    budgets[0], per_sequence = (target_free, budgets[0][1]), each[0]
-    each[0] += states
-    largest = min(_sequences(free, size) for (free, _), size in zip(budgets, each, strict=True))
+    sequence_bytes = [_sequence_bytes(pages, sizes, demand.context) for _, sizes in budgets]
+    budgets[0], per_sequence = (target_free, budgets[0][1]), sequence_bytes[0]
+    sequence_bytes[0] += states
+    largest = min(_sequences(free, size) for (free, _), size in zip(budgets, sequence_bytes, strict=True))
     free = target_free - int(min(largest, MAX_NUM_SEQS)) * states
     kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
     return Room(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states)
 
 
 def _target_gpu(pair: Pair, layout: Layout, given: int) -> tuple[int, int]:
-    """Weights on a GPU of the target, and what is left of it for pages."""
+    """Return the weight bytes on a GPU of the target, and what is left of `given` for pages."""
     weights = pair.target_bytes(layout.tp)
     rank = pair.target.rank(layout.tp)
     if layout.placement is not None:
-        weights += pair.fc_bytes  # features are made beside the target
+        weights += pair.fc_bytes  # the drafter's context is projected on the target's GPU
     if layout.placement == "colocated":
         weights += pair.drafter_bytes
     return weights, given - weights - _step_bytes(rank, pair.num_drafts if layout.placement else 0)
 
 
 def _drafter_gpu(pair: Pair, layout: Layout, given: int) -> int:
-    """What is left for pages on a drafter's own GPU; it borrows the target's embedding and head."""
+    """Return the bytes for pages on a drafter's own GPU, which also has the target's vocabulary."""
     assert pair.drafter is not None, "only a pair with a drafter is laid out with one"
-    lent = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
-    steps = layout.drafted_engines * (_step_bytes(pair.drafter, pair.num_drafts) - PROCESS_BYTES)
-    return given - pair.drafter_bytes - lent - PROCESS_BYTES - steps
+    vocab_bytes = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
+    step_bytes = layout.drafted_engines * (_step_bytes(pair.drafter, pair.num_drafts) - PROCESS_BYTES)
+    return given - pair.drafter_bytes - vocab_bytes - PROCESS_BYTES - step_bytes
 
 
 def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
+    """Return the peak bytes of a step, with the process's fixed share."""
     states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
     logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
     return PROCESS_BYTES + (states + logits) * rank.itemsize
 
 
 def _state_bytes(pair: Pair, layout: Layout) -> int:
-    """Of a request on a GPU of the target, with the records of its drafts."""
+    """Return the bytes of a request's states on a GPU of the target, including the records of its drafts."""
     drafts = pair.num_drafts if layout.placement else 0
     return STATES_PER_REQUEST * round(pair.target.rank(layout.tp).state_bytes(drafts))
 
 
 def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
-    """Which layers share pages, as the engine decides it."""
+    """Return the K/V page plan of this layout, as the engine computes it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
     target = pair.target.rank(layout.tp)
@@ -125,7 +130,10 @@ def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
 
 
 def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
-    """Of a page of each pool, on a GPU of the target or on the drafter's own, which keeps engines apart."""
+    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own.
+
+    A shared drafter keeps a page set for each engine.
+    """
     sizes = [0] * pages.num_pools
     models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
@@ -140,6 +148,7 @@ def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> 
 
 
 def _sequence_bytes(pages: PagePlan, sizes: tuple[int, ...], num_tokens: int) -> int:
+    """Return the page bytes of a sequence of `num_tokens` tokens."""
     held = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
     return sum(count * size for count, size in zip(held, sizes, strict=True))
 

@@ -1,7 +1,8 @@
-"""A simulated engine of a layout: the real scheduler and its policies, over an executor that only takes time.
+"""A simulated engine of a layout: the real scheduler and policies over an executor that only advances a
+clock.
 
-Left out: HTTP, the host's time in a step, and that layers with a window give pages back (the
-room's tokens count as one pool). Called by `playing.py` and `jobs/simulate/`.
+It leaves out HTTP, host time and that layers with a sliding window free pages (the room's tokens count as one
+pool). Called by `playing.py` and `jobs/simulate/`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .driven import DrivenEngine
 from .pair import Demand, Pair
 from .room import MAX_ROWS, PAGE_SIZE, Room
 
-VOCAB = 2**15  # of the simulated tokens, which nobody reads
+VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
 
 
 def simulated_engine(
@@ -32,15 +33,16 @@ def simulated_engine(
     prefix_caching: bool = False,
     hardness: Callable[[str], float] = lambda request_id: 1.0,
 ) -> DrivenEngine:
-    """An engine of this pair, its clock at 0.
+    """Return an engine of this pair with its clock at 0.
 
     Args:
-        pair: its survival's length is the most drafts; without a drafter all decode plainly.
-        room: how many requests and tokens it holds.
-        cost: seconds of a step.
-        prefix_caching: as the setting.
-        adaptive: as the setting; False verifies all drafts in every step.
-        hardness: of a request's text, see `SimulatedExecutor`.
+        pair: the length of its survival curve is the largest draft length; all requests decode plainly
+            without a drafter.
+        room: how many requests and tokens fit.
+        cost: returns the seconds of a step.
+        prefix_caching: the engine setting.
+        adaptive: the engine setting; False verifies all drafts in every step.
+        hardness: returns how hard a request's text is to draft, see `SimulatedExecutor`.
     """
     spec = SpeculativeConfig(model="simulated", adaptive=adaptive) if pair.num_drafts else None
     config = EngineConfig(
@@ -67,7 +69,7 @@ def simulated_engine(
 
 
 def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Request:
-    """Of so many tokens; its number is its seed."""
+    """Return a request of these lengths, seeded by its number."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=number)
     prompt = (number % VOCAB,) * prompt_tokens
     return Request(request_id=str(number), prompt_token_ids=prompt, params=params)

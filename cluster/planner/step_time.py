@@ -1,14 +1,15 @@
-"""Seconds of a round: every running request of an engine drafted for, verified, and the drafter told.
+"""Roofline estimate of the seconds of a round: draft, verify and inject for all running requests of an
+engine.
 
-The roofline's floor, per rank, and what it leaves out: a loss at every launch, the sums over ranks, and what
-crosses to a drafter on a GPU of its own. Still left out: HTTP, prompts that come in between, and products
-that do not reach the rates (some hundred rows reach about 80 % of the arithmetic).
+Adds to the roofline's floor per rank: an overhead per kernel launch, the all-reduces over ranks, and the
+traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved prompts and GEMMs too small to reach
+the sustained rates (a few hundred rows reach about 80 % of the arithmetic).
 
-    colocated   draft + verify + inject, the drafter whole on every rank, its head on all of them
-    split       the same one after another, or one half drafted while the other is verified, if that is less
-    shared      as split, waiting for a drafter that serves the other engines in turn
+    colocated   draft + verify + inject, the drafter whole on every rank, its head sharded over them
+    split       the same in sequence, or one half drafted while the other is verified, if that takes less
+    shared      as split, plus waiting while the drafter serves the other engines
 
-A drafter that is sequential (EAGLE-3) makes its drafts in as many passes, whole on every rank.
+A sequential drafter (EAGLE-3) makes each draft in a pass of its own, whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from .gpus import Gpu
 from .layouts import Layout
 from .pair import Pair
 
-# Estimates, worked out in docs/benchmarks/gpu.md: seconds that each kernel loses beside its floor, and
-# kernels of a step: so many a layer, more where it has experts (router, choice, order, two products, sum in
-# place of two products), and around the layers of target and drafter together.
+# Estimates derived in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor, and
+# kernels per step: a number per layer, more for MoE layers (router, top-k, sort, two GEMMs and a sum instead
+# of two GEMMs), and a number outside the layers of target and drafter together.
 LAUNCH_S = 3e-6
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
 LAUNCHES_OF_EXPERTS = 4
-LAUNCHES_OF_DRAFT = 5  # around the layers of a pass for one draft: embedding, fc, norm, head, choice
+LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds, by what bounds them.
+    """Seconds by bottleneck.
 
     Attributes:
-        bytes: of memory.
-        link: between GPUs.
-        launches: of kernels.
-        queue: for a drafter that serves somebody else.
+        bytes: memory traffic.
+        link: traffic between GPUs.
+        launches: kernel launches.
+        queue: waiting for a drafter that serves another engine.
     """
 
     bytes: float = 0.0
@@ -57,7 +58,7 @@ class Spent:
         )
 
     def times(self, count: float) -> Spent:
-        """So many of the same, one after the other."""
+        """Return the time of `count` repetitions."""
         return Spent(
             self.bytes * count,
             self.arithmetic * count,
@@ -72,13 +73,13 @@ class Spent:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """The bottleneck that takes the most time."""
         return max(("bytes", "arithmetic", "link", "launches", "queue"), key=lambda name: getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of prompts in a step, behind so many tokens of context."""
+    """Prompt rows of a step, after `context` tokens."""
 
     rows: int = 0
     context: int = 0
@@ -88,35 +89,39 @@ NO_CHUNK = Chunk()
 
 
 class StepTimes:
-    """Of one engine of a layout."""
+    """Estimates the step times of one engine of a layout."""
 
     def __init__(self, pair: Pair, gpu: Gpu, layout: Layout) -> None:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
         self._drafter = pair.drafter if layout.placement else None
         self._sequential = pair.sequential
-        lent = not pair.sequential and pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
-        self._draft_head = self._target if lent and not layout.drafts_apart else pair.drafter or self._target
+        shares_head = (
+            not pair.sequential and pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
+        )
+        self._draft_head = (
+            self._target if shares_head and not layout.drafts_apart else pair.drafter or self._target
+        )
 
     @property
     def overlaps(self) -> bool:
-        """Whether drafter and target work beside each other, so that a round is not the sum of its parts."""
+        """Whether drafter and target run concurrently, so that a round is not the sum of its parts."""
         return self._layout.drafts_apart
 
     def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
-        """The target's pass over `rows` of each request, which all choose a token, and over a chunk.
+        """Return the time of the target's pass over `rows` sampled rows of each request, and over a chunk.
 
-        A plain step has rows = 1. Where requests differ, `rows` and `context` are their means.
+        A plain step has rows = 1. Where requests differ, `rows` and `context` are means.
         """
         target, tokens = self._target, batch * rows + chunk.rows
         works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
-        if chunk.rows:  # which leaves no records
+        if chunk.rows:  # prompts record no states for rejected drafts
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
         return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
 
     def draft(self, batch: int, rows: float, context: float) -> Spent:
-        """The drafter's pass over blocks of `rows`; nothing if they hold no draft."""
+        """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
         drafter = self._drafter
         if drafter is None or rows <= 1 or not batch:
             return Spent()
@@ -128,57 +133,59 @@ class StepTimes:
             self._draft_head.head(chosen),
             drafter.attention(batch, rows, context),
         ]
-        sums = Spent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding, choice
+        sums = Spent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding and argmax
         return self._spend(works) + sums + Spent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
 
     def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> Spent:
-        """A pass for every draft; the drafter and its head are whole on every rank, so nothing is summed."""
+        """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
         works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
         launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
         return (self._spend(works) + Spent(launches=LAUNCH_S * launches)).times(drafts)
 
     def inject(self, rows: float) -> Spent:
-        """The drafter's context of so many rows."""
+        """Return the time to write `rows` rows of the drafter's context."""
         return Spent() if self._drafter is None or not rows else self._spend([self._drafter.context(rows)])
 
     def transfer(self, rows: float) -> Spent:
-        """Features of so many rows to a drafter apart, and its drafts back."""
+        """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""
         if not self._layout.drafts_apart or not rows:
             return Spent()
         link, size = self._gpu.link, self._target.itemsize
         return Spent(link=link.send_s(rows * self._hidden * size) + link.latency_s)
 
     def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
-        """All requests of an engine advance by a block of `rows`, and some prompts by a chunk.
+        """Return the time in which every request advances by a block of `rows` rows, and prompts by a chunk.
 
-        With rows = 1 nothing is drafted.
+        Nothing is drafted if rows = 1.
         """
         tokens = (batch * rows if rows > 1 else 0) + chunk.rows
         draft = self.draft(batch, rows, context) + self.inject(tokens)
-        whole = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
+        total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
         if self._layout.placement == "shared":
-            return whole + Spent(queue=_waiting_s(draft.total_s, whole.total_s, self._layout.replicas))
+            return total + Spent(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
         if self._layout.placement == "split" and batch > 1 and rows > 1 and not chunk.rows:
-            return min(whole, self._in_halves(batch, rows, context), key=lambda spent: spent.total_s)
-        return whole
+            return min(total, self._in_halves(batch, rows, context), key=lambda time: time.total_s)
+        return total
 
     def _in_halves(self, batch: int, rows: float, context: float) -> Spent:
+        """Return the time with one half drafted while the other half is verified."""
         half = -(-batch // 2)
         sent = self.transfer(half * rows)
         draft = self.draft(half, rows, context) + self.inject(half * rows) + sent
-        longer = max(self.verify(half, rows, context) + sent, draft, key=lambda spent: spent.total_s)
+        longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
         return longer + longer
 
     def _spend(self, works: Sequence[Work]) -> Spent:
-        """One after the other."""
-        device, spent = self._gpu.device, Spent()
+        """Return the time of these works run one after another."""
+        device, total = self._gpu.device, Spent()
         for work in works:
             seconds = device.seconds(work)
-            moved = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            spent += Spent(bytes=seconds) if moved else Spent(arithmetic=seconds)
-        return spent
+            memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
+            total += Spent(bytes=seconds) if memory_bound else Spent(arithmetic=seconds)
+        return total
 
     def _sums(self, count: int, rows: float) -> Spent:
+        """Return the time of `count` all-reduces of `rows` hidden states."""
         num_bytes = rows * self._hidden * self._target.itemsize
         return Spent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
@@ -190,13 +197,14 @@ def _launches(target: ModelShape) -> Spent:
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:
-    """Seconds of a round in which one of `engines` waits for the drafter that they share.
+    """Return the seconds per round that one of `engines` engines waits for their shared drafter.
 
-    Mean value analysis of a closed queue: each comes back when the rest of its round is through. It takes
-    service times to be random, and so errs on the long side for engines that are alike.
+    Mean value analysis of a closed queueing network (Reiser and Lavenberg, 1980), where each engine returns
+    after the rest of its round. It assumes exponential service times, so it overestimates for engines with
+    equal load.
     """
-    away_s, in_line, there_s = round_s - service_s, 0.0, service_s
+    think_s, queue_length, response_s = round_s - service_s, 0.0, service_s
     for count in range(1, engines + 1):
-        there_s = service_s * (1.0 + in_line)
-        in_line = count * there_s / (away_s + there_s)
-    return there_s - service_s
+        response_s = service_s * (1.0 + queue_length)
+        queue_length = count * response_s / (think_s + response_s)
+    return response_s - service_s

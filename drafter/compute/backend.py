@@ -1,12 +1,12 @@
-"""How a model's blocks are computed: the seam between what a model is and what a machine is good at.
+"""How a model's blocks are computed: the interface between models and the machines that run them.
 
-    Backend          what models ask for, at load: a stack of blocks, a norm, the drafter's context writer;
-                     and operators, of which a stack is made where Python drives it (`blocks.py`)
-      TorchBackend     PyTorch's operators, anywhere: what the others mean     eager/backend.py
+    Backend          what models ask for at load: a stack of blocks, a norm, the drafter's context writer; and
+                     the operators of which `blocks.py` makes a stack that Python drives
+      TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
       CpuBackend       compiled loops around the products                      loops/backend.py
       CompiledBackend  a whole pass in one call, bf16 on a CPU                 compiled/backend.py
       TritonBackend    fused kernels, on a GPU                                 gpu/backend.py
-    StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
+    StackSpec, Machine  what `why_not(spec, machine)` of each of these files is asked before one is chosen
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T
@@ -15,22 +15,27 @@ taps and C groups of channels of a convolution.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .experts import Experts, ExpertWeights, Route, RouterWeights
 from .kv_cache import PagedKVCache
 from .latent import Latents
-from .layers import Activation, RMSNorm
+from .layers import Activation, Linear, RMSNorm, linear_of_blocks
 from .recurrent import DeltaNetShape
 from .rope import RotaryEmbedding
 from .state_memory import DeviceStateRows, StateRows
 
-# What not every backend computes, in the words of its refusal.
+Ints = NDArray[np.integer]
+
+# Features that not every backend computes, as its refusal names them.
 Feature = Literal[
     "norms behind attention and MLP",
     "GELU",
@@ -54,12 +59,12 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSpec:
-    """What a model asks of a backend, known before a weight is read; the target's and the drafter's alike.
+    """What a target or a drafter needs of a backend, known before a weight is read.
 
     Attributes:
-        name: of the model, for messages: "target" or "drafter".
-        sizes: of its hidden state and of its MLPs' inner states.
-        head_dims: of its attention; of latents without what is rotated.
+        name: "target" or "drafter", for messages.
+        sizes: the sizes of its hidden state and of its MLPs' inner states.
+        head_dims: the head dimensions of its attention; of latents without the rotated part.
         features: what it has beyond a plain block.
     """
 
@@ -69,18 +74,18 @@ class StackSpec:
     features: frozenset[Feature] = frozenset()
 
     def lacking(self, known: frozenset[Feature]) -> str | None:
-        """Which of its features is none of `known`, as a backend says it; None if all are."""
+        """Return why a backend that knows these features refuses the model; None if it knows all it needs."""
         missing = sorted(self.features - known)
         return f"has no {missing[0]}, which the {self.name} needs" if missing else None
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and how models are to be computed.
+    """Where and how models are computed.
 
     Attributes:
         page_size: tokens per K/V page.
-        num_ranks: of the target.
+        num_ranks: tensor-parallel ranks of the target.
     """
 
     device: torch.device
@@ -89,16 +94,16 @@ class Machine:
     num_ranks: int
 
 
-# What a norm leaves for the products behind it, and they alone read: a tensor [N, H], or what a backend's
-# own products make one of on the way in. Any: each backend has its own.
+# The result of a norm, which only the products behind it read: a tensor [N, H], or whatever a backend's own
+# products turn into one as they read it. Any: each backend has its own.
 Normed = Any
 
 
 class Projection(Protocol):
-    """A matrix product with weights: `layers.Linear` or its kin; a backend's own take its `Normed`, too."""
+    """A matrix product with weights, as `layers.Linear`; a backend's own products also take its `Normed`."""
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
-        """y [N, O] of x, plus the residual if one is given."""
+        """Return y [N, O] of x [N, K], plus the residual if one is given."""
         ...
 
 
@@ -137,7 +142,7 @@ class AttentionShape:
     latent: Latents | None = None
 
     def head_norm(self) -> Tensor | None:
-        """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
+        """Return the norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
         if self.q_norm_D is None or self.k_norm_D is None:
             return None
         q_QD, k_KD = self.q_norm_D.expand(self.num_heads, -1), self.k_norm_D.expand(self.num_kv_heads, -1)
@@ -158,8 +163,8 @@ class Routed:
     """A few of many experts for each row, and perhaps one that all rows share.
 
     Attributes:
-        route: chooses.
-        shared: its result is this rank's part, as the experts' are.
+        route: chooses the experts of each row.
+        shared: the shared expert; its result is this rank's part, as the experts' are.
         shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: it counts whole.
         all_reduce: sums the ranks' parts, in place; None where one rank has everything.
     """
@@ -243,14 +248,14 @@ class ConvolvedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """The rows of a pass and their places.
+    """The rows of a pass and their places in the caches.
 
     Attributes:
         positions_N: absolute positions.
         kv_slots: per page group [N], where each row's K and V go.
-        batches: per page group, what the backend wants to know of the step: an `AttentionBatch`, or its kin;
-            None where the model has no layers in the group.
-        states: whose rows they are, for layers with states; None where the model has no such layers.
+        batches: per page group, what the backend's `attention_batch` made of the step; None where the model
+            has no layers in the group.
+        states: which requests' rows they are, for layers with states; None without such layers.
     """
 
     positions_N: Tensor
@@ -259,36 +264,36 @@ class PlacedRows:
     states: StateRows | DeviceStateRows | None = field(default=None, kw_only=True)
 
     def owners(self) -> Tensor:
-        """Of a drafter's block: integers [N], the same in neighbouring rows if these are of one request."""
-        raise NotImplementedError("only a step's rows know whose they are")
+        """Return integers [N] for a drafter's block, equal in neighboring rows of the same request."""
+        raise NotImplementedError("only a step's rows know their requests")
 
 
-# How a layer's rows look at those before them.
+# How the rows of a layer read the rows before them.
 MixerShape = AttentionShape | DeltaNetShape
 
 
 class Attention(Protocol):
-    """Head norm, rotation, K/V write and attention of one layer; or a delta rule in its place."""
+    """The head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
-        """[N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten.
+        """Return [N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten.
 
         Args:
-            layer: among those of its kind: the cache has K/V for these, states for those.
+            layer: its number among the layers of its kind, of which the cache has K/V or states.
         """
         ...
 
 
 class ContextWriter(Protocol):
-    """Norm, rotation and write of the drafter's context K/V, of layers that share a page group."""
+    """The norm, rotation and write of the drafter's context K/V, for layers that share a page group."""
 
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
-        """`kv_NO` holds the layers' keys, then their values; overwritten.
+        """Write `kv_NO`: the layers' keys, then their values. It is overwritten.
 
         Args:
-            first: the first of these layers; the others follow it, in the cache too.
+            first: the number of the first of these layers in the cache; the others follow it.
         """
         ...
 
@@ -297,7 +302,7 @@ class Stack(Protocol):
     """A model's blocks between its embedding and its head."""
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        """Run a step's rows, writing their K/V.
+        """Run the rows of a step and write their K/V.
 
         Args:
             x_NH: input embeddings; may be overwritten.
@@ -308,79 +313,110 @@ class Stack(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """See the module's text.
+class Backend(ABC):
+    """Computes models' operators on one kind of device. A model asks for them at load.
 
     Attributes:
-        packed_experts: `experts` takes packed weights; else they come dequantised.
-        expert_reads: int32 [1], on the device of the experts: how many experts' weights passes have read so
-            far, each layer's for itself, in a count that wraps. None as long as there are no experts.
+        packed_experts: whether `experts` takes packed weights; else they are dequantized first.
+        expert_reads: int32 [1] on the experts' device: how many experts' weights passes have read so far,
+            summed over layers, in a count that wraps. None while there are no experts.
     """
 
-    @property
-    def packed_experts(self) -> bool: ...
+    packed_experts = False
+    expert_reads: Tensor | None = None
 
-    @property
-    def expert_reads(self) -> Tensor | None: ...
+    @staticmethod
+    @abstractmethod
+    def attention_batch(
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> Any:
+        """Return an element of `PlacedRows.batches` where the host knows the rows: an `AttentionBatch`, or
+        what this backend has in its place.
 
-    @property
-    def attention_batch(self) -> Callable[..., Any]:
-        """Makes one of `PlacedRows.batches` where the host knows the places; see `AttentionBatch.build`."""
-        ...
+        Args:
+            first_position_R: absolute position of each request's first row.
+            num_rows_R: rows of each request, at least 1; they are laid out request after request.
+            pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
+            window: the largest of the layers of this page group; pages behind it may be another request's.
+        """
 
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return Linear(weight_OH, bias_O)
 
     def head(self, weight_VH: Tensor) -> Projection:
-        """The product that makes logits; in the weight's own precision where others are quantised."""
-        ...
+        """Return the product that makes logits; it is not quantized where others are."""
+        return self.linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        """The product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart; read where
-        they lie, but by backends that lay out weights anew anyway."""
-        ...
+        """Return the product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart.
 
+        It is read where it lies, except by backends that lay out weights anew.
+        """
+        return linear_of_blocks(weight_PLRH, bias_O)
+
+    @abstractmethod
     def route(self, weights: RouterWeights) -> Route:
-        """A layer's router, made once, at load."""
-        ...
+        """Make a layer's router, once, at load."""
 
+    @abstractmethod
     def experts(self, weights: ExpertWeights) -> Experts:
-        """A rank's experts of a layer, laid out once, at load."""
-        ...
+        """Lay out a rank's experts of a layer, once, at load."""
 
+    def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
+        """Return where a layer's experts count what they read: `expert_reads`."""
+        if self.expert_reads is None:
+            self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
+        return self.expert_reads
+
+    @abstractmethod
     def stack(
         self,
         blocks: Sequence[tuple[MixerShape, BlockWeights]],
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        """The blocks in order and the norm behind the last; taps are 0-based, in the drafter's order."""
-        ...
+        """Make a stack of the blocks in order and the norm behind the last.
 
+        Args:
+            tap_ids: 0-based layers whose outputs are returned, in the drafter's order.
+        """
+
+    @abstractmethod
     def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack:
-        """The same of blocks with convolutions."""
-        ...
+        """Make a stack of blocks with convolutions."""
 
+    @abstractmethod
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        """Sums of squares, fp32 [N, 2], of the first elements of each row and of those behind them: what a
-        norm of whole queries and keys begins with. A row's bits do not depend on other rows."""
-        ...
+        """Return sums of squares, fp32 [N, 2], of the first elements of each row and of those behind them.
 
+        A norm of whole queries and keys begins with them. A row's bits do not depend on other rows.
+        """
+        parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
+        return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
+
+    @abstractmethod
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter: ...
 
+    @abstractmethod
     def begin(self, rows: PlacedRows) -> Any:
-        """Once per pass: what its layers share."""
-        ...
+        """Return what the layers of one pass share."""
 
+    @abstractmethod
     def attention(self, shape: AttentionShape) -> Attention:
-        """Once per layer, at load."""
-        ...
+        """Make a layer's attention, once, at load."""
 
+    @abstractmethod
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        """The same of a layer with states."""
-        ...
+        """Make the delta rule of a layer with states, once, at load."""
 
+    @abstractmethod
     def residual_norm(
         self,
         project: Projection,
@@ -390,20 +426,20 @@ class Backend(Protocol):
         out_norm: RMSNorm | None,
         scalar: float | None = None,
     ) -> tuple[Tensor, Normed]:
-        """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
+        """Return the new residual, project(x) + residual, and its norm. The old residual is not changed.
 
         Args:
             out_norm: norms project(x) before it is added.
             scalar: multiplies the sum, which is rounded before and after.
         """
-        ...
 
+    @abstractmethod
     def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
-        """activation(first half) * second half of the product."""
-        ...
+        """Return activation(first half) * second half of the product."""
 
+    @staticmethod
+    @abstractmethod
     def convolve(
-        self,
         x_NH: Tensor,
         dynamic_NTC: Tensor,
         base_TH: Tensor,
@@ -411,9 +447,8 @@ class Backend(Protocol):
         residual_NH: Tensor | None = None,
         /,
     ) -> Tensor:
-        """As `eager.convolution.convolve`."""
-        ...
+        """See `eager.convolution.convolve`."""
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
-        """A norm's result for whoever is no product: [N, H]."""
-        ...
+        """Return a norm's result as a tensor [N, H], for readers that are no products."""
+        return normed_NH

@@ -24,60 +24,31 @@ from .backend import (
     MixerShape,
     Normed,
     PlacedRows,
-    Projection,
     Stack,
 )
 from .convolved import ConvolvedBlock, ConvolvedStack
-from .experts import ExpertWeights
 from .kv_cache import PagedKVCache
-from .layers import Linear, RMSNorm, linear_of_blocks
+from .layers import RMSNorm
 from .mlps import make_mlp
 
 
-class OperatorBackend:
-    """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
-
-    packed_experts = False
-    expert_reads: Tensor | None = None
-
-    def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
-        """Where a layer's experts are to count; see `backend.Backend.expert_reads`."""
-        if self.expert_reads is None:
-            self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
-        return self.expert_reads
-
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return Linear(weight_OH, bias_O)
-
-    def head(self, weight_VH: Tensor) -> Projection:
-        return self.linear(weight_VH)
-
-    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return linear_of_blocks(weight_PLRH, bias_O)
-
-    def as_tensor(self, normed_NH: Normed) -> Tensor:
-        return normed_NH
-
-    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
-        return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
+class OperatorBackend(Backend):
+    """A backend whose passes Python drives."""
 
     def stack(
-        self: Backend,
+        self,
         blocks: Sequence[tuple[MixerShape, BlockWeights]],
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         return BlockStack(self, blocks, final_norm, tap_ids)
 
-    def convolved_stack(
-        self: Backend, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm
-    ) -> ConvolvedStack:
+    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> ConvolvedStack:
         return ConvolvedStack(self, blocks, final_norm)
 
 
 class BlockStack:
-    """`backend.Stack` out of a backend's operators; holds no state of requests."""
+    """`backend.Stack` made of a backend's operators; holds no state of requests."""
 
     def __init__(
         self,
@@ -107,7 +78,7 @@ class BlockStack:
 
 
 class Block:
-    """One of them; by itself for a model whose pass is no stack."""
+    """One block; used by itself for a model whose pass is not a stack."""
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
@@ -120,12 +91,12 @@ class Block:
     def __call__(
         self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Normed]:
-        """The residual behind this block and its norm.
+        """Return the residual behind this block and its norm.
 
         Args:
-            x_NH: the residual; left as it was.
+            x_NH: the residual; not changed.
             normed_NH: this block's first norm of it.
-            step: what `begin` made for this pass.
+            step: what `Backend.begin` made for this pass.
             layer: of the cache; see `backend.Attention`.
             next_norm: the next block's first norm, or the model's last norm.
         """
@@ -149,11 +120,11 @@ def _mixer(operators: Backend, shape: MixerShape) -> Attention:
 
 
 def _cache_layers(shapes: Sequence[MixerShape]) -> list[int]:
-    """Which of the layers of its kind each is."""
+    """Return the number of each layer among those of its kind."""
     kinds = [isinstance(shape, AttentionShape) for shape in shapes]
     return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:
-    """Hidden states [N, H] of the tapped blocks in order -> [N, m, H]."""
+    """Stack the hidden states [N, H] of the tapped blocks in order: [N, m, H]."""
     return torch.stack(taps, dim=1)

@@ -35,7 +35,6 @@ from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_sta
 TRIAL_STACK_BYTES = 1 << 20
 TRIAL_BYTES = 128 << 20
 NUM_TOKENS = 4  # that are read after compiling: some grammars fail at the first
-NICENESS = 5  # steps on a CPU go first
 
 
 class Question(TypedDict):
@@ -195,7 +194,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends when its client does
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICENESS)
     with os.fdopen(model_file, encoding="utf-8") as stream:
         model = json.load(stream)
     compiler = GrammarCompiler(model["tokenizer_json"], model["vocab_size"], tuple(model["eos_token_ids"]))

@@ -1,5 +1,5 @@
-"""The rule of a step: rows, choice under noise, verdict.
+"""The rule of a step: its rows, the choice of tokens under noise, the verification of drafts.
 
-What it means stands here; files of the same names do it in loops on a CPU (`loops/`), and by kernels over
-state that lives on a GPU (`device/`).
+The definitions are here. Files of the same names compute the same in compiled loops on a CPU (`loops/`) and
+in kernels over state on a GPU (`device/`).
 """

@@ -27,6 +27,7 @@ from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_batch import AttentionBatch
 from .logprobs import AskedRows, AskedSlots
+from .lookup import look_up
 from .operators import DEFINITION, StepOperators
 from .proposals import Proposals
 from .recurrent import RecurrentStates
@@ -184,7 +185,7 @@ class RequestStates:
         """Drafts [R, K] by prompt look-up (`lookup.py`); -1 where there is none."""
         r = self._requests(plan)
         lengths = (shortest, longest)
-        return self._operators.look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
+        return look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
 
     def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
         """Of which rows that choose log probabilities are asked for."""

@@ -1,7 +1,7 @@
-"""Cutting drafts: how many are verified (`cluster/speculation/draft_trimming.py`), and taking out the others.
+"""Trims drafts: how many are verified (`cluster/speculation/draft_trimming.py`), and removing the others.
 
-The definition, on any device; `loops/trimming.py` does it in one call, `device/trimming.py` in a kernel.
-Called by `actors/targets/runners/host.py`.
+The definition, on any device; `loops/trimming.py` counts in one call, `device/trimming.py` does both in a
+kernel. Called by `actors/targets/runners/host.py`.
 
 Legend: R requests, K most drafts.
 """
@@ -16,13 +16,13 @@ from ...cluster.speculation.draft_trimming import trimmed
 
 
 def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
-    """How many drafts of each request are verified, int32 [R], by a plan that trims."""
+    """Return how many drafts of each request are verified, int32 [R]. Margins are fp32 [R, K]."""
     assert plan.trim is not None, "asked where drafts are cut"
     num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
     return trimmed(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
 
 
 def take_out(drafts_RK: Tensor, num_drafts_R: Tensor) -> Tensor:
-    """The drafts with -1 behind so many of each request."""
+    """Return the drafts [R, K] with -1 behind the first `num_drafts` of each request."""
     columns_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
     return drafts_RK.masked_fill(columns_K >= num_drafts_R.unsqueeze(1), -1)

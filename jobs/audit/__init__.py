@@ -1,1 +1,1 @@
-"""`manta audit`: a dataset's answers with speculation against those without, and a certificate of it."""
+"""`manta audit`: compares a dataset's answers with and without speculation and writes a certificate."""

@@ -1,4 +1,4 @@
-"""The options of `manta audit`, of which its flags are made. Imports neither torch nor Ray."""
+"""Options of `manta audit`; its flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...cluster.flag import Flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
-    """What is audited.
+    """Options of `manta audit`.
 
     Attributes:
         prompts: JSONL with `prompt` or `messages`.
-        num_prompts: prompts of the file, spread evenly; by default all.
+        num_prompts: number of prompts, taken evenly from the file; by default all.
         max_tokens: tokens of every answer.
-        temperatures: temperature of the answers; 0 is greedy; may be repeated. Each prompt is answered at
-            each, with its index as the seed.
+        temperatures: sampling temperature; 0 is greedy; may be repeated. Each prompt is answered at each of
+            them, with its index as the seed.
         output: JSON file for the certificate.
     """
 

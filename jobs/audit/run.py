@@ -1,10 +1,10 @@
-"""Two passes over the same prompts in one engine, with speculation and without, held against each other.
+"""Compares two passes over the same prompts in one engine, with and without speculation.
 
-Whole blocks are drafted in every step, whether or not that pays: more drafts are more that could go wrong.
-The second pass goes the other way round, so that answers have other neighbours in their steps; the prefix
-cache stays as the settings have it. What comes of it is a certificate: which model, drafter and settings, on
-which machine, how many tokens, and where any differed. In bf16 and on a GPU without `batch_invariant` a
-near-tie may fall otherwise in other company: that is told as what it is, a mismatch.
+Every step drafts whole blocks, whether or not this is faster, to cover more cases. The second pass runs in
+reverse order, so that answers have other neighbors in their batches; the prefix cache is as configured. The
+certificate names model, drafter, settings, machine, number of tokens, and all differences. In bf16, and on a
+GPU without `batch_invariant`, another batch can decide a near-tie differently, which is reported as a
+mismatch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..progress import TimeLeft, say
 from .options import AuditOptions
 
 Certificate = dict[str, Any]  # Any: JSON
-SHOWN = 20  # mismatches
+SHOWN = 20  # mismatches in the certificate
 
 
 def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
-    """Decode, compare, write the certificate if asked.
+    """Decode, compare, write the certificate if requested, and return it.
 
     Raises:
         ConfigError: there is no speculation to audit.
@@ -95,7 +95,6 @@ def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
 
 
 def print_certificate(certificate: Certificate) -> None:
-    """In a few lines."""
     count, length = certificate["mismatches"], certificate["mean_acceptance_length"]
     print(
         f"{certificate['requests']} requests, {certificate['tokens']} tokens, {certificate['dtype']} on "
@@ -129,7 +128,6 @@ def _tokens(answer: RequestOutput) -> Sequence[int]:
 
 
 def _differs_at(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place in which they differ; None if they do not."""
     for at, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one != other:
             return at

@@ -1,1 +1,1 @@
-"""Datasets through engines: rows in, answers on disk."""
+"""`manta batch` and `manta.data`: datasets through engines on Ray. Start at `job.py`."""

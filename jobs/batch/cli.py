@@ -1,4 +1,4 @@
-"""`manta batch`, as `cli.py` has the other commands; its options: `options.py`."""
+"""The command `manta batch`; its options are in `options.py`."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def batch(
             from .job import check_answered, run_batch
 
             if dry_run or validate_only:
-                from .preview import preview
+                from .preflight import run_preflight
 
-                raise typer.Exit(preview(config, options, dry_run=dry_run))
+                raise typer.Exit(run_preflight(config, options, dry_run=dry_run))
             report = run_batch(config, options, signals)
             report.print()
-            check_answered(report.figures, options)
+            check_answered(report.stats, options)
     except Stopped as stopped:
         if not stopped.told:
             typer.echo(f"{stopped} before anything was answered", err=True)

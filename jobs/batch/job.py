@@ -1,29 +1,29 @@
-"""`manta batch`: a dataset through engines on Ray, row by row, into an output that loses nothing.
+"""`manta batch`: answers a dataset with engines on Ray, and writes each row exactly once.
 
-    files ─ survey ─▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine.py`)
+    files ─ index ──▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine.py`)
                         ▲            │
                     LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
-The driver may be killed at any time: what is answered is in the output, and the same command goes on from
-there.
+The driver may be killed at any time: answered rows are in the output, and the same command resumes there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import queue
 import signal
-import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
+from enum import Enum, auto
 
 import ray
 
-from ...actors.batch.figures import RowFigures
+from ...actors.batch.row_stats import RowStats
 from ...actors.batch.source import check_columns, open_source
 from ...actors.batch.storage import Storage
 from ...actors.executor import make_executor
@@ -32,23 +32,24 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import DatasetError, OutputError, shown_url
 from ...cluster.executor import Executor
 from ...cluster.row_ranges import count, minus, union
+from ..ray_session import join_or_start_ray
 from ..stop import Stopped, StopSignals
-from .gauges import JobGauges
+from .engine_handle import root_cause
 from .messages import EngineSetup
-from .opening import Opening
 from .options import BatchOptions
-from .pool import Done, Job
-from .progress import ProgressView
-from .report import Report, make_report
-from .run import EngineRun, Event, Phase
-from .samples import samples
+from .pool import Done, EnginePool, Job
+from .progress import JobGauges, ProgressView
+from .report import Report, make_report, samples
+from .report_html import report_page
+from .startup import Startup
 
-OPENING_S = 1.0  # a small input is known before Ray is asked for anything
+STARTUP_S = 1.0  # a finished job with a small input is recognized before Ray starts
+END_TIMEOUT_S = 30.0
 TIME_UP_EXIT_CODE = 3
 
 
 class TimeUp(Stopped):
-    """The job's own limit has ended it: `--limit-time`."""
+    """The job was ended by its time limit (`--limit-time`)."""
 
     def __init__(self, limit_s: float) -> None:
         BaseException.__init__(self, f"stopped by its time limit of {limit_s:g} s")
@@ -63,18 +64,18 @@ def run_batch(
     *,
     make: Callable[[EngineConfig], Executor] = make_executor,
 ) -> Report:
-    """Answer every row of the input that is not answered yet; returns the report on all rows.
+    """Answer every row of the input that is not answered yet. Returns the report on all rows.
 
     Failed rows do not fail the job, nor do rows that kill engines.
 
     Args:
-        signals: end the job with `Stopped`; without them the caller's handlers stand.
+        signals: end the job with `Stopped`; without them the caller's handlers stay.
         make: builds each engine's executor, in its actor. Must be picklable.
 
     Raises:
-        ConfigError, DatasetError: before anything is answered.
-        OutputError, EngineDeadError, PlacementError: later; what is answered is kept.
-        TimeUp: the time limit has come.
+        ConfigError, DatasetError: before any row is answered.
+        OutputError, EngineDeadError, PlacementError: later; answered rows are kept.
+        TimeUp: the time limit was reached.
     """
     source = open_source(options.input, options.input_format)
     layout = options.layout(source, config)
@@ -90,91 +91,210 @@ def run_batch(
         output=output,
         make=make,
     )
-    with _View() as view, closing(Opening(setup, options, view.say)) as opening:
+    with ProgressView() as view, closing(Startup(setup, options, view.say)) as startup:
+        driver = _Driver(setup, options, startup, view, signals or StopSignals())
         with suppress(NotYet):
-            view.show(opening.job.result(OPENING_S))
-        if not (opening.job.done() and _nothing_is_left(opening.job.result())):
-            _Driver(setup, options, opening, view, signals or StopSignals()).answer()
+            driver.show(startup.job.result(STARTUP_S))
+        if driver.job is None or not _nothing_is_left(driver.job):
+            driver.answer()
         try:
-            return _finish(opening.job.result(), view, setup, options)
+            return driver.finish()
         except Stopped as stopped:
             view.say(f"{stopped}: all rows are answered; the same command writes the report")
             stopped.told = True
             raise
 
 
-def check_answered(figures: RowFigures, options: BatchOptions) -> None:
-    """Raise DatasetError when no row at all was answered: something is wrong with all of them."""
-    if figures.failed and figures.failed == figures.rows:
+def check_answered(stats: RowStats, options: BatchOptions) -> None:
+    """Raise DatasetError when every row has failed."""
+    if stats.failed and stats.failed == stats.rows:
         raise DatasetError(
-            f"All {figures.rows} rows failed, the first with: {figures.first_error} The rows' errors and "
+            f"All {stats.rows} rows failed, the first with: {stats.first_error} The rows' errors and "
             f"inputs are in {shown_url(options.output)}.",
             param="input",
         )
 
 
+class _Phase(Enum):
+    """Ray is joined and has replaced the signal handlers; the rows are known; the engines have left."""
+
+    CONNECTED = auto()
+    PREPARED = auto()
+    LEFT = auto()
+
+
+# What is done in this run, a line for the user, a signal, the time limit, or why the run failed.
+_Event = _Phase | Done | str | signal.Signals | BaseException
+
+
 class _Driver:
-    """Follows the engines until their work is done, or it is to end."""
+    """Runs the engines in a thread, and handles their events until they are done or the job ends early.
+
+    The main thread waits for the next event only. With RAY_ADDRESS set (`ray job submit ... -- manta batch`
+    sets it) the job joins that cluster, else it starts a local Ray.
+
+    Attributes:
+        job: None until its rows are known.
+    """
 
     def __init__(
-        self, setup: EngineSetup, options: BatchOptions, opening: Opening, view: _View, signals: StopSignals
+        self,
+        setup: EngineSetup,
+        options: BatchOptions,
+        startup: Startup,
+        view: ProgressView,
+        signals: StopSignals,
     ) -> None:
+        self.job: Job | None = None
+        self._done = Done()  # in this run
+        self._before = RowStats()  # of earlier runs
+        self._gauges: JobGauges | None = None
+        self._setup = setup
         self._options = options
-        self._opening = opening
+        self._startup = startup
         self._view = view
         self._signals = signals
-        self._run = EngineRun(setup, options.concurrency, opening.job)
         limit_s = options.limit_time_s
         self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # `put` is safe in a signal handler
+        self._lock = threading.Lock()  # of the next three
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: EnginePool | None = None
+
+    def show(self, job: Job) -> None:
+        """Begin to show progress. Only the first call does."""
+        if self.job is None:
+            self.job = job
+            failed = minus(job.ledger.failed, job.rows)  # others are answered again
+            earlier = job.num_rows - count(job.rows)
+            self._before = replace(job.ledger.stats, rows=earlier, failed=count(failed))
+            if not _nothing_is_left(job):
+                self._view.begin(job.num_rows, left=count(job.rows), compares=job.plain_rows > 0)
+
+    def finish(self) -> Report:
+        """Write the report of a job whose rows are all durable, and finish its output."""
+        job, options = self._startup.job.result(), self._options
+        ledger, spec = job.ledger, job.spec
+        if not ledger.complete:
+            ledger.refresh()
+        report = make_report(
+            ledger.stats,
+            ledger.device if ledger.complete else self._done.live.device,
+            {
+                "output": shown_url(options.output),
+                "input": [shown_url(each) for each in options.input],
+                "fingerprint": spec.fingerprint,
+                **spec.made_from,
+                **spec.about,
+            },
+            price_per_gpu_hour=options.price_per_gpu_hour,
+            samples=samples(ledger.stats, self._setup.source, self._setup.layout, job.index),
+        )
+        if ledger.complete:
+            self._view.say("all rows are answered already; nothing is left to do")
+        else:
+            ledger.finish(report.as_json(), report_page(report))
+        return report
 
     def answer(self) -> None:
-        """Returns when all rows are answered. Raises Stopped, or what ended the engines' work."""
-        self._opening.job.add_done_callback(lambda _: self._run.tell(Phase.OPENED))
-        with self._signals.told_to(self._run.tell):
-            self._run.start()
+        """Return when all rows are answered. Raises Stopped, or what ended the engines' work."""
+        self._startup.job.add_done_callback(lambda _: self._events.put(_Phase.PREPARED))
+        engines = threading.Thread(target=self._run_engines, name="manta-batch", daemon=True)
+        with self._signals.told_to(self._events.put):
+            engines.start()
             try:
-                self._follow()
+                self._handle_events()
             except BaseException as error:
                 self._say_what_is_kept(error)
                 raise
             finally:
-                self._run.end()
+                self._stop()
+                engines.join(END_TIMEOUT_S)
 
-    def _follow(self) -> None:
+    def _handle_events(self) -> None:
         stopped: Stopped | None = None
-        while (event := self._next_event()) is not Phase.LEFT:
+        while (event := self._next_event()) is not _Phase.LEFT:
             if isinstance(event, Done):
-                self._view.update(event)
+                self._update(event)
             elif isinstance(event, str):
                 self._view.say(event)
-            elif event is Phase.CONNECTED:
+            elif event is _Phase.CONNECTED:
                 self._signals.take_back()
-            elif event is Phase.OPENED:
-                self._view.show(self._opening.job.result())
+            elif event is _Phase.PREPARED:
+                self.show(self._startup.job.result())
             elif isinstance(event, (signal.Signals, TimeUp)):
                 stopped = event if isinstance(event, TimeUp) else Stopped(event)
                 self._deadline_s = None
-                if not self._run.stop():
+                if not self._stop():
                     raise stopped
             elif isinstance(event, BaseException):
                 raise event if stopped is None else stopped from event
         if stopped is not None:
             raise stopped
 
-    def _next_event(self) -> Event | TimeUp:
+    def _update(self, done: Done) -> None:
+        """Show what is done in this run, with the rows of earlier runs."""
+        self._done = done
+        if self.job is None or not self._view.has_begun:
+            return
+        together = RowStats()
+        for each in (self._before, done.rows):
+            together.merge(each)
+        now = self._view.update(together, done.live, done.engines)
+        if ray.is_initialized():
+            self._gauges = self._gauges or JobGauges(self.job.spec.fingerprint[:12])
+            self._gauges.show(now)
+
+    def _next_event(self) -> _Event:
         if self._deadline_s is None:
-            return self._run.next_event()
+            return self._events.get()
         try:
-            return self._run.next_event(max(self._deadline_s - time.monotonic(), 0.0))
+            return self._events.get(timeout=max(self._deadline_s - time.monotonic(), 0.0))
         except queue.Empty:
             assert self._options.limit_time_s is not None
             return TimeUp(self._options.limit_time_s)
 
+    def _stop(self) -> bool:
+        """Ask the engines to leave; LEFT follows. Returns False if there are none."""
+        with self._lock:
+            self._stopping = True
+            if self._pool is None or self._loop is None:
+                return False
+            self._loop.call_soon_threadsafe(self._pool.stop)
+            return True
+
+    def _run_engines(self) -> None:
+        """The thread of the engine pool."""
+        try:
+            with _joined_ray():
+                self._events.put(_Phase.CONNECTED)
+                asyncio.run(self._run_pool())
+        except BaseException as error:  # the thread's edge
+            self._events.put(root_cause(error))
+
+    async def _run_pool(self) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            put = self._events.put
+            pool = self._pool = EnginePool(self._setup, self._options.concurrency, put, put)
+            self._loop = asyncio.get_running_loop()
+        try:
+            await pool.run(asyncio.wrap_future(self._startup.job))
+            put(_Phase.LEFT)
+        except BaseException as error:
+            put(root_cause(error))  # before the engines are ended, which takes a while
+        finally:
+            with self._lock:
+                self._pool = None
+            await pool.close()
+
     def _say_what_is_kept(self, error: BaseException) -> None:
-        """What the output holds now that the job ends early, in words."""
-        if (job := self._view.job) is None:
+        """Print what the output holds when the job ends early."""
+        if (job := self.job) is None:
             return
-        with suppress(OutputError):  # then what was read last
+        with suppress(OutputError):  # then what was read last counts
             job.ledger.refresh()
         ledger = job.ledger
         waiting = (ledger.durable(writer) for writer in ledger.orphans)
@@ -189,88 +309,25 @@ class _Driver:
         self._view.say(words)
 
 
-class _View:
-    """Progress, from when it is known of how many rows; lines for the user at any time."""
-
-    def __init__(self) -> None:
-        self.job: Job | None = None
-        self.done = Done()  # in this run
-        self._before = RowFigures()
-        self._view: ProgressView | None = None
-        self._gauges: JobGauges | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._view is not None:
-            self._view.__exit__(kind, error, trace)
-
-    def show(self, job: Job) -> None:
-        """Begin to show progress. Once."""
-        if self.job is None:
-            failed = minus(job.ledger.failed, job.rows)  # others are answered again
-            self.job, self._before = (
-                job,
-                replace(job.ledger.figures, rows=job.num_rows - count(job.rows), failed=count(failed)),
-            )
-            if not _nothing_is_left(job):
-                left, compares = count(job.rows), job.plain_rows > 0
-                self._view = ProgressView(job.num_rows, left=left, compares=compares).__enter__()
-
-    def say(self, line: str) -> None:
-        if self._view is not None:
-            self._view.say(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def update(self, done: Done) -> None:
-        """Show what is done in this run, beside the rows of earlier ones."""
-        self.done = done
-        if self._view is None or self.job is None:
-            return
-        together = RowFigures()
-        for each in (self._before, done.rows):
-            together.merge(each)
-        now = self._view.update(together, done.live, done.engines)
-        if ray.is_initialized():
-            self._gauges = self._gauges or JobGauges(self.job.paper.fingerprint[:12])
-            self._gauges.show(now)
-
-
 def _nothing_is_left(job: Job) -> bool:
     return not job.rows and not job.ledger.orphans
 
 
-def _finish(job: Job, view: _View, setup: EngineSetup, options: BatchOptions) -> Report:
-    """The end of a job whose rows are all durable."""
-    ledger, paper = job.ledger, job.paper
-    if not ledger.complete:
-        ledger.refresh()
-    report = make_report(
-        ledger.figures,
-        ledger.device if ledger.complete else view.done.live.device,
-        {
-            "output": shown_url(options.output),
-            "input": [shown_url(each) for each in options.input],
-            "fingerprint": paper.fingerprint,
-            **paper.made_from,
-            **paper.about,
-        },
-        price_per_gpu_hour=options.price_per_gpu_hour,
-        samples=samples(ledger.figures, setup.source, setup.layout, job.survey),
-    )
-    if ledger.complete:
-        view.say("all rows are answered already; nothing is left to do")
-    else:
-        ledger.finish(report.as_json(), report.html())
-    return report
-
-
 def _check_models(config: EngineConfig) -> None:
-    """Check the checkpoints before Ray starts. What the engines compute with is another node's matter."""
+    """Check the checkpoints before Ray starts. The devices of the engines are on other nodes."""
     if config.device != "cpu":
         config = replace(config, device="cpu", attention_backend="auto")
     plan_load(config)
+
+
+@contextmanager
+def _joined_ray() -> Iterator[None]:
+    """Use the Ray that is there, the one RAY_ADDRESS names, or a local one for this job."""
+    if ray.is_initialized():
+        yield
+        return
+    join_or_start_ray(log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,13 +1,13 @@
-"""What passes between a batch job's driver and its engines: values, picklable and small."""
+"""Messages between a batch job's driver and its engines: small picklable values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.batch.figures import EngineFigures, RowFigures
 from ...actors.batch.parts import OutputForm
-from ...actors.batch.reading import Work
+from ...actors.batch.row_reader import RowSpans
+from ...actors.batch.row_stats import EngineTotals, RowStats
 from ...actors.batch.rows import Layout
 from ...actors.batch.source import Source
 from ...actors.batch.storage import Storage
@@ -18,11 +18,10 @@ from ...cluster.row_ranges import RowRanges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What all engines of a job have in common. Picklable.
+    """Settings that all engines of a job share.
 
     Attributes:
         config: of the engine; admission limits do not apply to batch rows.
-        layout: how records are read.
         model_name: reported in OpenAI responses.
         make: builds the executor.
     """
@@ -36,13 +35,13 @@ class EngineSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What is known when the input has been looked at and the output is ours. Picklable.
+class RunTerms:
+    """Settings that are known once the input is indexed and the output is locked.
 
     Attributes:
         run: the number of the job's run.
-        form: of the results; where order is preserved, rows are started in theirs.
-        plain_rows: that the first engine answers plainly, to measure what speculation is worth.
+        form: of the results.
+        plain_rows: rows that the first engine answers without speculation, to measure its effect.
     """
 
     run: int
@@ -51,45 +50,30 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Where an engine is."""
-
-    node_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedWork:
-    """A lease as an engine gets it. `attempts`: how often its rows are begun, this time included."""
+class LeasedRows:
+    """A lease as an engine gets it. `attempts`: how often its rows are started, this time included."""
 
     number: int
     rows: RowRanges
-    work: Work
+    spans: RowSpans
     shard: int | None
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseReport:
-    """What became of a lease's rows: durable, or given back. Together they are all of them."""
-
-    answered: RowRanges
-    returned: RowRanges
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """What an engine does, and has done since it started.
+    """State of an engine.
 
     Attributes:
-        rows: of durable results.
-        engine: of all that it did, rows under way among it.
-        running: rows in the engine; at most `capacity` are wanted there.
-        waiting: rows that could be given back.
-        failing_s: how long the output cannot be written already; None while it can.
+        rows: stats of durable results.
+        engine: totals since its start, running rows included.
+        running: rows in the engine; at most `capacity` are useful there.
+        waiting: rows that could be returned.
+        failing_s: how long the output has not been writable; None while it is.
     """
 
-    rows: RowFigures = field(default_factory=RowFigures)
-    engine: EngineFigures = field(default_factory=EngineFigures)
+    rows: RowStats = field(default_factory=RowStats)
+    engine: EngineTotals = field(default_factory=EngineTotals)
     running: int = 0
     capacity: int = 1
     waiting: int = 0

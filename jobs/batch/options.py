@@ -1,4 +1,4 @@
-"""What a batch job is asked to do, beside the engine's settings. Checked before anything starts."""
+"""Options of a batch job besides the engine's settings. Validated before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they import pyarrow, for which `--help` does not wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """What a batch job does.
+    """Options of a batch job.
 
     Attributes:
         input: file, folder, pattern or URL (s3://, gs://, abfs://, hf://); may be repeated, of one format.
@@ -46,7 +46,7 @@ class BatchOptions:
         price_per_gpu_hour: price for the report, in any currency. Not applied to cores.
     """
 
-    # Texts, not paths: those would take the second slash out of a URL. URLs may hold secrets.
+    # Strings, because a Path drops the second slash of a URL. URLs may hold secrets.
     input: Annotated[tuple[str, ...], Flag("-i --input-file --input")] = field(repr=False)
     output: Annotated[str, Flag("-o")] = field(repr=False)
     input_format: Literal["parquet", "jsonl", "csv", "openai", "text"] | None = None
@@ -85,7 +85,7 @@ class BatchOptions:
             raise ConfigError(f"overwrite begins anew, and {other} goes on; give one.", param="overwrite")
 
     def layout(self, source: Source, config: EngineConfig) -> Layout:
-        """How the rows of the input are read."""
+        """Return how the rows of the input are read."""
         from ...actors.batch.rows import Layout
 
         return Layout(
@@ -101,7 +101,7 @@ class BatchOptions:
         )
 
     def format(self, source: Source) -> OutputFormat:
-        """Of the results. Raises ConfigError."""
+        """Return the format of the results. Raises ConfigError."""
         if self.output_format == "openai" and source.format != "openai":
             raise ConfigError(
                 "output_format=openai answers OpenAI batch lines; choose parquet or jsonl.",

@@ -1,18 +1,21 @@
-"""`manta.data.build_processor`: a Ray dataset whose rows are answered, in the manner of `ray.data.llm`.
+"""`manta.data.build_processor`: answers the rows of a Ray dataset, with the interface of `ray.data.llm`.
 
     dataset -> preprocess (tasks) -> engine actors (`processor_engine.py`) -> postprocess (tasks) -> dataset
 
-Lazy, as all of Ray Data: nothing runs before the dataset is read or written. A row's columns go through to
-`postprocess`, with those of its answer beside them. Ray Data keeps the books here: no ledger, no resume; that
-is `manta batch`. Users import it as `manta.data`.
+Lazy, like all of Ray Data: nothing runs before the dataset is read or written. `postprocess` gets a row's
+columns and those of its answer. There is no ledger and no resume; `manta batch` has them. Users import this
+as `manta.data`.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import logging
 import math
+import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +23,10 @@ from typing import Any
 
 import ray
 import ray.data
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...actors.batch.rows import Layout
 from ...actors.checkpoints import with_absolute_paths
@@ -31,13 +38,15 @@ from ...cluster.placement import NodeRoom
 from ...cluster.room import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
 from ...cluster.vllm_settings import accept
 from ..settings import parse_speculation
-from .engine_groups import EngineGroups
 from .processor_engine import ERROR_COLUMN, ProcessorEngine, check_sampling
 
-# A batch is tried anew where its engine died under it. A row that kills every engine must end at last.
-MAX_RETRIES = 3
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 3  # of a batch whose engine died; bounded, because a row may kill every engine
 LEAVE_TIMEOUT_S = 2.0
-LOOK_EVERY_S = 0.05
+POLL_S = 0.05
+GROUPS_INTERVAL_S = 0.5
+UNUSED_TIMEOUT_S = 5.0  # of a group for an engine that Ray Data asked for and did not start
 BOOKED = ("CPU", "GPU")
 
 Row = dict[str, Any]  # Any: whatever the user's dataset holds
@@ -46,15 +55,15 @@ RowFunction = Callable[[Row], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MantaEngineProcessorConfig:
-    """Which engine answers the rows, and how many of it.
+    """Which engine answers the rows, and how many engines.
 
     Attributes:
         model_source: folder or hub id of the target.
         engine_kwargs: any other field of `EngineConfig`, under vLLM's names where those are known here.
-        concurrency: engines; (1, 4) lets Ray Data choose between 1 and 4 as rows wait.
-        batch_size: rows of one call; half of `max_num_seqs` if absent. Smaller ones are returned sooner, and
-            fewer are answered anew when an engine dies.
-        sampling_params: for rows that bring none in a column of that name; theirs win, field by field.
+        concurrency: engines; with (1, 4) Ray Data chooses between 1 and 4.
+        batch_size: rows of one call; half of `max_num_seqs` if absent. Smaller batches are returned sooner,
+            and fewer rows are answered again when an engine dies.
+        sampling_params: defaults for fields that a row's column of that name does not have.
         should_continue_on_error: a row that cannot be answered has a sentence in `__inference_error__` and
             skips `postprocess`; if False it ends the dataset.
     """
@@ -81,14 +90,14 @@ class MantaEngineProcessorConfig:
 
     @property
     def pool(self) -> tuple[int, int]:
-        """The least and the most engines."""
+        """Return the least and the most engines."""
         if isinstance(self.concurrency, tuple | list):
             least, most = self.concurrency
             return least, most
         return self.concurrency, self.concurrency
 
     def engine_config(self) -> EngineConfig:
-        """The engine's settings. Raises ConfigError; an unknown name is answered with the nearest known."""
+        """Return the engine's settings. Raises ConfigError, which names the nearest known setting."""
         settings = accept(self.engine_kwargs)
         if "model" in settings:
             raise ConfigError(
@@ -96,7 +105,7 @@ class MantaEngineProcessorConfig:
                 param="engine_kwargs.model",
             )
         settings["speculative_config"] = parse_speculation(settings.get("speculative_config"))
-        # Admission limits are for users who can come again; rows wait.
+        # Admission limits are for online requests; rows wait.
         return EngineConfig.from_dict({**settings, "model": self.model_source, "max_num_queued_reqs": None})
 
 
@@ -107,12 +116,12 @@ def build_processor(
     preprocess_map_kwargs: Mapping[str, Any] | None = None,
     postprocess_map_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
-    """A function from dataset to dataset.
+    """Return a function from dataset to dataset.
 
     Args:
-        preprocess: gives a row the columns that the engine reads: `messages`, or `prompt` (text or token
-            ids), and perhaps `sampling_params` and `chat_template_kwargs`. The row's others stay.
-        postprocess: makes of a row and its answer what the dataset is to hold.
+        preprocess: returns columns that the engine reads: `messages`, or `prompt` (text or token ids), and
+            optionally `sampling_params` and `chat_template_kwargs`. The row's other columns stay.
+        postprocess: returns the final columns, given a row with its answer.
         preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`, e.g. num_cpus.
 
     Columns of an answer: generated_text, generated_tokens, num_input_tokens, num_generated_tokens,
@@ -126,7 +135,7 @@ def build_processor(
 
 
 class Processor:
-    """What `build_processor` makes: call it with a dataset, any number of times."""
+    """Made by `build_processor`; call it with a dataset, any number of times."""
 
     def __init__(
         self,
@@ -141,7 +150,7 @@ class Processor:
         self._postprocess, self._postprocess_kwargs = postprocess, postprocess_map_kwargs
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """The dataset with its rows answered, which starts when it is consumed.
+        """Return the dataset with its rows answered, which runs when it is consumed.
 
         Raises:
             PlacementError: the cluster could not hold the engines, even if it were empty.
@@ -160,13 +169,12 @@ class Processor:
         config = with_absolute_paths(settings.engine_config())
         room = find_room(config, least, most)
         config = replace(config, num_threads=room.num_threads)
-        # Four calls of a block run at once (Ray Data's own number), and blocks beside each other: enough rows
-        # in flight to fill the engine while others are on their way.
+        # Enough calls at once to fill the engine while other batches are on their way.
         batch_size = settings.batch_size or max(1, config.max_num_seqs // 2)
         calls = max(2, math.ceil(1.25 * config.max_num_seqs / batch_size))
         layout = Layout(defaults=dict(settings.sampling_params), seed=config.seed or 0)
         with warnings.catch_warnings():
-            # Deprecated, and without a successor in this Ray: nothing else gives each actor its own place.
+            # ray_remote_args_fn is deprecated, but nothing else gives each actor its own placement group.
             warnings.simplefilter("ignore", DeprecationWarning)
             return dataset.map_batches(
                 ProcessorEngine,
@@ -188,7 +196,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine computes with, what of it stands in Ray's books, how many there may be, and where."""
+    """Threads of an engine, the resources it books with Ray, the most engines, and their placement."""
 
     num_threads: int | None
     booked: Mapping[str, float]
@@ -197,13 +205,13 @@ class EngineRoom:
 
 
 def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
-    """Room for the engines that leaves Ray Data CPUs for its own tasks, to read, preprocess and write.
+    """Return room for the engines that leaves CPUs for Ray Data's own tasks.
 
-    A dataset whose engines held all CPUs would wait for ever.
+    A dataset whose engines held all CPUs would wait forever.
     """
     if not ray.is_initialized():
         start_ray()
-    found = _nodes_in_peace()
+    found = _settled_nodes()
     everything, free = [node.resources for node in found], [node.free for node in found]
     # Workers book what they compute on; an engine that is one process may book less.
     usable = leaving_a_cpu(everything) if config.needs_ray else everything
@@ -213,13 +221,13 @@ def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
         most = max(least, fitting)
     full = full_claim(config, most, everything)
     claim = smaller_claim(config, most, free, full) or full
-    # One process is placed by what it books, workers in a group.
+    # An engine without workers is placed by the resources it books.
     places = EngineGroups(claim.bundles, most) if config.needs_ray else _spread
     return EngineRoom(claim.num_threads, beside_tasks(claim, free), most, places)
 
 
-def _nodes_in_peace() -> list[NodeRoom]:
-    """The nodes, once engines of datasets that failed have left them: Ray Data leaves those in garbage."""
+def _settled_nodes() -> list[NodeRoom]:
+    """Return the nodes after engines of failed datasets have left, which Ray Data leaves to the collector."""
     gc.collect()
     deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
     while True:
@@ -229,7 +237,7 @@ def _nodes_in_peace() -> list[NodeRoom]:
         )
         if not taken or time.monotonic() > deadline_s:
             return found
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
 
 
 def _check(config: EngineConfig, engines: int, usable: Sequence[Mapping[str, float]]) -> None:
@@ -241,8 +249,81 @@ def _check(config: EngineConfig, engines: int, usable: Sequence[Mapping[str, flo
 
 
 def _spread() -> dict[str, Any]:  # Any: Ray's options for actors
-    """On different nodes, where there are some: an engine computes on more than it may book."""
+    """Spread engines over nodes: an engine computes on more than it may book."""
     return {"scheduling_strategy": "SPREAD"}
+
+
+class EngineGroups:
+    """Placement groups for engines with workers. Ray Data calls it for each engine, as `ray_remote_args_fn`.
+
+    Ray Data starts its actors when and as often as it likes, and reports no end. Ray removes a group only
+    when the whole driver ends: until then the group of an ended engine would hold its resources, and the next
+    dataset would wait forever. So a thread removes groups whose engine is gone, while there are groups.
+
+    Args:
+        bundles: of one engine's workers; the engine itself is in the first.
+        most: engines of the pool.
+    """
+
+    def __init__(self, bundles: Sequence[Mapping[str, float]], most: int) -> None:
+        self._bundles = [dict(bundle) for bundle in bundles]
+        self._most = most
+        self._lock = threading.Lock()
+        self._groups: dict[str, PlacementGroup] = {}  # by the engine's name
+        self._unseen: dict[str, float] = {}  # engines that Ray has not listed yet, by since when (monotonic)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Give each copy of a dataset its own groups."""
+        return EngineGroups, (self._bundles, self._most)
+
+    def __call__(self) -> dict[str, Any]:  # Any: Ray's options for actors
+        living = set(list_named_actors())
+        with self._lock:
+            self._remove_gone(living)
+            # Ray Data also calls without starting an actor; a started one is listed before the next call.
+            name = next((name for name in self._unseen if name not in living), None)
+            if name is None and len(self._groups) < self._most:
+                name = self._make()
+            if name is None:
+                return {}
+            strategy = PlacementGroupSchedulingStrategy(
+                self._groups[name], placement_group_bundle_index=0, placement_group_capture_child_tasks=False
+            )
+        return {"scheduling_strategy": strategy, "name": name}
+
+    def _make(self) -> str:
+        """Make a group for a new engine. Returns the name of both."""
+        name = f"manta-engine-{uuid.uuid4().hex}"
+        if not self._groups:
+            threading.Thread(target=self._watch, name="manta-groups", daemon=True).start()
+        self._groups[name] = placement_group(self._bundles, strategy="STRICT_PACK", name=name)
+        self._unseen[name] = time.monotonic()
+        return name
+
+    def _watch(self) -> None:
+        """Remove groups whose engine is gone, until there are none or Ray ends."""
+        while True:
+            time.sleep(GROUPS_INTERVAL_S)
+            try:
+                living = set(list_named_actors()) if ray.is_initialized() else set[str]()
+                with self._lock:
+                    if ray.is_initialized():
+                        self._remove_gone(living)
+                    else:
+                        self._groups.clear()
+                    if not self._groups:
+                        return
+            except RayError as error:  # a busy head node responds late
+                logger.warning("the placement groups of engines cannot be checked: %s", error)
+
+    def _remove_gone(self, living: set[str]) -> None:
+        """Remove groups of engines that ended or never started. A restarting engine is listed."""
+        for name in living & self._unseen.keys():
+            del self._unseen[name]
+        for name in self._groups.keys() - living:
+            if time.monotonic() - self._unseen.get(name, -math.inf) > UNUSED_TIMEOUT_S:
+                self._unseen.pop(name, None)
+                remove_placement_group(self._groups.pop(name))
 
 
 def _before(preprocess: RowFunction, row: Row) -> Row:

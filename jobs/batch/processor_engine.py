@@ -1,10 +1,9 @@
-"""The engine actor of a Ray dataset: a callable class that Ray Data's `map_batches` runs.
+"""The engine actor of a Ray dataset: a callable class for Ray Data's `map_batches`.
 
-Answers a batch's rows concurrently through one `AsyncEngine` and gives the batch back with the answers in
-columns beside its own. Whatever is wrong with a row is said in its row. A dead engine ends the process: Ray
-Data then starts another in its place and hands it the batches that were under way; an error that is raised
-would bring them back to the dead one. Built by `processor.py`; started at its first batch, on the event loop
-on which Ray Data calls it.
+Answers a batch's rows concurrently through one `AsyncEngine` and returns the batch with columns for the
+answers. An error of a row is a column of that row. A dead engine ends the process: Ray Data then starts
+another one and sends it the running batches. A raised error would send them to the dead engine again. The
+engine starts at the first batch, on the event loop on which Ray Data calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from ...actors.batch.answering import LOGPROBS_TYPE, Result, RowAnswerer
-from ...actors.batch.reading import Row
+from ...actors.batch.row_reader import Row
 from ...actors.batch.rows import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
 from ...actors.checkpoints import target_folder
 from ...actors.engine import AsyncEngine
@@ -32,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLING_COLUMN = "sampling_params"
 ERROR_COLUMN = "__inference_error__"
-# Of a row nothing else is read: a column that is called like a sampling field may mean something else.
+# No other columns are read: one with the name of a sampling field may mean something else.
 READ_COLUMNS = (*PROMPT_COLUMNS, *ID_COLUMNS, "chat_template_kwargs", SAMPLING_COLUMN)
-# Which stage puts tokens into text; in `ray.data.llm` it may be another than the engine's.
+# In `ray.data.llm` another stage may convert tokens to text.
 IGNORED_SAMPLING = ("detokenize",)
 ANSWER_SCHEMA = pa.schema(
     [
@@ -62,8 +61,8 @@ class ProcessorEngine:
 
     Args:
         config: of the engine.
-        layout: the defaults of sampling, and the seed.
-        continuing: a bad row becomes a row with an error; else it is raised.
+        layout: sampling defaults and seed.
+        continuing: a bad row becomes a row with an error; otherwise the error is raised.
     """
 
     def __init__(self, config: EngineConfig, layout: Layout, continuing: bool) -> None:
@@ -105,7 +104,7 @@ class ProcessorEngine:
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
-    """Raise RequestError for a field that is not one of sampling: ignored, it would be wrong in silence."""
+    """Raise RequestError for an unknown sampling field."""
     unknown = {name: value for name, value in given.items() if name not in SAMPLING_COLUMNS}
     check_extra_fields(unknown, SAMPLING_COLUMNS, "ignore")
     for name in unknown:
@@ -117,10 +116,10 @@ def check_sampling(given: Mapping[str, Any]) -> None:
 
 
 def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
-    """The record that `read_request` understands: sampling fields stand beside the prompt.
+    """Return the record for `read_request`, with sampling fields beside the prompt.
 
     Args:
-        defaults: of sampling, for rows that bring none.
+        defaults: of sampling.
     """
     sampling = row.get(SAMPLING_COLUMN) or {}
     if not isinstance(sampling, Mapping):
@@ -132,19 +131,19 @@ def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
     check_sampling(sampling)
     logprobs = sampling.get("logprobs", defaults.get("logprobs"))
     if isinstance(logprobs, int) and not isinstance(logprobs, bool) and _converses(row):
-        sampling |= {"logprobs": True, "top_logprobs": logprobs}  # as chats ask for so many
+        sampling |= {"logprobs": True, "top_logprobs": logprobs}  # the chat form of the same request
     others = {name: value for name, value in row.items() if name != SAMPLING_COLUMN}
     return {**others, **{name: value for name, value in sampling.items() if name not in IGNORED_SAMPLING}}
 
 
 def _converses(row: Record) -> bool:
-    """Whether it brings messages."""
+    """Return whether the row has messages."""
     given = [row.get(name) for name in PROMPT_COLUMNS]
     return any(isinstance(each, list) and bool(each) and isinstance(each[0], Mapping) for each in given)
 
 
 def _columns(result: Result) -> Record:
-    """A result under the names that users of `ray.data.llm` know."""
+    """Return a result under the names of `ray.data.llm`."""
     error = result.get("error")
     return {
         "generated_text": result.get("text") or "",
@@ -166,7 +165,7 @@ def _columns(result: Result) -> Record:
 
 
 def _beside(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
-    """The batch with the answers' columns; one of a name that it had takes its place."""
+    """Return the batch with the answers' columns, which replace columns of the same name."""
     table = batch.drop_columns([name for name in ANSWER_SCHEMA.names if name in batch.column_names])
     answered = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)
     for name in ANSWER_SCHEMA.names:
@@ -175,7 +174,7 @@ def _beside(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
 
 
 def _end(error: MantaError) -> NoReturn:
-    """End this process as by a crash, which is what Ray retries elsewhere."""
+    """End this process like a crash, which Ray retries elsewhere."""
     logger.error("the engine is dead, and this actor ends with it: %s", error.message)
     logging.shutdown()
     os._exit(1)

@@ -1,118 +1,227 @@
-"""What a batch job tells its user while it runs: a bar on a terminal, else a plain line now and then.
+"""Progress of a batch job while it runs: rates and time left, on a terminal, in a log, and in Ray's metrics.
 
-The lines go to standard error, which is what `ray job logs` and Ray's dashboard show of a job. What is said
-is worked out in `pace.py`; at the end comes `report.py`.
+`Pace` computes a `Progress`. `ProgressView` shows it as a bar on a terminal, else as a line now and then on
+standard error, which `ray job logs` and Ray's dashboard show. `JobGauges` exports it as
+`ray_manta_batch_...`. The report at the end is `report.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
+from ray.util.metrics import Gauge
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from ...actors.batch.figures import EngineFigures, RowFigures
+from ...actors.batch.row_stats import EngineTotals, RowStats
+from ...cluster.fleet_metrics import BATCH_CATALOGUE
 from ..progress import spell_time
 from ..tables import decimals
-from .pace import Pace, Progress
 
-PLAIN_INTERVAL_S = 10.0
+PLAIN_INTERVAL_S = 10.0  # between two lines of a log
+NOW_S = 10.0  # window of the current rate
+LATELY_S = 60.0  # window of the rate that predicts the time left
+SAMPLE_S = 0.5  # least time between two kept samples
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of a job at one moment.
+
+    Attributes:
+        rows, total: rows that are done and rows of the dataset, earlier runs included; `failed`: of `rows`.
+        prompt_tokens, completion_tokens: of all runs, running rows included.
+        tokens_per_s, mean_tokens_per_s: completion tokens, now and since the first row of this run.
+        left_s: predicted time until all rows are done; None while too few are done to predict it.
+        mean_acceptance_length: of this run, or of earlier ones before its first step.
+        speedup: against the plain sample; None unless it was measured.
+        engines: running engines.
+        answering: whether a row has been started in this run.
+    """
+
+    rows: int
+    total: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_s: float
+    mean_tokens_per_s: float
+    left_s: float | None
+    mean_acceptance_length: float | None
+    speedup: float | None
+    engines: int
+    answering: bool
+
+
+class Pace:
+    """Computes progress from stats of rows and of engines.
+
+    Args:
+        total: rows of the dataset.
+        left: rows to do in this run; None: those that the first stats do not count.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, total: int, left: int | None = None, clock: Callable[[], float] = time.monotonic):
+        self._total = total
+        self._left = left
+        self._clock = clock
+        self._earlier: tuple[int, int, int] | None = None  # rows, tokens in and out before this run
+        self._samples: deque[tuple[float, int]] = deque()  # time, completion tokens of this run
+        self._begin_s: float | None = None  # when the first row of this run was seen
+
+    def update(self, stats: RowStats, live: EngineTotals, engines: int) -> Progress:
+        """Return the progress now.
+
+        Args:
+            stats: of all durable rows, earlier runs included.
+            live: of all engines of this run, ended ones included.
+            engines: running engines.
+        """
+        if self._earlier is None:
+            self._earlier = stats.rows, stats.prompt_tokens, stats.completion_tokens
+            self._left = self._total - stats.rows if self._left is None else self._left
+        rows, tokens_in, tokens_out = self._earlier
+        durable_rows, durable_tokens = stats.rows - rows, stats.completion_tokens - tokens_out
+        done, tokens = max(durable_rows, live.rows_done), max(durable_tokens, live.completion_tokens)
+        assert self._left is not None
+        left = max(0, self._left - done)
+        answering = bool(done or tokens or live.rows_running)
+        self._sample(tokens, answering)
+        left_s = None
+        if durable_rows and done >= live.rows_running:  # before that only short rows are done
+            tokens_per_row = durable_tokens / durable_rows
+            running = max(0.0, tokens - durable_tokens - (done - durable_rows) * tokens_per_row)
+            rate = self._rate(LATELY_S)
+            if not left:
+                left_s = 0.0
+            elif rate > 0:
+                left_s = max(0.0, left * tokens_per_row - running) / rate
+        elapsed_s = 0.0 if self._begin_s is None else self._samples[-1][0] - self._begin_s
+        comparison = live.comparison or stats.comparison
+        return Progress(
+            rows=self._total - left,
+            total=self._total,
+            failed=stats.failed,
+            prompt_tokens=tokens_in + max(stats.prompt_tokens - tokens_in, live.prompt_tokens),
+            completion_tokens=tokens_out + tokens,
+            tokens_per_s=self._rate(NOW_S),
+            mean_tokens_per_s=tokens / elapsed_s if elapsed_s > 0 else 0.0,
+            left_s=left_s,
+            mean_acceptance_length=live.mean_acceptance_length or stats.mean_acceptance_length,
+            speedup=None if comparison is None else comparison.speedup,
+            engines=engines,
+            answering=answering,
+        )
+
+    def _sample(self, tokens: int, answering: bool) -> None:
+        now_s = self._clock()
+        if answering and self._begin_s is None:
+            self._begin_s = now_s
+        counters_fell = bool(self._samples) and tokens < self._samples[-1][1]  # an engine is gone
+        if not answering or counters_fell:
+            self._samples.clear()
+        if len(self._samples) > 1 and now_s - self._samples[-2][0] < SAMPLE_S:
+            self._samples.pop()
+        self._samples.append((now_s, tokens))
+        while len(self._samples) > 2 and self._samples[1][0] <= now_s - LATELY_S:
+            self._samples.popleft()
+
+    def _rate(self, seconds: float) -> float:
+        """Return tokens per second over the last seconds, or over fewer at the start."""
+        now_s, tokens = self._samples[-1]
+        then_s, then = now_s, tokens
+        for sample_s, sampled in reversed(self._samples):
+            then_s, then = sample_s, sampled
+            if sample_s <= now_s - seconds:
+                break
+        return (tokens - then) / (now_s - then_s) if now_s > then_s else 0.0
 
 
 class ProgressView:
-    """Rows and figures while a job runs.
+    """Shows the progress of a job, from `begin` on; lines for the user at any time."""
 
-    Args:
-        total_rows: of the dataset.
-        left: of them to be done in this run; None: those that the first figures do not count.
-        compares: whether the job measures what speculation is worth.
-    """
-
-    def __init__(
-        self,
-        total_rows: int,
-        console: Console | None = None,
-        *,
-        left: int | None = None,
-        compares: bool = True,
-    ) -> None:
-        self.total = total_rows
-        self._pace = Pace(total_rows, left)
-        self._compares = compares
+    def __init__(self, console: Console | None = None) -> None:
+        self._pace: Pace | None = None
+        self._compares = True
         self._console = console or Console(stderr=True)
         self._printed_s = time.monotonic()
-        self._awaited: int | None = None  # rows before the first of this run
-        self._told = False  # of a row of this run
+        self._first_rows: int | None = None  # rows that were done before this run
+        self._has_news = True  # no row of this run has been printed yet
         self._bar: Bar | None = None
         self._words = Text("loading the models", style="dim")
+
+    def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
+        """Begin to show progress.
+
+        Args:
+            total_rows: of the dataset.
+            left: rows to do in this run; None: those that the first stats do not count.
+            compares: whether the job measures the speed-up of speculation.
+        """
+        self._pace = Pace(total_rows, left)
+        self._compares = compares
         if self._console.is_terminal:
             columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("rows"), BarColumn(None))
             self._bar = Bar(*columns, TaskProgressColumn(), TextColumn("{task.description}"), expand=True)
             self._bar.add_task("", total=total_rows)
             self._live = Live(Group(self._bar, self._words), console=self._console, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
             self._live.start()
         else:
-            print(f"{self.total} rows; loading the models", file=sys.stderr, flush=True)
+            print(f"{total_rows} rows; loading the models", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._live.stop()
 
+    @property
+    def has_begun(self) -> bool:
+        return self._pace is not None
+
     def say(self, line: str) -> None:
-        """A line that stays, whatever the bar shows."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def update(
-        self, figures: RowFigures, live: EngineFigures | None = None, engines: int | None = None
+        self, stats: RowStats, live: EngineTotals | None = None, engines: int | None = None
     ) -> Progress:
-        """Show how far the job is. Costs little: call it every second or so.
-
-        Args:
-            figures: of all rows that are counted: of earlier runs, and those of this run that are durable.
-            live: of all engines of this run together, those that are gone among them.
-            engines: that live.
-        """
-        now = self._pace.look(figures, live or EngineFigures(), engines or 0)
+        """Show the progress now; arguments as of `Pace.update`. Cheap enough for every second."""
+        assert self._pace is not None, "begin() first"
+        now = self._pace.update(stats, live or EngineTotals(), engines or 0)
+        left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
         if self._bar is not None:
-            left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
             self._bar.update(self._bar.task_ids[0], completed=now.rows, description=left)
-            self._words.plain = "; ".join(self._figures(now))
-        elif time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S or self._news(now.rows):
+            self._words.plain = "; ".join(self._numbers(now))
+        elif time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S or self._is_first_row(now.rows):
             self._printed_s = time.monotonic()
-            print(self._line(now), file=sys.stderr, flush=True)
+            share = f" ({100 * now.rows / now.total:.0f} %)" if now.total else ""
+            words = (f"{now.rows}/{now.total} rows{share}", *self._numbers(now), left)
+            print("; ".join(filter(None, words)), file=sys.stderr, flush=True)
         return now
 
-    def _news(self, rows: int) -> bool:
-        """Whether these are the first rows of this run."""
-        if self._awaited is None:
-            self._awaited = rows
-        if self._told or rows == self._awaited:
-            return False
-        self._told = True
-        return True
+    def _is_first_row(self, rows: int) -> bool:
+        if self._first_rows is None:
+            self._first_rows = rows
+        is_first = self._has_news and rows != self._first_rows
+        self._has_news = self._has_news and not is_first
+        return is_first
 
-    def _line(self, now: Progress) -> str:
-        share = f" ({100 * now.rows / now.total:.0f} %)" if now.total else ""
-        left = () if not now.left_s else (f"about {spell_time(now.left_s)} left",)
-        return "; ".join((f"{now.rows}/{now.total} rows{share}", *self._figures(now), *left))
-
-    def _figures(self, now: Progress) -> list[str]:
-        """What is said beside rows and time."""
+    def _numbers(self, now: Progress) -> list[str]:
+        """Return what is shown beside rows and time left."""
         engines = [f"{now.engines} engine" + "s" * (now.engines != 1)] if now.engines else []
         if not now.answering:
             return [*engines, "loading the models"]
@@ -129,3 +238,32 @@ class ProgressView:
             *speedup,
             *engines,
         ]
+
+
+class JobGauges:
+    """Ray metrics of one job, tagged `job`. Ray must be joined; values appear after about ten seconds."""
+
+    def __init__(self, job: str) -> None:
+        self._gauges = {
+            metric.name: Gauge(metric.name, metric.help, metric.labels) for metric in BATCH_CATALOGUE
+        }
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"job": job})
+
+    def show(self, now: Progress) -> None:
+        """Set all gauges. An unknown value leaves the gauge as it was."""
+        values = {
+            "manta_batch_rows": now.total,
+            "manta_batch_rows_done": now.rows,
+            "manta_batch_rows_failed": now.failed,
+            "manta_batch_prompt_tokens": now.prompt_tokens,
+            "manta_batch_generation_tokens": now.completion_tokens,
+            "manta_batch_tokens_per_second": now.tokens_per_s,
+            "manta_batch_seconds_left": now.left_s,
+            "manta_batch_mean_accepted_length": now.mean_acceptance_length,
+            "manta_batch_speedup": now.speedup,
+            "manta_batch_engines": now.engines,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._gauges[name].set(value)

@@ -1,35 +1,49 @@
-"""The report of a batch job: what was answered, what it took, what speculation saved; JSON, tables, a page.
+"""The report of a batch job as JSON and tables: what was answered, its cost, the effect of speculation.
 
-Made of figures that came with the results (`RowFigures`, of all runs), so that the same command says the same
-once more. What was not measured is said to be so; nothing is estimated.
+It is computed from stats that are stored with the results (`RowStats`, of all runs), so running the same
+command again reports the same. Nothing is estimated. `report_html.py` makes a page of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ...actors.batch.figures import Device, RowFigures
-from ...actors.batch.tallies import Category, length_range
+from ...actors.batch.row_index import RowIndex
+from ...actors.batch.row_reader import RowReader, record_of
+from ...actors.batch.row_stats import Category, Device, RowStats, length_range
+from ...actors.batch.rows import Layout, read_request
+from ...actors.batch.source import Source
 from ...actors.files import rounded
+from ...actors.http.chat_request import ChatRequest
+from ...actors.http.defaults import GenerationDefaults
 from ...cluster.acceptance import acceptance_by_position
+from ...cluster.errors import MantaError
 from ...cluster.plain_sample import Comparison
-from ..pictures.page import Tile
-from ..progress import spell_time
+from ...cluster.row_ranges import of_rows
 from ..tables import NO_FIGURE, decimals, print_table
-from .report_html import page
-from .samples import Sample
 
 NOT_MEASURED = "not measured in a job of so few rows; `manta bench` compares with plain decoding"
 OFF = "off"
+MAX_PROMPT = 600  # characters; only the end of a longer prompt is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A row of the dataset. `prompt` is empty where it is not text or cannot be read any more."""
+
+    id: str
+    prompt: str
+    answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """See `make_report`."""
+    """Report of a job; made by `make_report`."""
 
-    figures: RowFigures
+    stats: RowStats
     about: Mapping[str, Any]  # Any: JSON
     device: Device
     price_per_gpu_hour: float | None
@@ -37,44 +51,44 @@ class Report:
 
     @property
     def device_s(self) -> float:
-        """Device-seconds from each engine's first row to its last one, in every run: time by devices."""
-        return self.figures.open_s
+        """Return device-seconds from each engine's first row to its last one, in every run."""
+        return self.stats.open_s
 
     @property
     def loading_s(self) -> float:
-        """Device-seconds that engines were held before their first row."""
-        return max(0.0, self.figures.device_s - self.figures.open_s)
+        """Return device-seconds that engines were held before their first row."""
+        return max(0.0, self.stats.device_s - self.stats.open_s)
 
     @property
     def tokens_per_device_s(self) -> float | None:
-        return self.figures.completion_tokens / self.device_s if self.device_s else None
+        return self.stats.completion_tokens / self.device_s if self.device_s else None
 
     @property
     def busy_share(self) -> float | None:
-        """Of the engines' time between their first and their last row, how much had a row in it."""
-        return self.figures.busy_s / self.figures.open_s if self.figures.open_s else None
+        """Return the share of the engines' time from first to last row in which a row ran."""
+        return self.stats.busy_s / self.stats.open_s if self.stats.open_s else None
 
     @property
     def comparison(self) -> Comparison | None:
-        """What speculation was worth; None if that was not measured."""
-        return self.figures.comparison
+        """Return the measured effect of speculation; None if it was not measured."""
+        return self.stats.comparison
 
     @property
     def saved_s(self) -> float | None:
-        """Device-seconds that the answers would have taken more without speculation; negative if less."""
+        """Return device-seconds that speculation saved; negative if it cost time."""
         found = self.comparison
-        return None if found is None else self.figures.busy_s * (found.speedup - 1)
+        return None if found is None else self.stats.busy_s * (found.speedup - 1)
 
     def price(self, device_s: float | None) -> float | None:
-        """Of so many device-seconds; None if no price was given."""
+        """Return the price of device-seconds; None if no price was given."""
         price = self.price_per_gpu_hour
         return None if price is None or device_s is None else price * device_s / 3600
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        figures = self.figures
+        stats = self.stats
         return {
-            **figures.as_json(),
-            "ok": figures.rows - figures.failed,
+            **stats.summary(),
+            "ok": stats.rows - stats.failed,
             "device": self.device,
             "device_s": round(self.device_s, 3),
             "loading_device_s": round(self.loading_s, 3),
@@ -84,24 +98,24 @@ class Report:
             "price": rounded(self.price(self.device_s + self.loading_s)),
             "speculation": self._speculation(),
             "acceptance": {
-                "histogram": figures.acceptance,
-                "by_position": [round(share, 4) for share in acceptance_by_position(figures.acceptance)],
-                "by_category": {name: _category_json(sums) for name, sums in figures.categories.ranked()},
+                "histogram": stats.acceptance,
+                "by_position": [round(share, 4) for share in acceptance_by_position(stats.acceptance)],
+                "by_category": {name: _category_json(sums) for name, sums in stats.categories.ranked()},
             },
             "lengths": {
-                "prompt": _lengths_json(figures.prompt_lengths),
-                "output": _lengths_json(figures.output_lengths),
+                "prompt": _lengths_json(stats.prompt_lengths),
+                "output": _lengths_json(stats.output_lengths),
             },
             "throughput": {
-                "width_s": figures.timeline.width_s,
+                "width_s": stats.timeline.width_s,
                 "tokens": {
-                    bucket * figures.timeline.width_s: tokens
-                    for bucket, tokens in sorted(figures.timeline.tokens.items())
+                    bucket * stats.timeline.width_s: tokens
+                    for bucket, tokens in sorted(stats.timeline.tokens.items())
                 },
             },
-            "stretches": figures.stretches.times,
+            "stretches": stats.stretches.times,
             "errors": {
-                kind: {"rows": count.rows, "example": count.example} for kind, count in figures.errors.items()
+                kind: {"rows": count.rows, "example": count.example} for kind, count in stats.errors.items()
             },
             "job": dict(self.about),
         }
@@ -124,7 +138,7 @@ class Report:
         }
 
     def print(self) -> None:
-        """Tables on standard output."""
+        """Print the tables."""
         where = self.about.get("output")
         print_table(
             "batch job" if where is None else f"results in {where}",
@@ -132,26 +146,26 @@ class Report:
             [[name, value] for name, value in self.lines()],
             num_left=2,
         )
-        if self.figures.errors:
+        if self.stats.errors:
             print_table(
                 "errors",
                 ["error", "rows", "for example"],
-                [[kind, str(count.rows), count.example] for kind, count in self.figures.ranked_errors()],
+                [[kind, str(count.rows), count.example] for kind, count in self.stats.ranked_errors()],
                 num_left=3,
             )
 
     def lines(self) -> list[tuple[str, str]]:
-        """The figures in words, as table and page show them."""
-        figures, unit = self.figures, self.device
-        mean = figures.mean_acceptance_length
+        """Return names and values, as the table and the page show them."""
+        stats, unit = self.stats, self.device
+        mean = stats.mean_acceptance_length
         lines = [
-            ("rows answered", f"{figures.rows - figures.failed} of {figures.rows}"),
-            ("rows failed", str(figures.failed)),
-            ("rows retried", str(figures.retried)),
-            ("tokens in", str(figures.prompt_tokens)),
-            ("tokens out", str(figures.completion_tokens)),
-            ("time", f"{figures.wall_s:.1f} s"),
-            ("tokens/s", f"{figures.tokens_per_s:.1f}"),
+            ("rows answered", f"{stats.rows - stats.failed} of {stats.rows}"),
+            ("rows failed", str(stats.failed)),
+            ("rows retried", str(stats.retried)),
+            ("tokens in", str(stats.prompt_tokens)),
+            ("tokens out", str(stats.completion_tokens)),
+            ("time", f"{stats.wall_s:.1f} s"),
+            ("tokens/s", f"{stats.tokens_per_s:.1f}"),
             (f"{unit}-seconds", f"{self.device_s:.1f}" if self.device_s else NO_FIGURE),
             (f"{unit}-seconds loading", f"{self.loading_s:.1f}" if self.device_s else NO_FIGURE),
             (f"tokens/s/{unit}", decimals(self.tokens_per_device_s)),
@@ -169,64 +183,32 @@ class Report:
     def speculation_in_words(self) -> str:
         found = self.comparison
         if found is None:
-            return NOT_MEASURED if self.figures.num_draft_tokens else OFF
+            return NOT_MEASURED if self.stats.num_draft_tokens else OFF
         return (
             f"{found.speedup:.2f} x plain decoding: {found.drafted_tokens_per_s:.1f} tokens/s over "
             f"{found.drafted_s:.1f} s, {found.plain_tokens_per_s:.1f} without it over {found.plain_s:.1f} s"
         )
 
-    def html(self) -> str:
-        """A page that needs nothing else."""
-        return page(self._tiles(), self.lines(), self.figures, self.samples, self.about)
-
-    def _tiles(self) -> list[Tile]:
-        """What the page shows large."""
-        figures, found, saved_s = self.figures, self.comparison, self.saved_s
-        mean = figures.mean_acceptance_length
-        tiles = [
-            Tile(f"{figures.rows - figures.failed:,}", f"of {figures.rows:,} rows answered"),
-            Tile(f"{figures.completion_tokens:,}", f"tokens out, of {figures.prompt_tokens:,} in"),
-            Tile(f"{figures.tokens_per_s:,.0f}", f"tokens/s, for {spell_time(figures.wall_s)}"),
-        ]
-        if mean is not None:
-            tiles.append(Tile(decimals(mean), "tokens per step, on average"))
-        if found is not None and saved_s is not None:
-            tiles.append(Tile(f"{found.speedup:.2f} x", "plain decoding, measured", found.speedup > 1))
-            tiles.append(
-                Tile(
-                    f"{saved_s:,.0f}",
-                    f"{self.device}-seconds saved, of {self.device_s:,.0f} spent",
-                    saved_s > 0,
-                )
-            )
-        elif self.device_s:
-            tiles.append(Tile(f"{self.device_s:,.0f}", f"{self.device}-seconds"))
-        if (price := self.price(self.device_s + self.loading_s)) is not None:
-            tiles.append(
-                Tile(f"{price:,.2f}", f"price, at {self.price_per_gpu_hour:g} per {self.device}-hour")
-            )
-        return tiles
-
 
 def make_report(
-    figures: RowFigures,
+    stats: RowStats,
     device: Device,
     about: Mapping[str, Any],
     *,
     price_per_gpu_hour: float | None = None,
     samples: Sequence[Sample] = (),
 ) -> Report:
-    """The report of a job.
+    """Return the report of a job.
 
     Args:
-        figures: of all rows, of all runs.
-        device: what engines held.
-        about: the job: `output`, its fingerprint, settings, whatever a reader of the report must know. JSON.
+        stats: of all rows of all runs.
+        device: what the engines held.
+        about: `output`, fingerprint and settings of the job, as JSON.
         price_per_gpu_hour: in any currency; not applied to cores.
         samples: rows that the page shows.
     """
     price = None if device == "core" else price_per_gpu_hour
-    return Report(figures, about, device, price, samples)
+    return Report(stats, about, device, price, samples)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON
@@ -245,3 +227,24 @@ def _lengths_json(histogram: list[int]) -> list[dict[str, int]]:
         for first, last in (length_range(place),)
         if rows
     ]
+
+
+def samples(stats: RowStats, source: Source, layout: Layout, index: RowIndex) -> list[Sample]:
+    """Return the rows whose answers are kept in the stats, with their prompts."""
+    numbers = sorted(row for row, _, _ in stats.samples)
+    prompts = dict(zip(numbers, _prompts(numbers, source, layout, index), strict=False))
+    return [Sample(row_id, prompts.get(row, ""), answer) for row, row_id, answer in stats.samples]
+
+
+def _prompts(rows: Sequence[int], source: Source, layout: Layout, index: RowIndex) -> Iterator[str]:
+    try:
+        with closing(RowReader(source, layout)) as reader:
+            found = reader.read(index.spans(of_rows(rows)))
+        for row in found:
+            request = read_request(record_of(row, layout), layout, GenerationDefaults(), row.id).body
+            chat = isinstance(request, ChatRequest)
+            prompt = request.messages[-1].content if chat else request.prompt[0]
+            text = prompt if isinstance(prompt, str) else ""
+            yield text if len(text) <= MAX_PROMPT else f"... {text[-MAX_PROMPT:]}"
+    except MantaError:
+        return

@@ -1,17 +1,17 @@
-"""The page of a batch job's report, and what its pictures show. `jobs/pictures/page.py` lays it out."""
+"""The HTML page of a batch job's report and its pictures. `jobs/pictures/page.py` renders it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from ...actors.batch.figures import RowFigures
-from ...actors.batch.tallies import Stretches, Timeline, length_range
+from ...actors.batch.row_stats import RowStats, Stretches, Timeline, length_range
 from ...cluster.acceptance import acceptance_by_position
 from ..pictures.page import Card, Tile, flat, picture_card, render_page
 from ..pictures.plots import TEAL, Picture, name_rows, rows_size
+from ..progress import spell_time
 from ..tables import decimals
-from .samples import Sample
+from .report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,46 +20,56 @@ MAX_POINTS = 80
 _MAX_LABELS = 14  # below columns
 
 
-def page(
-    tiles: Sequence[Tile],
-    lines: Sequence[tuple[str, str]],
-    figures: RowFigures,
-    samples: Sequence[Sample],
-    about: Mapping[str, Any],
-) -> str:
-    """Return the page.
-
-    Args:
-        tiles: the figures that come first.
-        lines: all figures, by name.
-        figures: what the pictures are made of.
-        samples: rows to show.
-        about: the job; names of nested values have dots.
-    """
+def report_page(report: Report) -> str:
+    """Return the page of a report; it needs no network."""
+    stats, about = report.stats, report.about
     cards: list[Card] = []
-    if samples:
-        rows = [("id", "prompt", "answer"), *((each.id, each.prompt, each.answer) for each in samples)]
+    if report.samples:
+        rows = [("id", "prompt", "answer"), *((each.id, each.prompt, each.answer) for each in report.samples)]
         cards.append(
             Card(title="The first rows", words="Long texts are cut.", rows=rows, has_head=True, is_wide=True)
         )
-    cards += [picture_card(each, is_wide=each.name == "throughput") for each in pictures(figures)]
-    if figures.errors:
-        cards.append(_errors(figures))
-    cards += [Card(title="Figures", rows=lines), Card(title="The job", rows=list(flat(about)))]
-    return render_page("Batch job", str(about.get("output", "")), tiles, cards)
+    cards += [picture_card(each, is_wide=each.name == "throughput") for each in pictures(stats)]
+    if stats.errors:
+        cards.append(_errors(stats))
+    cards += [Card(title="Figures", rows=report.lines()), Card(title="The job", rows=list(flat(about)))]
+    return render_page("Batch job", str(about.get("output", "")), _tiles(report), cards)
 
 
-def pictures(figures: RowFigures) -> Iterator[Picture]:
-    """Yield the pictures for which there are figures."""
-    if figures.stretches.seconds:
-        yield _throughput(figures.timeline, figures.stretches)
-    if shares := acceptance_by_position(figures.acceptance):
+def _tiles(report: Report) -> list[Tile]:
+    """Return the numbers that the page shows large."""
+    stats, found, saved_s = report.stats, report.comparison, report.saved_s
+    mean = stats.mean_acceptance_length
+    tiles = [
+        Tile(f"{stats.rows - stats.failed:,}", f"of {stats.rows:,} rows answered"),
+        Tile(f"{stats.completion_tokens:,}", f"tokens out, of {stats.prompt_tokens:,} in"),
+        Tile(f"{stats.tokens_per_s:,.0f}", f"tokens/s, for {spell_time(stats.wall_s)}"),
+    ]
+    if mean is not None:
+        tiles.append(Tile(decimals(mean), "tokens per step, on average"))
+    if found is not None and saved_s is not None:
+        tiles.append(Tile(f"{found.speedup:.2f} x", "plain decoding, measured", found.speedup > 1))
+        words = f"{report.device}-seconds saved, of {report.device_s:,.0f} spent"
+        tiles.append(Tile(f"{saved_s:,.0f}", words, saved_s > 0))
+    elif report.device_s:
+        tiles.append(Tile(f"{report.device_s:,.0f}", f"{report.device}-seconds"))
+    if (price := report.price(report.device_s + report.loading_s)) is not None:
+        words = f"price, at {report.price_per_gpu_hour:g} per {report.device}-hour"
+        tiles.append(Tile(f"{price:,.2f}", words))
+    return tiles
+
+
+def pictures(stats: RowStats) -> Iterator[Picture]:
+    """Yield the pictures for which there are stats."""
+    if stats.stretches.seconds:
+        yield _throughput(stats.timeline, stats.stretches)
+    if shares := acceptance_by_position(stats.acceptance):
         yield _by_position(shares)
-    if figures.categories.ranked():
-        yield _by_category(figures)
-    if figures.prompt_lengths:
-        yield _lengths("Prompt lengths", "prompts", figures.prompt_lengths)
-        yield _lengths("Output lengths", "answers", figures.output_lengths)
+    if stats.categories.ranked():
+        yield _by_category(stats)
+    if stats.prompt_lengths:
+        yield _lengths("Prompt lengths", "prompts", stats.prompt_lengths)
+        yield _lengths("Output lengths", "answers", stats.output_lengths)
 
 
 def _throughput(timeline: Timeline, stretches: Stretches) -> Picture:
@@ -130,8 +140,8 @@ def _by_position(shares: Sequence[float]) -> Picture:
     return Picture("acceptance", "Acceptance by position", words, draw, table)
 
 
-def _by_category(figures: RowFigures) -> Picture:
-    ranked = figures.categories.ranked()
+def _by_category(stats: RowStats) -> Picture:
+    ranked = stats.categories.ranked()
 
     def draw(axes: Axes) -> None:
         lengths = [sums.mean_acceptance_length or 0.0 for _, sums in ranked]
@@ -176,9 +186,9 @@ def _lengths(title: str, what: str, histogram: Sequence[int]) -> Picture:
     return Picture(title.lower().replace(" ", "-"), title, words, draw, table)
 
 
-def _errors(figures: RowFigures) -> Card:
-    rows = [(kind, f"{count.rows:,}", count.example) for kind, count in figures.ranked_errors()]
-    again = sum(count.rows for count in figures.errors.values()) - figures.failed
+def _errors(stats: RowStats) -> Card:
+    rows = [(kind, f"{count.rows:,}", count.example) for kind, count in stats.ranked_errors()]
+    again = sum(count.rows for count in stats.errors.values()) - stats.failed
     later = f"; {again:,} of them were answered later" if again > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
     return Card(title="Errors", words=words, rows=rows, is_wide=True)

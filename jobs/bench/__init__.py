@@ -1,1 +1,1 @@
-"""Measurements: of speculation, against others, of a step, beside busy processes."""
+"""Benchmarks that users run on their own models (`manta bench`); read cli.py first."""

@@ -17,7 +17,7 @@ from .options import BenchOptions, ParetoOptions, StepOptions, SweepOptions
 
 
 class _SpeculationByDefault(TyperGroup):
-    """A group that runs its command `speculation` where no command is named, so that flags may come first."""
+    """Run the command `speculation` if no command is named, so that flags may come first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: typer's own
         named = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
@@ -30,22 +30,22 @@ bench = typer.Typer(cls=_SpeculationByDefault, rich_markup_mode=None)
 @bench.callback()
 def _stoppable(context: typer.Context) -> None:
     """Measure speed; `manta bench speculation` where no command is named."""
-    # SIGTERM ends it as Ctrl-C does: the servers and processes that it measures end with it.
+    # SIGTERM, like Ctrl-C, also stops the servers and processes that are measured.
     context.with_resource(StopSignals())
 
 
-PageFile = Annotated[Path | None, typer.Option("--html", help="A page with pictures: one file, no network.")]
-SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder that gets each picture as a file.")]
+PageFile = Annotated[Path | None, typer.Option("--html", help="HTML report with charts, in one file.")]
+SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder for the charts, one SVG file each.")]
 Method = Annotated[
     list[str] | None,
-    typer.Option("--method", help="Another method: ngram, eagle3=FOLDER or JSON; may be repeated."),
+    typer.Option("--method", help="Additional method: ngram, eagle3=FOLDER or JSON; may be repeated."),
 ]
 
 
 @bench.command()
 @with_flags
 def speculation(options: BenchOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure speculation on against off, side by side, each in its faster dtype (or --dtype)."""
+    """Compare speculation on with off, alternating in one run, each in its faster dtype (or --dtype)."""
     from .speculation import run_bench
 
     run_bench(config, options)
@@ -65,9 +65,10 @@ def sweep(
     html: PageFile = None,
     svg: SvgFolder = None,
 ) -> None:
-    """Measure plain decoding, adaptive and every fixed speculation at 1 to 64 requests; a verdict per bar.
+    """Compare plain decoding, adaptive and fixed draft lengths at 1 to 64 requests, and check each bar.
 
-    Also a drafter of shuffled weights, mixed traffic, and the first seconds after starts and changes of load.
+    Also measures a drafter with shuffled weights, mixed traffic, and the first seconds after a start or a
+    change of load.
     """
     from .load.arrivals import Arrivals
     from .sweep.run import run_sweep
@@ -101,15 +102,17 @@ def pareto(
     flags: EngineFlags,
     files: Annotated[
         list[Path] | None,
-        typer.Option("--of", metavar="FILE", help="Written by sweep -o; may be repeated. None: measure."),
+        typer.Option(
+            "--of", metavar="FILE", help="Output of sweep -o; may be repeated. Default: run a sweep."
+        ),
     ] = None,
     method: Method = None,
     html: PageFile = None,
     svg: SvgFolder = None,
 ) -> None:
-    """Throughput of a GPU (or machine) against tokens/s of one user, a curve per method."""
+    """Plot throughput per GPU (or machine) against tokens/s per user, one curve per method."""
     if files and flags:
-        raise typer.BadParameter(f"No engine is started: leave out {', '.join(flags)}.")
+        raise typer.BadParameter(f"--of starts no engine: leave out {', '.join(flags)}.")
     from .pareto import read_figures, run_pareto
 
     if files:
@@ -126,9 +129,9 @@ def pareto(
 @bench.command()
 @with_flags
 def step(options: StepOptions) -> None:
-    """Measure a step's parts with random weights of any shape, beside the roofline.
+    """Measure the parts of a step with random weights of any shape and compare them with the roofline.
 
-    The mean acceptance length comes from the acceptance curve, not from drafts that a model accepted.
+    The mean acceptance length comes from the configured acceptance curve: no draft is really accepted.
     """
     from .step import bench_step
 
@@ -149,10 +152,11 @@ def speed_bench(
         str, typer.Option("--subset", help="qualitative, or throughput_1k .. 32k.")
     ] = "qualitative",
     source: Annotated[
-        Path | None, typer.Option("--from", help="A file of NVIDIA's own preparation, in place of the hub's.")
+        Path | None,
+        typer.Option("--from", help="Output of NVIDIA's prepare_data.py (default: the hub's file)."),
     ] = None,
 ) -> None:
-    """SPEED-Bench, by your own access to the Hugging Face hub (HF_TOKEN); for evaluation only."""
+    """Download SPEED-Bench with your Hugging Face account (HF_TOKEN); for evaluation only."""
     from ..tables import print_table
     from .prepare import SUBSETS, prepare_speed_bench
 
@@ -162,8 +166,8 @@ def speed_bench(
     print_table(f"{sum(done.categories.values())} prompts in {done.path}", ["category", "prompts"], rows)
     if done.left_out:
         print(
-            f"{done.left_out} rows hold no prompt on the hub: NVIDIA's specdec_bench (prepare_data.py) makes "
-            "the whole set; give its file with --from."
+            f"{done.left_out} rows have no prompt on the hub. NVIDIA's specdec_bench (prepare_data.py) makes "
+            "the complete set; give its file with --from."
         )
 
 

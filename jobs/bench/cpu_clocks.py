@@ -1,6 +1,7 @@
-"""The CPU clocks of this machine and of this process, as Linux keeps them: in seconds, running since a start.
+"""CPU clocks of this machine and of this process and its descendants, read from /proc and getrusage.
 
-A reading alone means nothing; two of them say what happened between. Read by `idleness.py`. Unix only.
+Clocks are in seconds and count from an arbitrary start; use the difference of two readings. Called by
+`idleness.py`. Unix only.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from pathlib import Path
 
 from ...actors.control_groups import ControlGroup
 
-_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: places in a line of /proc/stat
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: columns of a line of /proc/stat
 _STEAL = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """One reading. CPU times are summed over some cores; None where the system does not keep a clock.
+    """One reading of the clocks. CPU times are summed over the cores; None: the system has no such clock.
 
     Attributes:
-        busy_s: cores at work, whoever they work for.
-        stolen_s: cores wanted here and given to other virtual machines.
-        own_s: of this process and its family.
-        throttled_s: held up by CPU quotas.
-        waited_s: the wall's, in which some thread was ready and had no core.
+        busy_s: time that the cores ran any process.
+        stolen_s: time that the hypervisor gave to other virtual machines while this one had work.
+        own_s: CPU time of this process and its descendants.
+        throttled_s: time for which CPU quotas stopped this process.
+        waited_s: wall time in which at least one thread was ready but had no core (Linux PSI, `cpu some`).
     """
 
     busy_s: float
@@ -48,28 +49,29 @@ class Clocks:
         )
 
 
-class Family:
-    """This process and its descendants, also those that lose their parents (Ray's daemons and workers do).
+class ProcessTree:
+    """Measures the CPU time of this process and its descendants, including orphans (Ray's daemons and
+    workers).
 
-    Whoever ends is counted by its parent's clock, or as what it had taken when it was seen last, whichever is
-    more: a parent that does not care how its children end (Ray's raylet) has no clock of them, and some have
-    no parent left. Look often where processes end.
+    The CPU time of a process that ended is taken from its parent's clock, or from the last reading of the
+    process itself if that is larger: a parent that ignores its children's exit (Ray's raylet) has no clock of
+    them, and an orphan has no parent. Call `cpu_s` often while processes start and end.
     """
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
         self._members: dict[int, CpuProcess] = {}
-        self._gone_ticks: dict[int, int] = {}  # of those that ended, by their parent
-        self._lost_ticks = 0  # of those whose parent has ended too
-        self._first_ticks: dict[int, int] = {}  # that a parent had counted of others before it was seen
+        self._gone_ticks: dict[int, int] = {}  # CPU time of ended processes, by parent
+        self._lost_ticks = 0  # CPU time of ended processes whose parent has ended, too
+        self._first_ticks: dict[int, int] = {}  # child time that a process had on first sight
         self._first_children_s = _used_s(resource.RUSAGE_CHILDREN)
 
-    def look(self) -> float:
-        """CPU time of all of them so far, in seconds."""
+    def cpu_s(self) -> float:
+        """Return the CPU time of all of these processes so far, in seconds."""
         children_s = _used_s(resource.RUSAGE_CHILDREN) - self._first_children_s
         processes = read_processes(self._proc)
         gone = self._members.keys() - processes.keys()
-        while gone:  # children first: what they took is their parents'
+        while gone:  # children first, since their time is added to their parents'
             pid = next(each for each in gone if not any(self._members[of].parent == each for of in gone))
             gone.remove(pid)
             process, parent = self._members[pid], self._members[pid].parent
@@ -93,28 +95,27 @@ class Family:
 
 
 def _used_s(who: int) -> float:
-    used = resource.getrusage(who)  # finer than ticks
+    used = resource.getrusage(who)  # finer resolution than ticks
     return used.ru_utime + used.ru_stime
 
 
 @dataclass(frozen=True, slots=True)
 class CpuProcess:
-    """`ticks` are of itself and of its children that have ended; `own_ticks` of itself alone."""
+    """CPU time of a process: `own_ticks` without, `ticks` with its children that have ended."""
 
     parent: int
     ticks: int
     own_ticks: int
 
 
-def read_clocks(proc: Path, cores: Sequence[int], group: ControlGroup | None, family: Family) -> Clocks:
-    """All clocks now."""
+def read_clocks(proc: Path, cores: Sequence[int], group: ControlGroup | None, tree: ProcessTree) -> Clocks:
     busy_s, stolen_s = _core_clocks(proc / "stat", cores)
     throttled_s = None if group is None else group.throttled_s()
-    return Clocks(busy_s, stolen_s, family.look(), throttled_s, _waited_s(proc))
+    return Clocks(busy_s, stolen_s, tree.cpu_s(), throttled_s, _waited_s(proc))
 
 
 def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
-    """Busy and stolen time of those cores since the machine started."""
+    """Return the busy and the stolen time of these cores since the machine started."""
     names = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
     clocks = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]
@@ -123,7 +124,7 @@ def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
 
 
 def descendants(processes: Mapping[int, CpuProcess], members: Collection[int] = ()) -> dict[int, CpuProcess]:
-    """Of this process, and of those members that live; members are among them."""
+    """Return this process's descendants, the members that still run, and the descendants of those."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
@@ -138,23 +139,22 @@ def descendants(processes: Mapping[int, CpuProcess], members: Collection[int] = 
 
 
 def read_processes(proc: Path) -> dict[int, CpuProcess]:
-    """All that live, by process id."""
     found: dict[int, CpuProcess] = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
         try:
             text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
-        fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything
-        ticks = list(map(int, fields[11:15]))  # user and system: its own, and of its children that have ended
+        fields = text.rpartition(")")[2].split()  # after the name, which may contain spaces and parentheses
+        ticks = list(map(int, fields[11:15]))  # utime, stime, cutime, cstime
         found[int(folder.name)] = CpuProcess(int(fields[1]), sum(ticks), sum(ticks[:2]))
     return found
 
 
 def _waited_s(proc: Path) -> float | None:
-    """Linux's pressure figure."""
+    """Return the total of Linux's pressure stall information for CPUs, in seconds; None without PSI."""
     try:
         text = (proc / "pressure" / "cpu").read_text(encoding="utf-8")
     except OSError:
@@ -164,5 +164,5 @@ def _waited_s(proc: Path) -> float | None:
 
 
 def ticks_per_s() -> int:
-    """Of the clocks of processes."""
+    """Return the resolution of the clocks in /proc."""
     return os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
-"""What a device sustains: stated by the user, known for its name, or measured by a copy and a product.
+"""Sustained memory bandwidth and FLOP/s of a device: given by the user, known by name, or measured.
 
-Called by `step.py`, whose floors stand on it (`cluster/roofline.py`), and by the doctor.
+Called by `step.py` for its lower bounds (`cluster/roofline.py`), and by the doctor.
 
 Legend: N rows, O outputs, I inputs.
 """
@@ -14,16 +14,16 @@ import torch
 
 from ...cluster.roofline import GPUS, Device
 
-_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}  # more than caches hold
+_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}  # larger than the caches
 _PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 _REPEATS = 5
 
 
 def find_device(device: torch.device, dtype: torch.dtype, stated: str | None) -> Device:
-    """Rates of `device` for products in `dtype`.
+    """Return the rates of `device` for products in `dtype`.
 
     Args:
-        stated: "GB/s,TFLOP/s", which wins.
+        stated: "GB/s,TFLOP/s" given by the user; takes precedence.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if stated is not None:
@@ -32,14 +32,14 @@ def find_device(device: torch.device, dtype: torch.dtype, stated: str | None) ->
 
 
 def known_device(device: torch.device, dtype: torch.dtype) -> Device | None:
-    """The rates of a GPU that has been measured, for products of 16 bits."""
+    """Return the measured rates of a known GPU, for 16-bit products; None for other devices and dtypes."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     return GPUS.get(torch.cuda.get_device_name(device))
 
 
 def measure_device(name: str, device: torch.device, dtype: torch.dtype) -> Device:
-    """The best of a few copies (bytes read and written) and of a few square products."""
+    """Measure copies (bytes read and written) and square products; the best of 5 runs each."""
     num_bytes, size = _COPY_BYTES[device.type], _PRODUCT_SIZE[device.type]
     source, copy = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     copy_s = _least_s(device, lambda: copy.copy_(source))
@@ -54,7 +54,7 @@ def weight_bytes_per_s(
     x_NI: torch.Tensor,
     num_bytes: int,
 ) -> float:
-    """Of weights that these products read one after the other, `num_bytes` together: the best of a few."""
+    """Return bytes/s of weights that products read one after the other (`num_bytes` in total); best of 5."""
     return num_bytes / _least_s(device, lambda: [product(x_NI) for product in products])
 
 

@@ -1,9 +1,9 @@
-"""Whether the machine was idle while something was measured: what CPU time others took, and what held us up.
+"""Records whether the machine was idle during a measurement: CPU time of other processes, steal, throttling.
 
-*Ours* is this process and its descendants, also those that lose their parent while we watch (a Ray that is
-started here); workers of a Ray that runs already are nobody's descendants here and count as others. *The
-machine* is the cores that this process may use. Linux only: elsewhere nothing is known, and nothing is said.
-Benchmarks' figures carry it.
+"Own" processes are this process and its descendants, including those whose parent exits while we watch (a Ray
+cluster started here). Workers of a Ray cluster that ran before count as other processes. "The machine" is the
+set of cores that this process may use. Linux only: elsewhere all figures are unknown. The results are part of
+every benchmark's figures.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.control_groups import ControlGroup
-from .cpu_clocks import Clocks, Family, read_clocks
+from .cpu_clocks import Clocks, ProcessTree, read_clocks
 
-IDLE_SHARE = 0.05  # of the cores' time: what others may take from a machine that still counts as idle
+IDLE_SHARE = 0.05  # of CPU time; the machine is idle if others use less
 _PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idleness:
-    """What was seen over `seconds`. Times are of CPUs, summed over `cores`; None is unknown.
+    """CPU times over `seconds` of watching, summed over `cores`; None is unknown.
 
     Attributes:
-        own_s: taken by this process and its descendants.
-        others_s: taken by all other processes.
-        stolen_s: taken by other virtual machines.
-        throttled_s: for which a CPU quota held us up.
-        waited_s: of `seconds`, in which some thread (ours or not) waited for a core.
+        own_s: CPU time of this process and its descendants.
+        others_s: CPU time of all other processes.
+        stolen_s: CPU time that the hypervisor gave to other virtual machines.
+        throttled_s: time for which a CPU quota stopped this process.
+        waited_s: part of `seconds` in which some thread (own or not) waited for a core.
     """
 
     seconds: float = 0.0
@@ -46,14 +46,14 @@ class Idleness:
 
     @property
     def idle(self) -> bool | None:
-        """Whether others left the machine to us; None where that is unknown."""
+        """Return True if others took hardly any CPU time (below IDLE_SHARE); None if unknown."""
         if self.others_s is None or self.stolen_s is None:
             return None
         return max(self._share(self.others_s), self._share(self.stolen_s)) < IDLE_SHARE
 
     @property
     def sentence(self) -> str | None:
-        """What the user should know; None where nothing disturbed, or nothing is known."""
+        """Return a warning for the user; None if nothing disturbed the measurement or nothing is known."""
         takers = {"other processes": self.others_s, "other virtual machines": self.stolen_s}
         took = {name: self._share(taken) for name, taken in takers.items() if taken is not None}
         parts = [f"{name} took {share * 100:.0f} %" for name, share in took.items() if share >= IDLE_SHARE]
@@ -61,16 +61,16 @@ class Idleness:
         if parts:
             said.append(
                 f"The machine was not idle: {' and '.join(parts)} of its CPU time during the measurement; "
-                "only ratios of modes that took turns mean anything."
+                "only ratios of sides that alternated are meaningful."
             )
         if self.throttled_s is not None and self._share(self.throttled_s) >= IDLE_SHARE:
             said.append(
-                f"A CPU quota held this process up for {self.throttled_s:.1f} s of {self.seconds:.1f} s."
+                f"A CPU quota stopped this process for {self.throttled_s:.1f} s of {self.seconds:.1f} s."
             )
         return " ".join(said) or None
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Shares of the cores' time; null is unknown."""
+        """Return the times as shares of the cores' time; null is unknown."""
         times = {"own_share": self.own_s, "others_share": self.others_s, "stolen_share": self.stolen_s}
         return {
             "idle": self.idle,
@@ -88,16 +88,17 @@ class Idleness:
         return max(self.seconds, 1e-9)
 
     def _share(self, taken_s: float) -> float:
-        return max(taken_s, 0.0) / (self._seconds * self.cores)  # clocks of 10 ms may leave less than nothing
+        return max(taken_s, 0.0) / (self._seconds * self.cores)  # 10 ms ticks: may be below 0
 
 
 class Watch:
-    """Adds up what happens while it is open; it may be opened often.
+    """Sums CPU times over all `with watch.open()` blocks.
 
     Args:
-        proc: where Linux tells about processes.
-        look_every_s: for processes of ours that start and end while it is open and lose their parents; a
-            look costs some milliseconds. None: only at both ends.
+        proc: the /proc file system.
+        look_every_s: interval at which descendants are listed while a block is open, so that those that
+            start, are orphaned and end within it are counted; each listing costs some milliseconds. None:
+            list them only at the start and the end.
     """
 
     def __init__(self, proc: Path = _PROC, *, look_every_s: float | None = None) -> None:
@@ -111,21 +112,21 @@ class Watch:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Watch until the end of the block."""
+        """Watch for the duration of the `with` block."""
         begin_s = time.monotonic()
-        family = Family(self._proc)
-        before = self._read(family) if self._known else None
+        tree = ProcessTree(self._proc)
+        before = self._read(tree) if self._known else None
         try:
-            with self._looks(family) if self._known else nullcontext():
+            with self._watched(tree) if self._known else nullcontext():
                 yield
         finally:
             if before is not None:
-                self._seen.append(self._read(family).since(before))
+                self._seen.append(self._read(tree).since(before))
             self._seconds += time.monotonic() - begin_s
 
     @contextmanager
-    def _looks(self, family: Family) -> Iterator[None]:
-        """A thread that looks now and then."""
+    def _watched(self, tree: ProcessTree) -> Iterator[None]:
+        """List the descendants every `look_every_s` in a thread for the duration of the block."""
         if (every_s := self._look_every_s) is None:
             yield
             return
@@ -133,7 +134,7 @@ class Watch:
 
         def look() -> None:
             while not ended.wait(every_s):
-                family.look()
+                tree.cpu_s()
 
         thread = threading.Thread(target=look, name="bench-watch", daemon=True)
         thread.start()
@@ -143,12 +144,12 @@ class Watch:
             ended.set()
             thread.join()
 
-    def _read(self, family: Family) -> Clocks:
-        return read_clocks(self._proc, self._cores, self._group, family)
+    def _read(self, tree: ProcessTree) -> Clocks:
+        return read_clocks(self._proc, self._cores, self._group, tree)
 
     @property
     def found(self) -> Idleness:
-        """What was seen so far."""
+        """Return the sums over all blocks so far."""
         if not self._seen:
             return Idleness(seconds=self._seconds, cores=max(len(self._cores), 1))
         own_s = sum(clocks.own_s for clocks in self._seen)
@@ -164,7 +165,7 @@ class Watch:
 
 
 def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
-    """Below a table of figures: what `as_json` says of the point that others disturbed most, if any."""
+    """Print the warning of the most disturbed point, given the `as_json` of each point."""
     disturbed = [idleness for idleness in found if idleness["warning"] is not None]
     if disturbed:
         print(max(disturbed, key=lambda idleness: idleness["others_share"])["warning"], flush=True)

@@ -1,4 +1,4 @@
-"""Pages of a sweep or a Pareto run: tiles, pictures with their tables, and where the figures come from."""
+"""HTML reports of a sweep or a Pareto run: tiles, charts with their tables, and provenance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ Figures = Mapping[str, Any]  # Any: JSON
 
 
 def write_sweep_page(figures: Figures, path: Path) -> None:
-    """The page of a sweep."""
     verdicts, points = figures["verdicts"], figures["points"]
     worst = min((one for one in verdicts), key=lambda one: one["measured"] / one["least"], default=None)
     tiles = [
@@ -30,11 +29,14 @@ def write_sweep_page(figures: Figures, path: Path) -> None:
     if worst is not None:
         tiles.append(Tile(f"{worst['measured']:.2f}", f"least: {worst['bar']}, {worst['where']}"))
     bars = Card(
-        title="Bars", words="What was asked, what was measured.", rows=_verdict_rows(verdicts), has_head=True
+        title="Bars",
+        words="Each target with the measured value.",
+        rows=_verdict_rows(verdicts),
+        has_head=True,
     )
     refused = Card(
         title="Refused",
-        words="Sides that this engine does not run.",
+        words="Methods that the engine refused.",
         rows=list(figures["refused"].items()),
     )
     pictures = list(sweep_pictures(figures))
@@ -43,7 +45,6 @@ def write_sweep_page(figures: Figures, path: Path) -> None:
 
 
 def write_pareto_page(figures: Figures, picture: Picture, path: Path) -> None:
-    """The page of a Pareto run."""
     _write(path, picture.title, figures, [], [picture], [])
 
 
@@ -57,7 +58,7 @@ def _write(
 ) -> None:
     provenance = figures["provenance"]
     where = f"{provenance['gpu'] or provenance['cpu']}, {provenance['cores']} cores, {provenance['date']}"
-    about = Card(title="Where it comes from", rows=list(flat({"options": figures["options"], **provenance})))
+    about = Card(title="Provenance", rows=list(flat({"options": figures["options"], **provenance})))
     path.parent.mkdir(parents=True, exist_ok=True)
     page = render_page(title, where, tiles, [*map(picture_card, pictures), *more, about])
     path.write_text(page, encoding="utf-8")

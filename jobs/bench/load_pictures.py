@@ -1,6 +1,6 @@
-"""Pictures of a sweep's or a Pareto run's figures, drawn by `jobs/pictures/plots.py`.
+"""Charts of a sweep's or a Pareto run's figures, drawn by `jobs/pictures/plots.py`.
 
-`load_page.py` puts them on a page; `write_svgs` of `plots.py` writes them to files.
+`load_page.py` puts them into a report; `write_svgs` of `plots.py` writes them to files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("schedule", "draft", "verify", "sample", "inject", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Operating:
-    """What a method gives at a load: tokens/s of one request, and of one GPU (or machine)."""
+    """Operating point of a method at one load: tokens/s of one request, and of one GPU (or machine)."""
 
     requests: int | None
     user_tokens_per_s: float
@@ -30,7 +30,7 @@ class Operating:
 
 
 def pareto_picture(curves: Mapping[str, Sequence[Operating]], per: str) -> Picture:
-    """Throughput against interactivity, a curve per method.
+    """Return the chart of throughput against interactivity, one curve per method.
 
     Args:
         per: "GPU" or "machine".
@@ -53,7 +53,7 @@ def pareto_picture(curves: Mapping[str, Sequence[Operating]], per: str) -> Pictu
 
 
 def sweep_pictures(figures: Figures) -> Iterator[Picture]:
-    """Those of a sweep; the longest fixed length shows what the drafter can do, free of any choice."""
+    """Yield the charts of a sweep. Acceptance is shown for the longest fixed length, which always drafts."""
     points = [p for p in figures["points"] if p["traffic"] == "prompts" and p["requests"] is not None]
     if points:
         yield pareto_picture(sweep_curves(figures), _per(figures))
@@ -66,7 +66,7 @@ def sweep_pictures(figures: Figures) -> Iterator[Picture]:
 
 
 def sweep_curves(figures: Figures) -> dict[str, list[Operating]]:
-    """A curve per method of a sweep's closed loops: plain, its own method (adaptive), and others."""
+    """Return a curve per method from the closed loops: plain, the adaptive engine, and other methods."""
     own = figures["engine"]["speculative_config"]["method"]
     names = {"plain": "plain", "adaptive": own, **{m: m for m in figures["options"]["methods"]}}
     points = [p for p in figures["points"] if p["traffic"] == "prompts" and p["requests"] is not None]
@@ -83,9 +83,9 @@ def operating(figures: Figures) -> Operating:
 
 
 def _speedup(points: Sequence[Figures]) -> Picture:
-    """Against plain decoding; fixed lengths are faint."""
+    """Return the chart of speed-ups over plain decoding; fixed lengths are drawn faint."""
     sides = [name for name in points[0]["sides"] if name != "plain"]
-    sides.sort(key=lambda name: "-" in name)  # those that stand out first: their colors differ most
+    sides.sort(key=lambda name: "-" in name)  # main sides first: the first colors differ most
     series = {side: _ratios(points, side) for side in sides}
     loads = [point["requests"] for point in points]
     table = [["side", *map(str, loads)]]
@@ -108,7 +108,7 @@ def _ratios(points: Sequence[Figures], side: str) -> list[tuple[float, float]]:
 
 
 def _acceptance(points: Sequence[Figures]) -> tuple[str, dict[str, list[float]]] | None:
-    """Of the side that always drafts most: shares by category, from all points."""
+    """Return the longest fixed-length side and, by category, the accepted share per draft over all points."""
     sides = points[0]["sides"] if points else {}
     fixed = [name for name in sides if "-" in name and sides[name]["acceptance"]]
     if not fixed:
@@ -117,11 +117,11 @@ def _acceptance(points: Sequence[Figures]) -> tuple[str, dict[str, list[float]]]
     tries: dict[str, list[float]] = {}
     hits: dict[str, list[float]] = {}
     for acceptance in (point["sides"][longest]["acceptance"] for point in points):
-        for name, told in acceptance.items():
-            missing = len(told["drafted"]) - len(tries.setdefault(name, []))
+        for name, shares in acceptance.items():
+            missing = len(shares["drafted"]) - len(tries.setdefault(name, []))
             tries[name] += [0.0] * missing
             hits[name] = hits.get(name, []) + [0.0] * missing
-            for i, (count, share) in enumerate(zip(told["drafted"], told["accepted"], strict=True)):
+            for i, (count, share) in enumerate(zip(shares["drafted"], shares["accepted"], strict=True)):
                 tries[name][i] += count
                 hits[name][i] += count * share
     return longest, {
@@ -143,7 +143,7 @@ def _shares(side: str, shares: Mapping[str, Sequence[float]]) -> Picture:
 
 
 def _parts(point: Figures) -> Picture:
-    """Of one load, by token: sides of different numbers of steps can be compared."""
+    """Return the chart of step time by part at one load, per token, so that sides are comparable."""
     rows = {
         name: [1e3 * side["step_seconds"].get(part, 0.0) / max(side["tokens"], 1) for part in PARTS]
         for name, side in point["sides"].items()
@@ -168,26 +168,26 @@ def _parts(point: Figures) -> Picture:
 
 
 def _distributions(point: Figures) -> Iterator[Picture]:
-    """Of one load, plain and who is not fixed."""
+    """Yield the latency distributions at one load for all sides without a fixed length."""
     curves = {name: side["curves"] for name, side in point["sides"].items() if "-" not in name}
     where = f"with {point['requests']} request(s) at once"
-    yield _cdf("ttft", "Time to the first token", f"from asking to the first token, {where}", curves)
+    yield _cdf("ttft", "Time to the first token", f"from arrival to the first token, {where}", curves)
     yield _cdf("itl", "Between tokens", f"between one block of tokens and the next, {where}", curves)
 
 
 def _cdf(kind: str, title: str, what: str, curves: Mapping[str, Figures]) -> Picture:
-    """The slowest 1 % is left out of the drawing: one hiccup would rule the axis."""
+    """Return a chart of percentiles up to 99: the slowest 1 % would determine the axis."""
     last = CURVE_PERCENTILES.index(99) + 1
-    shown = {name: told[f"{kind}_ms"] for name, told in curves.items() if told[f"{kind}_ms"]}
+    shown = {name: curve[f"{kind}_ms"] for name, curve in curves.items() if curve[f"{kind}_ms"]}
     series = {
         name: [(ms, q) for q, ms in zip(CURVE_PERCENTILES, row, strict=True)][:last]
         for name, row in shown.items()
     }
     words = f"Share of the times {what}, in per cent, that were no longer; up to 99 %."
-    told = (50, 90, 95, 99)
-    table = [["side", *(f"p{q} ms" for q in told)]]
+    listed = (50, 90, 95, 99)
+    table = [["side", *(f"p{q} ms" for q in listed)]]
     table += [
-        [name, *(f"{row[CURVE_PERCENTILES.index(q)]:.1f}" for q in told)] for name, row in shown.items()
+        [name, *(f"{row[CURVE_PERCENTILES.index(q)]:.1f}" for q in listed)] for name, row in shown.items()
     ]
     draw = partial(draw_lines, series=series, x_title="milliseconds", y_title="per cent")
     return Picture(kind, title, words, draw, table)

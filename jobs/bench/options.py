@@ -1,4 +1,4 @@
-"""What the benchmarks can be asked for; their flags are made of it. Imports neither torch nor Ray."""
+"""Options of `manta bench`; its flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Temperature = Annotated[float, Flag("-t")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What is run.
+    """Options that several benchmarks share.
 
     Attributes:
         prompts: JSONL with `prompt` or `messages`.
-        num_prompts: prompts of the file, spread evenly.
+        num_prompts: number of prompts, taken evenly from the file.
         concurrency: requests at once; may be repeated.
-        rounds: repetitions of each side; the median counts.
-        max_tokens: tokens of every request. Generation goes on after an end of sequence.
+        rounds: repetitions of each side; the median is reported.
+        max_tokens: tokens of every request. Generation continues after an end-of-sequence token.
         output: JSON file for the figures.
     """
 
@@ -50,12 +50,12 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(RunOptions):
-    """What `manta bench speculation` measures.
+    """Options of `manta bench speculation`.
 
     Attributes:
         temperature: 0 is greedy.
-        trial: try dtypes and keep each mode's fastest; without, the engine chooses.
-        plot: SVG or PNG of the speed-up.
+        trial: measure each dtype first and use the fastest per mode; otherwise the engine chooses.
+        plot: SVG or PNG file for a chart of the speed-up.
     """
 
     rounds: int = 5
@@ -66,20 +66,20 @@ class BenchOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions(RunOptions):
-    """What `manta bench sweep` measures.
+    """Options of `manta bench sweep`.
 
     Attributes:
-        num_prompts: prompts of the file, spread over it.
+        num_prompts: number of prompts, taken evenly from the file.
         concurrency: requests at once in closed loops; may be repeated.
-        mixed: numbers of requests that are also measured with mixed traffic.
-        open_loops: open loops that are also measured (or alone, where `concurrency` is empty).
-        rounds: most rounds of each side at a point.
-        max_tokens: tokens of a request on average: from half of it to half more.
-        temperature: 0 is greedy. The hostile requests of mixed traffic have their own.
-        methods: further speculative configs, by name.
-        minutes: how long it may take, about.
-        window_s: seconds after a start, and after a change of load, that are counted apart.
-        methods_only: no fixed lengths, no shuffled drafter, no starts.
+        mixed: values of `concurrency` that are also measured with mixed traffic.
+        open_loops: open loops to measure as well (or only those, if `concurrency` is empty).
+        rounds: maximum number of rounds of each side at a point.
+        max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
+        temperature: 0 is greedy. The hard requests of mixed traffic have their own.
+        methods: additional speculative configs, by name.
+        minutes: approximate duration.
+        window_s: length of the windows that are measured after a start and after a change of load.
+        methods_only: skip fixed lengths, the shuffled drafter and the measurements of starts.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 240
@@ -104,7 +104,7 @@ class SweepOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoOptions(SweepOptions):
-    """What `manta bench pareto` measures where no files of sweeps are given."""
+    """Options of `manta bench pareto` if it runs a sweep itself."""
 
     mixed: Annotated[tuple[int, ...], NO_FLAG] = ()
     minutes: float = 5.0
@@ -112,34 +112,34 @@ class ParetoOptions(SweepOptions):
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Read acceptance rates as written on a command line: numbers between commas."""
+    """Read acceptance rates from comma-separated numbers."""
     try:
         return tuple(float(rate) for rate in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"synthetic_acceptance_rates={text!r} must be numbers between commas, like 0.9,0.8,0.7.",
+            f"synthetic_acceptance_rates={text!r} must be comma-separated numbers, like 0.9,0.8,0.7.",
             param="synthetic_acceptance_rates",
         ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What `manta bench step` measures: every pair of a batch and a context is a point.
+    """Options of `manta bench step`. Every combination of batch and context is measured.
 
     Attributes:
         model: folder or config.json; on a GPU Qwen3-8B by default.
         spec_model: folder or config.json of the drafter; by default z-lab's b16 at the target's width.
-        num_drafts: drafts per request; by default the drafter's most.
+        num_drafts: drafts per request; by default the drafter's maximum.
         batches: requests in a step; may be repeated.
         contexts: tokens before a step; may be repeated.
-        steps: steps measured at each point, after a few that are not; the median counts.
-        acceptance_rates: how likely each draft and all before it are accepted, as 0.9,0.8,... (vLLM's
+        steps: steps measured at each point, after warm-up; the median is reported.
+        acceptance_rates: probability that a draft and all before it are accepted, as 0.9,0.8,... (vLLM's
             meaning); by default 0.86, 0.86^2, ...
         dtype: data type of weights and K/V.
-        device: where the models run.
-        attention_backend: kernels of a step; auto is triton on a GPU, compiled on a CPU that can.
+        device: device of the models.
+        attention_backend: kernels of a step; auto is triton on a GPU, compiled on a CPU that supports it.
         page_size: tokens per K/V page; by default 64 on a GPU, 16 on a CPU.
-        device_rates: what the device sustains; known GPUs need none, others are measured.
+        device_rates: sustained memory bandwidth and FLOP/s; by default known for some GPUs, else measured.
         output: JSON file for the figures.
     """
 

@@ -1,7 +1,7 @@
 """`manta bench pareto`: throughput of a GPU (or machine) against the speed of one user, a curve per method.
 
-From files of `manta bench sweep`, or measured anew. Whoever wants one user to have
-more tokens/s pays with throughput; a method is better where its curve lies further up and to the right.
+The figures come from files of `manta bench sweep` or from a new sweep. More tokens/s for one user cost
+throughput; a method is better where its curve lies further up and to the right.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Curves = dict[str, list[Operating]]
 def run_pareto(
     sources: Sequence[Mapping[str, Any]], output: Path | None, html: Path | None, svg: Path | None
 ) -> Figures:
-    """One picture of all those figures.
+    """Draw the curves of all sources into one chart; print, write and return the figures.
 
     Args:
-        sources: of sweeps; of two curves with one name the later gets a number.
-        svg: folder.
+        sources: figures of sweeps. If two curves have the same name, the later one gets a number.
+        svg: folder for the SVG file.
 
     Raises:
-        ConfigError: they come from different kinds of device.
+        ConfigError: the sources come from different kinds of device.
     """
     devices = {source["provenance"]["gpu"] for source in sources}
     if len(devices) > 1:
         named = ", ".join(sorted(str(device or "CPU") for device in devices))
         raise ConfigError(
-            f"files={named}: figures of different devices do not stand in one picture.", param="files"
+            f"files={named}: figures of different devices cannot be compared in one chart.", param="files"
         )
     curves: Curves = {}
     for source in sources:
@@ -74,10 +74,10 @@ def run_pareto(
 
 
 def read_figures(path: Path) -> Figures:
-    """A file that a sweep wrote.
+    """Return the figures in a file that a sweep wrote.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file is missing or was not written by a sweep.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def read_figures(path: Path) -> Figures:
     except (OSError, ValueError, AttributeError):
         pass
     raise ConfigError(
-        f"files={str(path)!r} is no file that `manta bench sweep -o` wrote.",
+        f"files={str(path)!r} was not written by `manta bench sweep -o`.",
         param="files",
     )
 

@@ -1,7 +1,7 @@
-"""What the benchmarks share: which prompts, through which engines, and what a pass over them measured.
+"""Prompts, engines and the results of a pass over the prompts, shared by the benchmarks.
 
-Not who runs when (`turns.py`), nor what is compared with what: `speculation.py` compares speculation on with
-off, `sweep/` every way to speculate. Also used by `tests/benchmarks/`.
+The order in which sides run is in `turns.py`; what is compared is in `speculation.py` (on with off) and
+`sweep/` (all draft lengths and methods). Also used by `tests/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...cluster.request import SamplingParams
 from ..generate import open_llm
 from ..progress import say as say
 from .options import RunOptions
-from .provenance import provenance
+from .provenance import options_json, provenance
 
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
@@ -39,20 +39,19 @@ Prompt = tuple[str, list[int]]  # id, token ids
 
 @dataclass
 class Pass:
-    """One pass over prompts; `token_ids` of the answers, None where a server does not tell them."""
+    """Result of one pass over prompts; `token_ids` of the answers are None if a server does not send them."""
 
     seconds: float
     tokens: int
     token_ids: list[list[int]] | None = field(repr=False)
 
     def __add__(self, more: Self) -> Self:
-        """This pass, then that one."""
-        told = self.token_ids is not None and more.token_ids is not None
+        both = self.token_ids is not None and more.token_ids is not None
         return replace(
             self,
             seconds=self.seconds + more.seconds,
             tokens=self.tokens + more.tokens,
-            token_ids=[*self.token_ids, *more.token_ids] if told else None,  # type: ignore[misc]
+            token_ids=[*self.token_ids, *more.token_ids] if both else None,  # type: ignore[misc]
         )
 
     @property
@@ -61,13 +60,13 @@ class Pass:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """None where steps are not counted, or nothing is drafted."""
+        """Return the mean acceptance length; None if steps are not counted or nothing is drafted."""
         return None
 
 
 @dataclass
 class SteppedPass(Pass):
-    """A pass that counted its verify steps; `step_seconds` by part, where an engine of ours ran it."""
+    """A pass that counted its verify steps; `step_seconds` by part of the step, empty for other engines."""
 
     num_steps: int
     num_accepted: int
@@ -93,25 +92,24 @@ _Pass = TypeVar("_Pass", bound=Pass)
 
 
 class PromptRow(NamedTuple):
-    """A line of a file of prompts; a `prompt` of messages is a `Chat`. `category` is "all" where none
-    stands."""
+    """A line of a prompt file. `prompt` is text or a `Chat`; `category` is "all" if the line names none."""
 
     name: str
     category: str
-    prompt: Any  # what the user's file holds
+    prompt: Any  # content of the user's file
 
 
 def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:
-    """(id, prompt or conversation) of `count` lines spread evenly over the file."""
+    """Return (id, prompt or conversation) of `count` lines, taken evenly from the file."""
     return [(row.name, row.prompt) for row in read_rows(path, count)]
 
 
 def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
-    """`count` lines spread evenly over the file, with their categories; all if None."""
+    """Return `count` lines, taken evenly from the file, with their categories; all if None."""
     path = shipped(path)
     if not path.exists():
         raise DatasetError(
-            f"prompts: {path} does not exist. Name a JSONL file with --prompts.",
+            f"prompts: {path} does not exist. Give a JSONL file with --prompts.",
             param="prompts",
         )
     if not open_source([path]).lines:
@@ -127,12 +125,11 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
 
 
 def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Those rows as token ids."""
     return [(name, list(encode_prompt(prompt, tokenizer).token_ids)) for name, prompt in rows]
 
 
 def joined(passes: Sequence[_Pass]) -> _Pass:
-    """One after the other."""
+    """Return the sum of passes that ran one after the other."""
     return reduce(operator.add, passes)
 
 
@@ -140,9 +137,10 @@ def joined(passes: Sequence[_Pass]) -> _Pass:
 def open_engines(
     config: EngineConfig, requests: int, dtypes: Sequence[str]
 ) -> Iterator[dict[tuple[str, str], LLM]]:
-    """One engine per mode and dtype. `max_num_seqs` makes `requests` run at once; no prefix is reused.
+    """Open one engine per mode and dtype, with `max_num_seqs=requests` and without a prefix cache.
 
-    An engine counts what others hold of a GPU: each may go one share of `gpu_memory_utilization` further.
+    Each engine counts the GPU memory that the others use, so the nth may use n shares of
+    `gpu_memory_utilization`.
     """
     engines: dict[tuple[str, str], LLM] = {}
     kinds = [(mode, dtype) for dtype in dtypes for mode in MODES]
@@ -165,7 +163,7 @@ def open_engines(
 
 
 def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
-    """The config's dtype; where the user leaves it open, those worth a trial: on a GPU only bfloat16."""
+    """Return the configured dtype; for "auto" the candidates to measure (on a GPU only bfloat16)."""
     import torch
 
     if config.dtype != "auto":
@@ -175,10 +173,10 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
 
 
 class EngineRun:
-    """Prompts and how they are sampled, for one engine; runs any part of them.
+    """Prompts and their sampling parameters for one engine; a call runs a slice of them.
 
     Args:
-        prompts: their ids give the seeds, so that all modes sample alike.
+        prompts: their ids determine the seeds, so that all modes sample alike.
     """
 
     def __init__(
@@ -198,7 +196,6 @@ class EngineRun:
 
 
 def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> SteppedPass:
-    """All prompts through one engine."""
     before = llm.stats()
     begin_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -219,11 +216,7 @@ def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Sampling
 def record(
     config: EngineConfig, options: RunOptions, points: list[Figures], more: Figures | None = None
 ) -> Figures:
-    """The figures of a run and where they come from; written if the options name a file.
-
-    Args:
-        more: what is told beside points.
-    """
+    """Return the figures of a run (points, `more`, provenance); write them if the options name a file."""
     figures = {**subject(config, options), **(more or {}), "points": points}
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -232,11 +225,10 @@ def record(
 
 
 def subject(config: EngineConfig, options: RunOptions) -> Figures:
-    """What is measured, and where."""
     return {
         "provenance": provenance(),
         "engine": asdict(config),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
     }
 
 

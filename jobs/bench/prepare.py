@@ -1,9 +1,9 @@
-"""`manta bench prepare speed-bench`: published prompts as a file that every benchmark reads (`--prompts`).
+"""`manta bench prepare speed-bench`: writes published prompts as a file for every benchmark (`--prompts`).
 
-SPEED-Bench (arXiv:2604.09557) is NVIDIA's and licensed for evaluation alone: it is fetched from the hub by
-the user's own access, its licence is shown, and nothing of it is kept in this repository. Of many rows the
-hub's file holds a placeholder in place of a prompt that others own; NVIDIA's `specdec_bench`
-(prepare_data.py) fills those in, and its file can be given here in place of the hub's.
+SPEED-Bench (arXiv:2604.09557) is NVIDIA's and licensed for evaluation only. It is downloaded with the user's
+own access, its license is printed, and none of it is stored in this repository. For many rows the hub has a
+placeholder instead of a prompt that others own. NVIDIA's `specdec_bench` (prepare_data.py) fills those in,
+and its output can be used here instead of the hub's file.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .passes import say
 SPEED_BENCH = "nvidia/SPEED-Bench"
 SUBSETS = ("qualitative", *(f"throughput_{size}" for size in ("1k", "2k", "8k", "16k", "32k")))
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-_LICENCE = (
+_LICENSE = (
     "SPEED-Bench is under the NVIDIA Evaluation Dataset License and its sources' own: for evaluation only. "
-    "It may not be passed on, nor be trained on."
+    "Do not redistribute it or train on it."
 )
-Row = Mapping[str, Any]  # Any: what a file holds
+Row = Mapping[str, Any]  # Any: content of a file
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was written; `left_out` rows held a placeholder, or nothing."""
+    """Prompts written by category; `left_out` rows had a placeholder or no prompt."""
 
     path: Path
     categories: Mapping[str, int]
@@ -42,22 +42,22 @@ class Prepared:
 
 
 def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -> Prepared:
-    """Write {id, category, messages} lines, a row's first turn each.
+    """Write a line {id, category, messages} for the first turn of each row.
 
     Args:
-        subset: of SUBSETS.
-        source: a file made by NVIDIA's own preparation (parquet or JSONL); the hub's if absent.
+        subset: one of SUBSETS.
+        source: output of NVIDIA's preparation (Parquet or JSONL); by default the hub's file.
 
     Raises:
-        DatasetError: it cannot be had, or is not SPEED-Bench's.
+        DatasetError: the file cannot be downloaded or read, or has no prompts.
     """
-    say(_LICENCE)
+    say(_LICENSE)
     file = source or _download(subset)
     rows = list(_read(file))
     lines = [line for i, row in enumerate(rows) if (line := _line(row, i)) is not None]
     if not lines:
         raise DatasetError(
-            f"prompts: {file} has {len(rows)} rows and none with a prompt. Make the whole set with NVIDIA's "
+            f"prompts: {file} has {len(rows)} rows, none with a prompt. Make the set with NVIDIA's "
             "specdec_bench (prepare_data.py) and give its file with --from.",
             param="prompts",
         )
@@ -69,7 +69,7 @@ def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -
 
 
 def _line(row: Row, number: int) -> dict[str, Any] | None:
-    """None where the prompt is not there."""
+    """Return None if the row has no prompt."""
     messages = row.get("messages") or [{"role": "user", "content": t} for t in (row.get("turns") or ())[:1]]
     content = str(messages[0].get("content") or "") if messages else ""
     if not content.strip() or _PLACEHOLDER in content:
@@ -89,14 +89,14 @@ def _read(file: Path) -> Iterator[Row]:
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.strip():
                 yield json.loads(line)
-    except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
+    except (OSError, ValueError) as error:  # pyarrow raises ValueErrors
         raise DatasetError(
             f"prompts: {file} cannot be read: {_first_line(error)}.", param="prompts"
         ) from None
 
 
 def _download(subset: str) -> Path:
-    """The subset's only parquet file, in the hub's cache; says what its licence says."""
+    """Download the subset's single Parquet file into the hub's cache and print the license."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -108,20 +108,20 @@ def _download(subset: str) -> Path:
             f"data/{subset}/*.parquet",
         ]
         folder = Path(snapshot_download(SPEED_BENCH, repo_type="dataset", allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # every error of the hub's client is one of these
+    except (OSError, ValueError) as error:  # the hub client's errors all derive from these
         raise DatasetError(
-            f"prompts: the hub did not give {SPEED_BENCH} ({_first_line(error)}). Check the connection and "
-            "HF_TOKEN, or download it elsewhere and give the subset's file with --from.",
+            f"prompts: {SPEED_BENCH} could not be downloaded ({_first_line(error)}). Check the network and "
+            "HF_TOKEN, or download it elsewhere and give the file of the subset with --from.",
             param="prompts",
         ) from None
-    for licence in sorted(folder.glob("License*")):
-        say(f"The licence's text: {licence}")
-    say(_licence_section(folder / "README.md"))
+    for path in sorted(folder.glob("License*")):
+        say(f"License text: {path}")
+    say(_license_section(folder / "README.md"))
     return _only(sorted(folder.rglob("*.parquet")), subset)
 
 
-def _licence_section(readme: Path) -> str:
-    """What a dataset's card says below a heading about its licence."""
+def _license_section(readme: Path) -> str:
+    """Return the text below the dataset card's heading about the license."""
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     found = re.search(
         r"^#+[^\n]*licen[cs]e[^\n]*\n(.*?)(?=^#|\Z)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL
@@ -133,7 +133,7 @@ def _only(files: Sequence[Path], subset: str) -> Path:
     mine = [file for file in files if subset in file.parts or file.name.startswith(subset)]
     if len(mine) != 1:
         raise DatasetError(
-            f"prompts: {SPEED_BENCH} has {len(mine)} files of {subset}, not one. Download it and give the "
+            f"prompts: {SPEED_BENCH} has {len(mine)} files of {subset}, expected 1. Download it and give the "
             "file with --from.",
             param="prompts",
         )

@@ -1,4 +1,4 @@
-"""Where a figure comes from: command, machine, versions, commit. Every benchmark file carries it."""
+"""Provenance of a figure: command, machine, versions, commit. Part of every benchmark file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LIBRARIES = ("torch", "triton", "ray", "transformers", "numpy")
 
 
 def provenance() -> dict[str, object]:
-    """Facts about this process and machine; null for a library that is not installed."""
+    """Return facts about this process and machine; a library that is not installed has version null."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -30,15 +35,20 @@ def provenance() -> dict[str, object]:
     }
 
 
+def options_json(options: DataclassInstance) -> dict[str, Any]:  # Any: JSON
+    """Return the options of a command for its file of figures."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+
+
 def cpu_model() -> str:
-    """Its name and the wide instructions that it has."""
+    """Return the CPU's name and its vector and matrix extensions."""
     fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
     name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(fast) or 'no AVX2'})"
 
 
 def cpu_flags() -> set[str]:
-    """As Linux names them; none elsewhere."""
+    """Return the CPU flags as Linux names them; empty on other systems."""
     return set(_cpu_facts().get("flags", "").split())
 
 
@@ -65,7 +75,7 @@ def _version(name: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Of the checkout that this package lies in; None for an installed wheel."""
+    """Run git in the checkout that contains this package; None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), *arguments]
     try:

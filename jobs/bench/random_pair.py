@@ -1,8 +1,8 @@
-"""Pairs of any shape with random weights, made where they run: a step's cost without its checkpoint.
+"""Target and drafter of any shape with random weights, created on the device.
 
-Nothing of a model's size is read from a disk or passes through the host's memory. What comes out of such a
-pair is noise; who wants text, or drafts that are accepted, widens a trained pair
-(`tests/benchmarks/widen.py`). Called by `step.py`; the doctor takes shapes from here.
+They measure the cost of a step without a checkpoint: no weights are read from disk or pass through host
+memory. The output of such a pair is noise; `tests/benchmarks/widen.py` makes wide pairs that produce text and
+accepted drafts. Called by `step.py`; the doctor takes shapes from here.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ QWEN3_8B: Json = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
-DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # of z-lab's b16 drafters
+DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # z-lab's b16 drafters
 
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """A target and a drafter by their configurations alone.
+    """Configurations of a target and a drafter.
 
     Attributes:
-        name: of the target, for people.
-        target_json, drafter_json: what the parsed forms were read from.
+        name: display name of the target.
+        target_json, drafter_json: the unparsed configurations.
     """
 
     name: str
@@ -68,14 +68,14 @@ class PairShape:
 
     @classmethod
     def read(cls, model: str | None, spec_model: str | None) -> PairShape:
-        """From folders or config.json files; weights are not looked for.
+        """Read folders or config.json files. Weights need not exist.
 
         Args:
             model: None is Qwen3-8B.
-            spec_model: in z-lab's format; None is z-lab's b16 drafter at the target's width.
+            spec_model: drafter in z-lab's format; None is z-lab's b16 drafter at the target's width.
 
         Raises:
-            CheckpointError: a file is missing, is not served, or the two do not fit.
+            CheckpointError: a file is missing, an architecture is not supported, or the two do not fit.
         """
         target_json = QWEN3_8B if model is None else _read(model, "model")
         target = _parse(target_json, model, read_model)
@@ -95,20 +95,20 @@ class PairShape:
 
     @classmethod
     def of(cls, name: str, target_json: Json) -> PairShape:
-        """A target by what its config.json would hold, and z-lab's b16 drafter at its width."""
+        """Make the pair of a target, given as the content of config.json, and z-lab's b16 drafter."""
         drafter_json = z_lab_drafter(target_json)
         target = _parse(target_json, None, read_model)
         return cls(name, target_json, drafter_json, target, _parse(drafter_json, None, DrafterConfig.load))
 
     def num_params(self) -> int:
-        """Of target and drafter together."""
+        """Return the number of parameters of target and drafter together."""
         facts = TargetFacts(self.target.hidden_size, self.target.num_layers, self.target.vocab_size, 0)
         shapes = [*target_shapes(self.target).values(), *drafter_shapes(self.drafter, facts).values()]
         return sum(math.prod(shape) for shape in shapes)
 
 
 def z_lab_drafter(target: Json) -> Json:
-    """config.json of a drafter as z-lab makes them: five layers and five taps at the target's width."""
+    """Return the config.json of a z-lab drafter: five layers and five taps at the target's width."""
     num_layers: int = target["num_hidden_layers"]
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     same = {key: target[key] for key in (*kept, "vocab_size", "rms_norm_eps", "rope_theta") if key in target}
@@ -126,7 +126,7 @@ def z_lab_drafter(target: Json) -> Json:
 
 
 class RandomModels:
-    """A plan's models with random weights (a `rank.ModelSource`); the drafter's pages are random too."""
+    """Models with random weights (a `rank.ModelSource`); the drafter's KV pages are random, too."""
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
         tensors = RandomTensors(target_shapes(plan.target), plan.dtype, plan.device)
@@ -141,7 +141,7 @@ class RandomModels:
 
 
 class _FilledDrafter(DFlashDrafter):
-    """A drafter whose pages hold a context from the start."""
+    """A drafter whose KV pages are filled with noise."""
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         cache = super().new_cache(num_pages, page_size)
@@ -165,7 +165,7 @@ def _config_file(path: str) -> Path:
 
 
 def _parse(raw: Json, path: str | None, load: Callable[[Path], T]) -> T:
-    """By the reader of checkpoints, which wants a folder: errors then name the file that the user gave."""
+    """Parse with a checkpoint reader. It takes a folder, so that errors name the user's file."""
     if path is not None and (file := _config_file(path)).name == "config.json":
         return load(file.parent)
     with TemporaryDirectory() as folder:

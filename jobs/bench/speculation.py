@@ -1,8 +1,8 @@
-"""`manta bench`: speculation on against off, same target, same prompts, side by side in one run.
+"""`manta bench`: compares speculation on with off, same target and prompts, alternating in one run.
 
-For every number of concurrent requests the two modes take turns (`turns.py`), each in its faster dtype, found
-by a short trial. Figures are medians over rounds. Outputs are compared token by token in every dtype. In this
-process, without Ray.
+At each concurrency the two modes take turns (`turns.py`), each in its faster dtype, found by a short trial.
+Figures are medians over rounds. Outputs are compared token by token in every dtype. Runs in this process,
+without Ray.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .passes import (
 from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
 
 TRIAL_PROMPTS = 4
-LINE_S = 4.0  # between lines while nothing else is told
-_Runs = Mapping[tuple[str, str], EngineRun]  # by mode and dtype
+LINE_S = 4.0  # interval of progress lines
+_Runs = Mapping[tuple[str, str], EngineRun]  # key: mode and dtype
 
 
 def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
-    """Measure, print a table, and write what the options ask for. Returns the figures."""
+    """Measure, print a table, write the requested files, and return the figures."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: bench compares it with plain decoding. Give --spec-model.",
@@ -61,7 +61,6 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
 def _measure(
     config: EngineConfig, options: BenchOptions, prompts: Sequence[Prompt], requests: int
 ) -> Figures:
-    """Both modes at one concurrency."""
     dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
     with open_engines(config, requests, dtypes) as engines:
         runs = {
@@ -84,7 +83,7 @@ def _measure(
     ratio = ratios(rounds["on"], rounds["off"])
     return {
         "requests": requests,
-        **{mode: _side(rounds[mode], chosen[mode]) for mode in MODES},
+        **{mode: _mode_figures(rounds[mode], chosen[mode]) for mode in MODES},
         "speedup": round(statistics.median(ratio), 3),
         "rounds_speedup": [round(of_round, 3) for of_round in ratio],
         "turns": len(turns),
@@ -95,9 +94,9 @@ def _measure(
 
 
 def _trial(runs: _Runs) -> dict[tuple[str, str], float]:
-    """Tokens/s over a few prompts."""
+    """Return tokens/s over a few prompts, after a warm-up."""
     for run in runs.values():
-        run(slice(1))  # what happens once does not count
+        run(slice(1))  # warm-up
     return {key: run(slice(TRIAL_PROMPTS)).tokens_per_s for key, run in runs.items()}
 
 
@@ -106,12 +105,12 @@ def _fastest_dtype(trial: Mapping[tuple[str, str], float], mode: str) -> str:
 
 
 def _identical(answers: Mapping[tuple[str, str], SteppedPass]) -> dict[str, bool]:
-    """By dtype, where both modes have it."""
+    """Return whether both modes gave the same tokens, by dtype that both ran."""
     both = [dtype for mode, dtype in answers if mode == "on" and ("off", dtype) in answers]
     return {dtype: answers["on", dtype].token_ids == answers["off", dtype].token_ids for dtype in both}
 
 
-def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
+def _mode_figures(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
     middle = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
     return {
         "dtype": dtype,
@@ -125,7 +124,7 @@ def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """The table: a line per concurrency; below it, whether others were at work."""
+    """Print a table with a line per concurrency, and a warning if the machine was not idle."""
     columns = [
         "requests",
         "plain tok/s",
@@ -150,7 +149,7 @@ def print_points(points: Sequence[Figures]) -> None:
 
 
 def plot_speedup(figures: Figures, path: Path) -> None:
-    """Draw bars of tokens/s, plain and DFlash, per number of requests, to an SVG or PNG file."""
+    """Draw tokens/s of plain decoding and DFlash by concurrency to an SVG or PNG file."""
     points = figures["points"]
     figure = new_figure(6.4, 3.2)
     axes = figure.subplots()
@@ -167,17 +166,13 @@ def plot_speedup(figures: Figures, path: Path) -> None:
             ha="center",
             weight="bold",
         )
-    axes.set_xticks(range(len(points)), [_label(point["requests"]) for point in points])
+    axes.set_xticks(range(len(points)), [f"concurrency {point['requests']}" for point in points])
     axes.set_ylabel("tokens/s")
     axes.margins(y=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     axes.set_title(_title(figures), fontsize=9, loc="left")
     save_figure(figure, path)
-
-
-def _label(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests} requests"
 
 
 def _title(figures: Figures) -> str:

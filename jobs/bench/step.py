@@ -1,9 +1,9 @@
-"""`manta bench step`: what a decoding step costs at any shape, part by part, beside the least it could cost.
+"""`manta bench step`: the cost of a decoding step at any shape, by part, against its roofline.
 
-A pair with random weights (`random_pair.py`) runs the engine's own steps over made-up contexts: the cost is
-real. What it writes is noise and no draft is accepted; how many tokens a step brings comes from an acceptance
-curve that is set. Not the engine around the steps: there is no scheduler, and every step has the same shape.
-In this process, without Ray. The steps: `step_times.py`.
+A pair with random weights (`random_pair.py`) runs the engine's steps over synthetic contexts, so the cost is
+real, but the output is noise and no draft is accepted. The number of tokens per step comes from a configured
+acceptance curve. The engine around the steps is not measured: there is no scheduler, and all steps have the
+same shape. Runs in this process, without Ray. `step_times.py` runs the steps.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ..tables import print_table
 from .device_rates import find_device
 from .idleness import print_warning
 from .options import StepOptions
-from .provenance import provenance
+from .provenance import options_json, provenance
 from .random_pair import PairShape
 from .step_times import Measured, Memory, Point, Seen, measure_points
 
-ACCEPTANCE = 0.86  # of each draft, those before it being accepted: a length of 6.5 at 15 drafts
+ACCEPTANCE = 0.86  # conditional acceptance rate of each draft; mean acceptance length 6.5 at 15 drafts
 DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample")  # parts of a step
 Figures = dict[str, Any]  # Any: JSON
 
 
 def bench_step(options: StepOptions) -> Figures:
-    """Measure, print tables, and write what the options ask for. Returns the figures."""
+    """Measure, print tables, write the requested file, and return the figures."""
     shape = PairShape.read(options.model, options.spec_model)
     plan = _load_plan(options, shape)
     if options.model is None and plan.device.type == "cpu":
         raise ConfigError(
-            "model is missing: Qwen3-8B, the default, is for a GPU, and this runs on a CPU. Give --model: "
+            "model is missing: the default, Qwen3-8B, needs a GPU, and this runs on a CPU. Give --model: "
             "a folder or config.json of a shape that a CPU can run.",
             param="model",
         )
@@ -55,7 +55,7 @@ def bench_step(options: StepOptions) -> Figures:
     measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
     figures: Figures = {
         "provenance": provenance(),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
         "model": shape.name,
         "target": shape.target_json,
         "drafter": shape.drafter_json,
@@ -79,7 +79,7 @@ def bench_step(options: StepOptions) -> Figures:
 
 
 def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
-    """The engine's plan for the pair, with room for the largest point; memory decides on pages later."""
+    """Return the engine's load plan for the pair, sized for the largest point."""
     batch = max(options.batches)
     config = EngineConfig(
         model=shape.name,
@@ -99,9 +99,9 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
 
 
 def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[float]) -> Figures:
-    """Of one point: both steps beside their floors, and what the acceptance curve makes of them.
+    """Return the figures of one point: both kinds of step with their roofline, and the resulting speed-up.
 
-    Plain decoding needs no drafter, so a step without drafts counts without its inject.
+    Plain decoding needs no drafter, so the inject part of a step without drafts is subtracted.
     """
     batch, context, rows = point.batch, point.context, len(survival) + 1
     floor = roofline.step(batch, rows, context)
@@ -114,8 +114,8 @@ def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[fl
     return {
         "batch": batch,
         "context": context,
-        "drafting": _beside(drafting, floor_s, floor.step_s),
-        "plain": _beside(plain, {"verify": plain_floor_s}, plain_floor_s),
+        "drafting": _with_floors(drafting, floor_s, floor.step_s),
+        "plain": _with_floors(plain, {"verify": plain_floor_s}, plain_floor_s),
         "tokens_per_s": round(batch * tau / drafting.step_s, 2),
         "plain_tokens_per_s": round(batch / plain.step_s, 2),
         "speedup": round(tau * plain.step_s / drafting.step_s, 3),
@@ -125,7 +125,7 @@ def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[fl
     }
 
 
-def _beside(measured: Measured, floor_s: dict[str, float], step_floor_s: float) -> Figures:
+def _with_floors(measured: Measured, floor_s: dict[str, float], step_floor_s: float) -> Figures:
     parts = {
         part: {"ms": _ms(seconds)} | ({"floor_ms": _ms(floor_s[part])} if part in floor_s else {})
         for part, seconds in measured.parts_s.items()
@@ -143,7 +143,7 @@ def _ms(seconds: float) -> float:
 
 
 def print_figures(figures: Figures) -> None:
-    """Three tables: steps with drafts, plain steps, and what follows from the acceptance curve."""
+    """Print three tables: steps with drafts, plain steps, and the throughput for the acceptance curve."""
     points, device = figures["points"], figures["device"]
     tau = figures["acceptance"]["mean_acceptance_length"]
     rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"
@@ -157,10 +157,10 @@ def print_figures(figures: Figures) -> None:
     columns = ["batch", "context", "tokens/s", "plain tokens/s", "speed-up", "floor's speed-up", "best rows"]
     names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "floor_speedup", "floor_best_rows")
     rows = [[str(point[name]) for name in ("batch", "context", *names)] for point in points]
-    print_table(f"what a mean acceptance length of {tau:.2f} makes of it", columns, rows)
+    print_table(f"with a mean acceptance length of {tau:.2f}", columns, rows)
     print(
         "Weights are random and no draft is accepted: the cost of a step is measured, the mean acceptance\n"
-        "length comes from the curve that was set. Floors and best rows (per request) are the roofline's."
+        "length comes from the configured curve. Floors and best rows (per request) are the roofline's."
     )
     print_warning([point["idleness"] for point in points])
     for point in figures["does_not_fit"]:

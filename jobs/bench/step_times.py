@@ -1,8 +1,8 @@
-"""Decoding steps over made-up contexts, timed part by part.
+"""Times decoding steps over synthetic contexts, by part.
 
-A context is not computed: requests enter as after a prefix hit that covers all but their last token, in pages
-full of noise. They enter anew before every step that is measured, so that it begins where it should and the
-workers know where, as when the scheduler runs ahead. Called by `step.py`.
+A context is not computed: requests are admitted as after a prefix-cache hit that covers all but the last
+token, with pages full of noise. They are admitted again before every measured step, so that each step starts
+at the same length and the workers know the positions, as when the scheduler runs ahead. Called by `step.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .idleness import Idleness, Watch
 from .random_pair import PairShape, RandomModels
 
 WARM_UP_STEPS = 3
-TURN_STEPS = 5  # so many of a kind, then as many of the other; the first of a turn finds strange caches
-MEMORY_SHARE = 0.9  # of what is free, for weights and pages; the rest is for activations
+TURN_STEPS = 5  # steps per turn; the first one (cold caches) is not counted
+MEMORY_SHARE = 0.9  # of free memory for weights and pages; the rest for activations
 PARTS = ("draft", "verify", "sample", "inject")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """So many requests with so many tokens of context each."""
+    """`batch` requests with `context` tokens each."""
 
     batch: int
     context: int
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over equal steps, in seconds; `step_s` is the wall's, `host_s` what no part accounts for."""
+    """Medians over equal steps, in seconds; `step_s` is wall time, `host_s` the rest that no part covers."""
 
     parts_s: dict[str, float]
     host_s: float
@@ -52,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """At one point: steps with all drafts, steps with none, and whether the machine was idle."""
+    """Times at one point: steps with all drafts, steps with none, and whether the machine was idle."""
 
     drafting: Measured
     plain: Measured
@@ -60,24 +60,23 @@ class Seen:
 
 
 class Memory:
-    """What the device holds: weights, and pages for one point at a time."""
+    """Decides which points fit into device memory beside the weights."""
 
     def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
         self._page_size, self._num_drafts = plan.page_size, plan.num_speculative_tokens
         on_gpu = plan.device.type == "cuda"
         free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
         left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
-        # Made-up requests hold every page of every group, and each pool has as many pages.
+        # The synthetic requests hold every page of every group, and all pools have the same number of pages.
         pools = [group.pool for group in plan.pages.groups]
         self._most_groups = max(pools.count(pool) for pool in pools)
         self._most_pages = left // sum(page_bytes(plan))
 
     def pages_per_request(self, context: int) -> int:
-        """For the context, the last known token and its drafts."""
+        """Return the pages per group for the context, the last known token and its drafts."""
         return -(-(context + 1 + self._num_drafts) // self._page_size)
 
     def num_pages(self, point: Point) -> int:
-        """Of a pool."""
         return point.batch * self.pages_per_request(point.context) * self._most_groups
 
     def fits(self, point: Point) -> bool:
@@ -85,10 +84,14 @@ class Memory:
 
 
 def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int) -> dict[Point, Seen]:
-    """Steps with all drafts, and with none, at every point."""
+    """Measure steps with all drafts and with none at every point.
+
+    Raises:
+        ConfigError: not even one point fits into memory.
+    """
     if not points:
         raise ConfigError(
-            "model: its weights and the pages of not even one point fit into memory. Give a smaller --model, "
+            "model: its weights and the pages of a single point do not fit into memory. Reduce --model, "
             "--batch or --context.",
             param="model",
         )
@@ -112,7 +115,7 @@ def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, step
 def _take_turns(
     runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
 ) -> tuple[Measured, Measured]:
-    """Steps with drafts and without, in turns of some: what else the machine does meets both."""
+    """Alternate between steps with and without drafts, so that disturbances affect both."""
     batch = len(admission.slots)
     plans = [made_up_plan(*_decoding(batch, -1, drafts)) for drafts in (num_drafts, 0)]
     kinds = [_Steps(runner, admission, plan) for plan in plans]
@@ -127,8 +130,6 @@ def _take_turns(
 
 
 class _Steps:
-    """The same step over and over, and what it took."""
-
     def __init__(self, runner: Runner, admission: SchedulerOutput, step: SchedulerOutput) -> None:
         self._runner, self._admission, self._step = runner, admission, step
         self._parts: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -152,7 +153,7 @@ class _Steps:
 
 
 def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
-    """Requests of one token less than the context, which the step itself adds; their pages are scattered."""
+    """Return requests with one token less than the context (the step adds it) and pages in random order."""
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"
     tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
@@ -167,7 +168,7 @@ def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> Schedule
 
 
 def _decoding(batch: int, num_computed: int, num_drafts: int) -> tuple[list[int], list[int], list[int]]:
-    """Computed tokens (-1: the workers know), rows and drafts of `batch` equal requests."""
+    """Return computed tokens (-1: the workers know), rows and drafts of `batch` equal requests."""
     return [num_computed] * batch, [num_drafts + 1] * batch, [num_drafts] * batch
 
 

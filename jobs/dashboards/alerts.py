@@ -1,7 +1,7 @@
-"""Prometheus's alerting rules of `alerts.yaml`: each says what happened, what it costs and what to do.
+"""Prometheus's alerting rules from `alerts.yaml`: each says what happened, its effect and what to do.
 
 Loaded by Prometheus (`rule_files`) or Mimir; a PrometheusRule of the Prometheus operator takes the same
-groups. They are in the names of replicas' own `/metrics`.
+groups. They use the metric names of replicas' `/metrics`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def rules(baseline: float | None = None) -> Json:
     """Return the content of the file, with every metric checked against the catalogue.
 
     Args:
-        baseline: mean acceptance length that the present one is held against; None is that of a day before.
-            Calibration is held against the day before in any case: drafters differ in it.
+        baseline: mean acceptance length that the current one is compared with; None is that of a day before.
+            Calibration is always compared with the day before, since it differs between drafters.
     """
     names = vllm_names()
     found: Json = yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8"))

@@ -1,18 +1,18 @@
-"""Grafana's JSON of the dashboards in `boards.yaml`: overview, speculation, cluster, batch.
+"""Makes Grafana's JSON of the dashboards in `boards.yaml`: overview, speculation, cluster, batch.
 
-An operator is to see within a minute whether speculation pays: what users feel comes first, then why. A
-panel whose metrics an exporter does not have is left out, and so is a row or a board without panels. Panels
-stand in rows of 24 columns, in the order of the file. Ids of dashboards are fixed, so that a second push
-replaces the first (`push.py`). The JSON is schema version 39: Grafana 10 and later.
+An operator should see within a minute whether speculation pays off: what users notice comes first, then the
+causes. A panel whose metrics an exporter lacks is left out, and so is a row or dashboard without panels.
+Panels are placed in rows of 24 columns in the order of the file. Dashboards have fixed ids, so that a second
+push replaces the first (`push.py`). The JSON is schema version 39: Grafana 10 and later.
 
-`boards.yaml` gives a panel its title, `about` (what it shows and when to worry), and either
+`boards.yaml` gives a panel its title, `about` (what it shows and when to worry), and one of
 
-* `queries`: legend -> PromQL in the names of `/metrics`, without filters (`queries.py`); or
-* `quantiles`: a histogram, of which p50, p95 and p99 are shown; or
+* `queries`: legend -> PromQL in the names of `/metrics`, without filters (`queries.py`);
+* `quantiles`: a histogram, of which p50, p95 and p99 are shown;
 * `means`: legend -> histogram.
 
-`unit` and `kind` are Grafana's (short, timeseries), `width` is of 24 columns (8), `thresholds` are pairs of
-value and color from below.
+`unit` and `kind` are Grafana's (short, timeseries), `width` counts columns (8), `thresholds` are pairs of
+lower bound and color.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 def boards(names: Dialect) -> list[Json]:
-    """Return the dashboards that this exporter can feed, as `POST /api/dashboards/db` takes them."""
+    """Return the dashboards for an exporter, in the format of `POST /api/dashboards/db`."""
     found: list[Json] = []
     for board in yaml.safe_load(_BOARDS.read_text(encoding="utf-8")):
         rows = [(row["title"], list(_panels(row["panels"], names))) for row in board["rows"]]
@@ -53,7 +53,7 @@ def _board(board: Json, rows: Sequence[tuple[str, Sequence[Json]]], names: Diale
         "tags": ["manta"],
         "schemaVersion": _SCHEMA,
         "editable": True,
-        "graphTooltip": 1,  # one cursor in all panels
+        "graphTooltip": 1,  # shared crosshair
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {
@@ -67,7 +67,7 @@ def _board(board: Json, rows: Sequence[tuple[str, Sequence[Json]]], names: Diale
 
 
 def _variable(name: str, label: str, names: Dialect) -> Json:
-    """A variable of the dashboard: the values of a label, of which several or all may be chosen."""
+    """Return a dashboard variable with the values of a label; several or all can be selected."""
     query = f"label_values({names.exported('vllm:num_requests_running')}, {label})"
     return {
         "name": name,
@@ -85,7 +85,7 @@ def _variable(name: str, label: str, names: Dialect) -> Json:
 
 
 def _placed(rows: Sequence[tuple[str, Sequence[Json]]]) -> list[Json]:
-    """Return headings and panels with ids and places, line by line."""
+    """Return headings and panels with ids and grid positions."""
     found: list[Json] = []
     top = 0
     for title, panels in rows:
@@ -115,7 +115,7 @@ def _panels(panels: Sequence[Json], names: Dialect) -> Iterator[Json]:
 
 
 def _queries(panel: Json) -> Iterator[tuple[str, str]]:
-    """Yield legends and PromQL."""
+    """Yield the (legend, PromQL) pairs of a panel."""
     if metric := panel.get("quantiles"):
         buckets = f"sum by (le) (rate({metric}_bucket[$__rate_interval]))"
         yield from ((f"p{100 * q:g}", f"histogram_quantile({q:g}, {buckets})") for q in _QUANTILES)

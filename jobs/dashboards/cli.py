@@ -1,4 +1,4 @@
-"""`manta dashboards ...`, as `jobs/cli.py` has the other commands."""
+"""The commands `manta dashboards ...`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Names = Literal["vllm", "ray", "both"]
 # Flags that the commands share.
 NamesOption = Annotated[
     Names,
-    typer.Option("--names", help="vllm: of replicas' /metrics; ray: of Ray's exporter."),
+    typer.Option("--names", help="Metric names: vllm for replicas' /metrics, ray for Ray's exporter."),
 ]
-GrafanaUrl = Annotated[str, typer.Option("--grafana", metavar="URL", help="As http://localhost:3000.")]
+GrafanaUrl = Annotated[str, typer.Option("--grafana", metavar="URL", help="URL, as http://localhost:3000.")]
 Token = Annotated[
     str,
-    typer.Option("--token", envvar="GRAFANA_TOKEN", help="Of a service account, or user:password."),
+    typer.Option("--token", envvar="GRAFANA_TOKEN", help="Token of a service account, or user:password."),
 ]
 DataSource = Annotated[
     str | None,
-    typer.Option("--datasource", show_default=False, help="Name of a Prometheus data source to begin with."),
+    typer.Option("--datasource", show_default=False, help="Initially selected data source."),
 ]
 
 dashboards = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Grafana's dashboards and Prometheus's alerts."
+    rich_markup_mode=None, no_args_is_help=True, help="Grafana dashboards and Prometheus alerts."
 )
 
 
 @dashboards.command()
 def render(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for one JSON file each.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the JSON files.")],
     names: NamesOption = "both",
 ) -> None:
     """Write the dashboards to files, for Grafana's import or provisioning."""
@@ -49,11 +49,11 @@ def render(
 def push(
     grafana: GrafanaUrl,
     token: Token,
-    folder: Annotated[str, typer.Option("--folder", help="Made if there is none.")] = "Manta",
+    folder: Annotated[str, typer.Option("--folder", help="Grafana folder; created if missing.")] = "Manta",
     datasource: DataSource = None,
     names: NamesOption = "both",
 ) -> None:
-    """Put the dashboards into a Grafana; what is there alike stays untouched."""
+    """Push the dashboards to Grafana; unchanged ones are not written."""
     server, differences = _differences(grafana, token, datasource, names)
     folder_uid = server.folder(folder)
     for difference in differences:
@@ -66,7 +66,7 @@ def push(
 def diff(
     grafana: GrafanaUrl, token: Token, datasource: DataSource = None, names: NamesOption = "both"
 ) -> None:
-    """Show what a push would change; ends with 1 if it would change anything."""
+    """Show what a push would change; exit code 1 if there are changes."""
     _, differences = _differences(grafana, token, datasource, names)
     for difference in differences:
         for line in difference.lines():
@@ -79,7 +79,7 @@ def diff(
 def alerts(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", show_default=False, help="File; else standard output."),
+        typer.Option("--output", "-o", show_default=False, help="Output file; default: standard output."),
     ] = None,
     baseline: Annotated[
         float | None,
@@ -87,7 +87,7 @@ def alerts(
             "--baseline",
             min=1.0,
             show_default=False,
-            help="Usual mean acceptance length; that of a day before if absent.",
+            help="Usual mean acceptance length; default: that of a day before.",
         ),
     ] = None,
 ) -> None:

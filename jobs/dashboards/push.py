@@ -1,8 +1,7 @@
-"""Dashboards into a Grafana, by its HTTP API (package `grafana-api`): what is there alike stays untouched.
+"""Pushes dashboards to Grafana by its HTTP API (package `grafana-api`); unchanged ones are not written.
 
-A dashboard is told by its fixed id, so that a push is idempotent and a changed one is replaced. Grafana adds
-numbers of its own to what it is given (`id`, `version`): they do not count as a difference. Called by
-`cli.py`.
+Dashboards are identified by their fixed ids, so a push is idempotent. Grafana adds its own numbers (`id`,
+`version`), which are ignored in comparisons. Called by `cli.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MESSAGE = "manta dashboards push"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of one dashboard: what Grafana has, None if nothing, and what is to be there."""
+    """A dashboard as it should be (`wanted`) and as Grafana has it (`found`, None if missing)."""
 
     wanted: Json
     found: Json | None
@@ -42,25 +41,25 @@ class Difference:
         return "as it was" if self.found == self.wanted else "changed"
 
     def lines(self) -> Iterator[str]:
-        """A unified diff of their JSON, nothing where they are alike."""
+        """Return a unified diff of the JSON; empty if equal."""
         before = [] if self.found is None else _written(self.found)
         title = self.wanted["title"]
         return difflib.unified_diff(before, _written(self.wanted), f"{title} (Grafana)", title, lineterm="")
 
 
 class Grafana:
-    """A Grafana that is asked by its HTTP API.
+    """A client of Grafana's HTTP API.
 
     Args:
-        url: where it is; a path before `/api` is kept.
-        token: of a service account that may edit dashboards, or "user:password".
+        url: address; a path before `/api` is kept.
+        token: token of a service account that may edit dashboards, or "user:password".
     """
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"grafana={shown_url(url)} is no address. Give it as http://host:3000.", param="grafana"
+                f"grafana={shown_url(url)} is not an address. Give it as http://host:3000.", param="grafana"
             )
         self._url, self._api = (
             shown_url(url),
@@ -68,47 +67,47 @@ class Grafana:
         )
 
     def difference(self, wanted: Json, source_uid: str | None = None) -> Difference:
-        """What a push of this dashboard would change.
+        """Compare a dashboard with Grafana's.
 
         Args:
-            source_uid: of the data source that it begins with; without, Grafana's default one.
+            source_uid: id of the data source that is selected at first; None: Grafana's default.
         """
         wanted = _with_source(wanted, source_uid)
         found = self._found(f"/dashboards/uid/{wanted['uid']}")
         return Difference(wanted, None if found is None else _without_numbers(found["dashboard"]))
 
     def push(self, dashboard: Json, folder_uid: str) -> None:
-        """Make it, or put it in the place of the one with its id."""
+        """Create the dashboard, or replace the one with its id."""
         content = {"dashboard": dashboard, "folderUid": folder_uid, "overwrite": True, "message": _MESSAGE}
-        with self._asking():
+        with self._translated_errors():
             self._api.dashboard.update_dashboard(content)
 
     def folder(self, title: str) -> str:
-        """The id of the folder with this title; made if there is none."""
+        """Return the id of the folder with this title; create it if missing."""
         uid = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "manta"
-        with self._asking():
+        with self._translated_errors():
             for folder in self._api.folder.get_all_folders():
                 if folder["title"] == title:
                     return folder["uid"]
             return self._api.folder.create_folder(title, uid)["uid"]
 
     def source(self, name: str) -> str:
-        """The id of the Prometheus data source with this name. Raises ConfigError if there is none."""
+        """Return the id of the data source with this name. Raises ConfigError if there is none."""
         found = self._found(f"/datasources/name/{name}")
         if found is None:
-            with self._asking():
+            with self._translated_errors():
                 known = [each["name"] for each in self._api.datasource.list_datasources()]
             raise ConfigError(
-                f"datasource={name!r} is none of this Grafana's ({', '.join(known) or 'it has none'}).",
+                f"datasource={name!r} does not exist in Grafana; it has: {', '.join(known) or 'none'}.",
                 param="datasource",
             )
         return found["uid"]
 
     def _found(self, path: str) -> Json | None:
-        """None where Grafana knows nothing of the kind."""
+        """Return the object at a path of the API; None if it does not exist."""
         from grafana_api.grafana_api import GrafanaClientError
 
-        with self._asking():
+        with self._translated_errors():
             try:
                 return self._api.api.GET(path)
             except GrafanaClientError as error:
@@ -117,8 +116,8 @@ class Grafana:
                 raise
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Failures in words."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Convert the client's exceptions to errors with a remedy."""
         import requests
         from grafana_api.grafana_api import GrafanaException
 
@@ -135,11 +134,11 @@ class Grafana:
 def _refused(url: str, status: int | None, message: str) -> ConfigError:
     if status in (401, 403):
         return ConfigError(
-            f"Grafana at {url} refuses the token (HTTP {status}). Give one of a service account with the "
-            "role Editor, by --token or GRAFANA_TOKEN.",
+            f"Grafana at {url} rejects the token (HTTP {status}). Give one of a service account with the "
+            "role Editor with --token or GRAFANA_TOKEN.",
             param="token",
         )
-    return ConfigError(f"Grafana at {url} refuses: {message}", param="grafana")
+    return ConfigError(f"Grafana at {url} reports an error: {message}", param="grafana")
 
 
 def _client(scheme: str, host: str, port: int | None, path: str, token: str) -> GrafanaFace:

@@ -1,8 +1,8 @@
-"""PromQL over the metrics of the catalogue, in the names of one exporter.
+"""Translates PromQL over the catalogue's metrics into the names of an exporter.
 
-Two exporters show the same figures by other names: a replica's own `/metrics` (vLLM's names), and Ray's agent
-on every node, which has no gateways, but the autoscaler and batch jobs. Queries are written in the names of
-`/metrics` (`boards.yaml`, `alerts.yaml`); `Dialect.translate` checks every name and rewrites it.
+Two exporters have the same metrics under different names: a replica's own `/metrics` (vLLM's names), and
+Ray's agent on every node, which lacks gateways but has the autoscaler and batch jobs. Queries are written in
+the names of `/metrics` (`boards.yaml`, `alerts.yaml`); `Dialect.translate` checks and rewrites every name.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...cluster.metrics import CATALOGUE
 
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 _NAME = re.compile(r"(?<![\w:$])([a-z_]\w*(?::\w+)?)(?:\{([^}]*)\})?")
-_OURS = re.compile(r"\w+:|manta_|http_")  # how every exported name begins
+_OURS = re.compile(r"\w+:|manta_|http_")  # prefixes of exported names
 
 
 class UnknownMetricError(KeyError):
-    """An exporter has no such metric."""
+    """The exporter does not have the metric."""
 
 
 def _exported(metrics: Iterable[Metric]) -> dict[str, Metric]:
-    """Return the metrics by the names of their samples: counters end in `_total`, histograms have three."""
+    """Return the metrics by sample name: counters end in `_total`, histograms have three samples."""
     return {metric.name + suffix: metric for metric in metrics for suffix in _SUFFIXES[metric.kind]}
 
 
@@ -34,15 +34,15 @@ _ALL = _exported((*CATALOGUE, *GATEWAY_CATALOGUE, *SCALING_CATALOGUE, *BATCH_CAT
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an exporter names metrics.
+    """The metric names of an exporter.
 
     Attributes:
-        name: stands in the titles and ids of its dashboards.
-        samples: the metrics that it has, by the catalogue's names of their samples.
-        replica: its label of a replica.
-        prefix: before every name.
-        colon: replaces the colon of a name.
-        used: the metrics that were translated so far.
+        name: part of the titles and ids of its dashboards.
+        samples: its metrics by sample name in the catalogue.
+        replica: its label for the replica.
+        prefix: prefix of every name.
+        colon: replacement for the colon in names.
+        used: metrics that were translated so far.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Dialect:
             if name == "replica":
                 return self.replica
             if name not in _ALL:
-                assert not _OURS.match(name), f"{name} is no sample of the catalogue"
+                assert not _OURS.match(name), f"{name} is not in the catalogue"
                 return found[0]
             metric = self.samples.get(name)
             if metric is None:
@@ -96,6 +96,5 @@ def vllm_names() -> Dialect:
 
 
 def ray_names() -> Dialect:
-    """Return the names of Ray's exporter."""
     samples = _exported((*CATALOGUE, *SCALING_CATALOGUE, *BATCH_CATALOGUE))
     return Dialect("ray", samples, "ReplicaId", prefix="ray_", colon="_")

@@ -1,1 +1,1 @@
-"""`manta doctor`: what this machine has, what Manta makes of it, and whether it computes what it should."""
+"""`manta doctor`: reports what this machine has, and checks that Manta computes correctly on it."""

@@ -1,7 +1,8 @@
-"""Decoding steps captured in CUDA graphs against the same steps launched kernel by kernel: tokens and K/V.
+"""Compares decoding steps replayed from CUDA graphs with the same steps launched kernel by kernel.
 
-The pair's own steps in fp32, with all drafts, with half of them, and with none; K and V of the drafter, too,
-for wrong drafts change no token. Imports what steps on a GPU: `run.py` imports this file where there is one.
+Runs the pair's own steps in fp32 with all drafts, half of them, and none, and compares tokens and K/V, also
+the drafter's, since wrong drafts change no token. Imports the GPU runner; `run.py` imports this file only on
+a GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .cases.case import REMEDY
 from .findings import Check, Outcome, off_by
 from .pair import MAX_LENGTH, settings_of
 
-_Seen = tuple[list[StepResult], list[Tensor]]  # of some steps, and the models' pages behind them
-_PROMPTS = (40, 5, 19)  # tokens; three requests share a graph with room for more, perhaps
+_Result = tuple[list[StepResult], list[Tensor]]  # results of the steps, and the models' pages after them
+_PROMPTS = (40, 5, 19)  # tokens; three requests, fewer than a graph may have room for
 _STEPS = 2
-_BOUND = 100  # units of the last place of K and V in fp32: a graph's room may choose other tiles
+_BOUND = 100  # ulp of K and V in fp32: a padded batch may use other tiles
 
 
 def capture_checks(plan: LoadPlan) -> Iterator[Check]:
-    """With drafts, cut and not, and without."""
+    """Yield checks of steps with all drafts, with trimmed drafts, and without drafts."""
     for drafts in sorted({0, plan.num_speculative_tokens}):
         for cut in (False, True) if drafts else (False,):
             look = partial(_captured, plan, drafts, cut=cut)
@@ -41,7 +42,7 @@ def capture_checks(plan: LoadPlan) -> Iterator[Check]:
 
 
 def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> Outcome:
-    """A prompt step, then some decoding steps in each way, over the same pages."""
+    """Run a prefill and some decoding steps, replayed and launched, over the same pages, and compare."""
     runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
     assert isinstance(runner, DeviceRunner), "Triton's kernels step on the device"
     launched = _without_graphs(runner, plan)
@@ -66,20 +67,20 @@ def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> Outcome:
 
 
 def _halves(drafts: int) -> Trim:
-    """Half of the rows, by the drafts' positions alone: margins are not the same to the last place."""
+    """Return a trim to half of the rows by draft position alone, since margins differ in the last place."""
     even_K, ones_R = np.zeros(drafts, np.float32), np.ones(len(_PROMPTS), np.float32)
     num_rows = len(_PROMPTS) * (2 + drafts) // 2
     return Trim(even_K, even_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
 
 
 def _without_graphs(runner: DeviceRunner, plan: LoadPlan) -> DeviceRunner:
-    """One over the same models, states and pages that captures nothing."""
+    """Return a runner over the same models, states and pages that captures no graphs."""
     max_rows = plan.config.max_num_batched_tokens
     num_drafts = plan.num_speculative_tokens
     return DeviceRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
 
 
-def _compare(replayed: _Seen, launched: _Seen) -> Outcome:
+def _compare(replayed: _Result, launched: _Result) -> Outcome:
     (results, kv), (expected, expected_kv) = replayed, launched
     differing = sum(
         int((a.token_ids != b.token_ids).sum() + (a.num_tokens != b.num_tokens).sum())
@@ -90,8 +91,8 @@ def _compare(replayed: _Seen, launched: _Seen) -> Outcome:
     return Outcome(measured, f"0, {_BOUND} ulp", not differing and units <= _BOUND)
 
 
-def _run(runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Seen:
-    """What the steps brought, and the models' K/V pages behind them but for the one that swallows."""
+def _run(runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Result:
+    """Return the results of the steps, and the models' K/V pages without the last one, which is scratch."""
     models = runner.models
     caches = [cache.kv for cache in (models.cache, models.draft_cache) if cache is not None]
     with torch.inference_mode():
@@ -104,7 +105,7 @@ def _run(runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput
 
 @contextmanager
 def _replays() -> Iterator[list[None]]:
-    """One entry for every graph that is replayed in the block: else equal results would prove nothing."""
+    """Count graph replays in the `with` block: without any, equal results would prove nothing."""
     count: list[None] = []
     replay = torch.cuda.CUDAGraph.replay
 

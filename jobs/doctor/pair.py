@@ -1,9 +1,9 @@
-"""A pair's answers, token by token: speculation on against off, Triton's kernels against PyTorch's.
+"""Compares a pair's answers token by token: speculation on with off, and Triton's kernels with PyTorch's.
 
-The engine's own steps in this process, in token ids: no tokenizer, no Ray. Every token must be the same
-where a row's bits do not depend on its companions: in fp32, and in a CPU's own dtype. In 16 bits on a GPU two
-tokens may change places where the target all but cannot tell them apart: a difference passes if PyTorch's
-operators in fp32 give both nearly the same logit there. Called by `run.py`.
+Runs the engine in this process on token ids, without tokenizer and Ray. All tokens must be equal where a
+row's bits do not depend on the other rows of its batch: in fp32, and in a CPU's own dtype. In 16 bits on a
+GPU, two tokens may be exchanged where their logits are nearly equal: a difference passes if PyTorch's
+operators in fp32 give both tokens nearly the same logit there. Called by `run.py`.
 
 Legend: V vocabulary.
 """
@@ -31,13 +31,13 @@ from ...cluster.request import Request, SamplingParams
 from .findings import Check, NotHereError, Outcome, none_differ
 
 Answers = list[tuple[int, ...]]
-MAX_LENGTH, _SEQUENCES = 256, 8  # of a sequence; that run at once
+MAX_LENGTH, _SEQUENCES = 256, 8  # tokens of a sequence; concurrent sequences
 NO_GPU = "no GPU"
 REMEDY = (
-    "compare with `manta generate --no-speculation --attention-backend torch`, serve with the flags that "
-    "agree with it, and report the line (-o FILE)"
+    "compare with `manta generate --no-speculation --attention-backend torch`, serve with flags that give "
+    "the same output, and report the line (-o FILE)"
 )
-_NEAR_TIE = 0.25  # of a logit; bf16 moves those of the pair that ships by 0.15 at most, by 0.02 on average
+_NEAR_TIE = 0.25  # of a logit; bf16 changes those of the shipped pair by 0.15 at most, 0.02 on average
 _SAMPLINGS = (
     SamplingParams(temperature=0.0, ignore_eos=True),
     SamplingParams(temperature=1.0, ignore_eos=True),
@@ -46,15 +46,13 @@ _SAMPLINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Prompts and how they are to be continued."""
-
+class _Requests:
     prompts: Sequence[tuple[int, ...]]
     params: Sequence[SamplingParams]
 
     @classmethod
-    def of(cls, vocab_size: int, count: int, max_tokens: int, *, greedy: bool = False) -> _Asked:
-        """Made-up ids, prompts of 5 to 83 tokens; no end of sequence ends anything."""
+    def of(cls, vocab_size: int, count: int, max_tokens: int, *, greedy: bool = False) -> _Requests:
+        """Make prompts of 5 to 83 token ids; end-of-sequence tokens are ignored."""
         prompts = [
             tuple((7 * i + j * j) % (vocab_size - 16) + 1 for j in range(5 + 13 * (i % 7)))
             for i in range(count)
@@ -65,7 +63,7 @@ class _Asked:
 
 
 def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
-    """The plan's pair in a few pages; all drafts in every step."""
+    """Return settings for the plan's pair with few pages and all drafts in every step."""
     num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.page_size) * len(plan.pages.groups)
     spec = plan.config.speculative_config
     small = replace(
@@ -74,13 +72,12 @@ def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
         max_num_seqs=_SEQUENCES,
         max_model_len=min(MAX_LENGTH, plan.max_model_len),
         num_pages=num_pages,
-        num_threads=1,  # threads of PyTorch wait for each other where another process takes a core
+        num_threads=1,  # PyTorch's threads wait for each other if another process uses a core
     )
     return replace(small, **changes)  # type: ignore[arg-type]
 
 
 def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
-    """What runs on this device."""
     on_gpu = plan.device.type == "cuda"
     count, max_tokens = (4, 24) if quick or not on_gpu else (24, 100)
     for dtype in sorted({"float32", str(plan.dtype).removeprefix("torch.")}, reverse=True):
@@ -91,7 +88,7 @@ def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
 
 def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> Outcome:
     nearly = plan.device.type == "cuda" and dtype != "float32"
-    asked = _Asked.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
+    asked = _Requests.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
     config = settings_of(plan, dtype=dtype)
     drafted, num_drafted = _answers(config, asked)
     plain, _ = _answers(replace(config, speculative_config=None), asked)
@@ -103,17 +100,16 @@ def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> Out
 
 
 def _backends(plan: LoadPlan, count: int, max_tokens: int) -> Outcome:
-    """Plain decoding, so that nothing hides behind a drafter."""
+    """Compare backends by plain decoding, since speculation would hide differences in the drafter."""
     if plan.device.type != "cuda":
         raise NotHereError(NO_GPU)
-    asked = _Asked.of(plan.target.vocab_size, count, max_tokens)
+    asked = _Requests.of(plan.target.vocab_size, count, max_tokens)
     config = settings_of(plan, dtype="float32", speculative_config=None)
     answers = [_answers(replace(config, attention_backend=name), asked)[0] for name in ("triton", "torch")]
     return _equal(*answers)
 
 
-def _answers(config: EngineConfig, asked: _Asked) -> tuple[Answers, int]:
-    """All continuations, and how many drafts were verified for them."""
+def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
     engine = Engine(config, InProcessExecutor(config))
     found: dict[str, tuple[int, ...]] = {}
     try:
@@ -128,7 +124,7 @@ def _answers(config: EngineConfig, asked: _Asked) -> tuple[Answers, int]:
         engine.close()
         del engine
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        torch.cuda.empty_cache()  # no-op without a GPU
 
 
 def _equal(mine: Answers, theirs: Answers) -> Outcome:
@@ -136,8 +132,8 @@ def _equal(mine: Answers, theirs: Answers) -> Outcome:
     return none_differ(differing, len(mine), "answers")
 
 
-def _near_ties(plan: LoadPlan, asked: _Asked, mine: Answers, theirs: Answers) -> Outcome:
-    """Greedy answers' first differences, and how far apart fp32 has the two tokens."""
+def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers) -> Outcome:
+    """Check the first difference of each greedy answer: the fp32 logits of both tokens must be close."""
     logits = _ExactLogits(plan)
     gaps: list[float] = []
     for prompt, a, b in zip(asked.prompts, mine, theirs, strict=True):
@@ -151,21 +147,21 @@ def _near_ties(plan: LoadPlan, asked: _Asked, mine: Answers, theirs: Answers) ->
 
 
 class _ExactLogits:
-    """What the target says behind any tokens, by PyTorch's operators in fp32."""
+    """Computes the target's logits with PyTorch's operators in fp32."""
 
     def __init__(self, plan: LoadPlan) -> None:
         exact = settings_of(plan, dtype="float32", attention_backend="torch", speculative_config=None)
         runner, self._info = load_runner(exact)
-        assert isinstance(runner, StepRunner), "PyTorch's operators are driven from the host"
+        assert isinstance(runner, StepRunner), "the torch backend uses the host runner"
         self._runner = runner
 
     def gap(self, tokens: tuple[int, ...], one: int, other: int) -> float:
-        """Between the logits of two tokens behind these."""
-        logits_V = self._behind(np.array(tokens, dtype=np.int32))
+        """Return the difference of two tokens' logits after `tokens`."""
+        logits_V = self._logits_after(np.array(tokens, dtype=np.int32))
         return float((logits_V[one] - logits_V[other]).abs())
 
     @torch.inference_mode()
-    def _behind(self, tokens: np.ndarray) -> Tensor:
+    def _logits_after(self, tokens: np.ndarray) -> Tensor:
         runner, count = self._runner, len(tokens)
         plan = made_up_plan(
             [0],

@@ -1,7 +1,7 @@
-"""What the device sustains: a copy, a large product, and products of a block's rows, which read weights.
+"""Measures sustained rates: a copy, a large product, and products of a block's rows (weights read).
 
-A GPU that is known (`cluster/roofline.py`) must come near its rates; others are told, not judged, and so are
-products. Called by `run.py`.
+A known GPU (`cluster/roofline.py`) must come close to its known copy and product rates; other figures are
+only reported. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from ...cluster.roofline import Device
 from ..bench.device_rates import known_device, measure_device, weight_bytes_per_s
 from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
-from .cases.subject import Candidate, Place, Subject, candidates
+from .cases.subject import Candidate, KernelInputs, Place, candidates
 from .findings import Check, Outcome
 
-_SHARE = 0.85  # of a known GPU's rates
-_ROWS = 16  # of a block
-_WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # more than caches hold
-_REMEDY = "see with nvidia-smi who else uses the GPU, its clocks, and what throttles them"
+_SHARE = 0.85  # minimum share of a known GPU's rates
+_ROWS = 16  # rows of a block
+_WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # larger than the caches
+_REMEDY = "check other processes on the GPU, its clocks and throttling with nvidia-smi"
 
 
 def rate_checks(place: Place) -> Iterator[Check]:
-    """Of products in the dtype of the first backend that runs here."""
+    """Yield the rates in the dtype of the first backend that runs here."""
     candidate = next(c for c in candidates(place) if c.why_not(place, c.dtypes[0]) is None)
     dtype = candidate.dtypes[0]
 
@@ -38,7 +38,7 @@ def rate_checks(place: Place) -> Iterator[Check]:
     look = partial(_weights, place, candidate, dtype, measured)
     yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
     if candidate.setting != "triton":
-        return  # elsewhere experts are no kernels of ours
+        return  # other backends have no expert kernels of ours
     for experts in expert_kinds(place):
         look = partial(_experts, place, candidate, dtype, experts, measured)
         yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
@@ -63,14 +63,14 @@ def _flops(flops: float, known: Device | None) -> Outcome:
 def _weights(
     place: Place, candidate: Candidate, dtype: torch.dtype, measured: Callable[[], Device]
 ) -> Outcome:
-    """Gate and up of the place's model, in so many copies that none stays in a cache."""
-    subject = Subject(place, candidate, dtype)
-    shape = (2 * subject.inner, subject.hidden)
+    """Measure gate and up projections, in enough copies to exceed the caches."""
+    inputs = KernelInputs(place, candidate, dtype)
+    shape = (2 * inputs.inner, inputs.hidden)
     bytes_each = shape[0] * shape[1] * dtype.itemsize
     copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
     with torch.inference_mode():
-        products = [subject.backend.linear(subject.weight(*shape)) for _ in range(copies)]
-        x_NH = subject.randn(_ROWS, subject.hidden)
+        products = [inputs.backend.linear(inputs.weight(*shape)) for _ in range(copies)]
+        x_NH = inputs.randn(_ROWS, inputs.hidden)
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
     return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
 
@@ -82,15 +82,15 @@ def _experts(
     kind: ExpertKind,
     measured: Callable[[], Device],
 ) -> Outcome:
-    """Of the experts that a block's rows choose, where each is as likely as the others."""
-    subject = Subject(place, candidate, dtype)
+    """Measure the experts that a block's rows choose, with uniform routing."""
+    inputs = KernelInputs(place, candidate, dtype)
     with torch.inference_mode():
-        x_NH, ids_Nk, weights_Nk = random_rows(subject, kind, _ROWS)
-        weights = random_experts(subject, kind)
+        x_NH, ids_Nk, weights_Nk = random_rows(inputs, kind, _ROWS)
+        weights = random_experts(inputs, kind)
         chosen = len(ids_Nk.unique()) / kind.experts
         bytes_each = round(chosen * sum(bytes_of(weight) for weight in (weights.gate_up, weights.down)))
         copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
-        layers = [subject.backend.experts(random_experts(subject, kind)) for _ in range(copies)]
+        layers = [inputs.backend.experts(random_experts(inputs, kind)) for _ in range(copies)]
         products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
     return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

@@ -1,24 +1,24 @@
-"""`manta doctor`: look at everything, print one table, and say whether anything failed.
+"""`manta doctor`: runs all checks and prints one table.
 
-    machine       what there is                                          machine.py
-    Manta uses    what the pair will run on, and why not on the rest     choice.py
+    machine       hardware and software                                  machine.py
+    Manta uses    backend for the pair, and why not the others           machine.py
     a backend     its operators and passes against fp64                  cases/operators.py, passes.py
-    own products  ours alone, with what is fused to them                 cases/products.py
-    own experts   routed ones, ours alone; weights plain and packed      cases/experts.py
-    own latents   attention over them, absorbed and expanded             cases/latents.py
+    own products  our kernels alone, with fused operations               cases/products.py
+    own experts   our kernels for routed experts, plain and packed       cases/experts.py
+    own latents   attention over latents, absorbed and expanded          cases/latents.py
     own delta rule                                                       cases/delta_rule.py
     steps         a step's kernels; captured steps                       cases/steps.py, capture.py
-    drafts        margins, cuts, DFlash2's kernels, odd heads            cases/drafts.py
+    drafts        margins, trimming, DFlash2's kernels, odd head sizes   cases/drafts.py
     pair          answers, token by token                                pair.py
     rates         bandwidth and FLOP rate                                rates.py
 
-In this process, without Ray or HTTP. Called by `cli.py`.
+Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,46 +31,29 @@ from ...actors.targets.loading.backends import why_not
 from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
-from ..bench.provenance import provenance
+from ..bench.provenance import options_json, provenance
 from ..progress import Wait, counting, say
 from ..tables import print_table
 from .cases.operators import operator_checks
 from .cases.subject import Place
-from .choice import choice_checks
 from .findings import Check, Finding, NotHereError, Outcome, examine, raising
-from .machine import machine_checks
+from .machine import choice_checks, machine_checks
+from .options import SHIPPED_PAIR, DoctorOptions
 from .pair import NO_GPU, pair_checks
 from .rates import rate_checks
 
-SHIPPED_PAIR = ("models/target", "models/drafter")
-_ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+_ROOT = Path(__file__).resolve().parents[2]  # root of a checkout
 Report = dict[str, Any]  # Any: JSON
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """What is looked at.
-
-    Attributes:
-        model, spec_model: the pair: folders or hub ids.
-        quick: fewer dtypes, prompts and tokens.
-        output: JSON file for the report.
-    """
-
-    model: str = SHIPPED_PAIR[0]
-    spec_model: str = SHIPPED_PAIR[1]
-    quick: bool = False
-    output: Path | None = None
-
-
 def run_doctor(options: DoctorOptions) -> Report:
-    """Look, telling on standard error what is being looked at, and write what the options ask for."""
+    """Run all checks, with progress on standard error; write the report if requested, and return it."""
     torch.set_num_threads(owned_cores())
     with counting("looking at the machine", say) as wait:
         findings = [_examine(check, wait) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "options": options_json(options),
         "findings": [asdict(finding) for finding in findings],
         "failed": sum(finding.status == "failed" for finding in findings),
     }
@@ -81,7 +64,7 @@ def run_doctor(options: DoctorOptions) -> Report:
 
 
 def print_report(report: Report) -> None:
-    """The table; below it what to do."""
+    """Print the table, and below it what to do about failures."""
     findings = report["findings"]
     rows = [
         [
@@ -106,7 +89,7 @@ def _examine(check: Check, wait: Wait) -> Finding:
 
 
 def _checks(options: DoctorOptions) -> Iterator[Check]:
-    """In the order of the table; where a part cannot even say what it looks at, that is its failure."""
+    """Yield the checks in the order of the table; a part that cannot list its checks is itself a failure."""
     place, quick = Place.here(), options.quick
     found: list[LoadPlan] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
@@ -123,11 +106,11 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
         try:
             yield from checks()
         except Exception as error:
-            yield raising(name, "what to look at", error)
+            yield raising(name, "listing the checks", error)
 
 
 def _of_plan(found: list[LoadPlan], checks: Callable[[LoadPlan], Iterator[Check]]) -> Iterator[Check]:
-    """None without a pair."""
+    """Yield the checks of the plan; none without a pair."""
     for plan in found:
         yield from checks(plan)
 
@@ -138,10 +121,9 @@ def _plan_check(options: DoctorOptions, found: list[LoadPlan]) -> Iterator[Check
 
 
 def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
-    """What loading the pair would do; nothing is loaded."""
     pair = (options.model, options.spec_model)
     if pair == SHIPPED_PAIR and not any(all((at / name).is_dir() for name in pair) for at in (Path(), _ROOT)):
-        raise NotHereError("the pair that ships is not here; give --model and --spec-model")
+        raise NotHereError("the shipped pair is not here; give --model and --spec-model")
     spec = SpeculativeConfig(model=options.spec_model)
     config = EngineConfig(model=options.model, speculative_config=spec, skip_tokenizer_init=True)
     found.append(plan_load(config))
@@ -149,7 +131,7 @@ def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
 
 
 def kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """Of those that no backend's operators show, where they run."""
+    """Yield checks of kernels that the backends' operators do not cover, where Triton runs."""
     machine = Machine(place.device, torch.float32, 16, num_ranks=1)
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
     if reason is not None:
@@ -172,7 +154,7 @@ def kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
-    """Where graphs are captured."""
+    """Yield checks of captured steps where graphs are captured."""
     if not torch.cuda.is_available():
         yield raising("steps", "captured = launched", NotHereError(NO_GPU))
     elif found and found[0].attention_backend == "triton":
@@ -180,5 +162,5 @@ def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
 
         yield from capture_checks(found[0])
     else:
-        reason = "no pair, or not Triton's backend for it"
+        reason = "no pair, or its backend is not Triton"
         yield raising("steps", "captured = launched", NotHereError(reason))

@@ -1,1 +1,1 @@
-"""The care of drafters: what one is, whether it fits a target, its other format. A trial alone runs one."""
+"""`manta drafter`: describe, validate, convert, evaluate, train, adapt and deploy drafters; see cli.py."""

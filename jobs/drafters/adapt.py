@@ -1,10 +1,10 @@
-"""`manta drafter adapt`: a drafter learns the traffic it meets, and keeps what it knew, or is not written.
+"""`manta drafter adapt`: trains a drafter on new traffic and writes it only if a gate passes.
 
-    traffic, general text ─▶ parted by hash ─▶ answers of the target ─▶ train() ─▶ gate ─▶ output, or exit 1
-                                  └─ held out: tokens per step of the old drafter and of the new, greedy ─┘
+    traffic, general text ─▶ split by hash ─▶ answers of the target ─▶ train() ─▶ gate ─▶ output, or exit 1
+                                  └─ held out: tokens per step of the old and of the new drafter, greedy ─┘
 
-What is on the way is kept in a folder beside the output: a killed run goes on where it was. Text and the gate
-are `adapt_text.py`'s and `gate.py`'s; how is counted, `evaluate.py`'s.
+Intermediate files are in a folder beside the output, so the same command continues an interrupted run. The
+text comes from `adapt_text.py`, the gate is `gate.py`, tokens per step are measured by `evaluate.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.files import write_json
 from ...actors.tokenizer import Tokenizer
-from ..bench.load.asks import Asks
+from ..bench.load.asks import RequestSource
 from ..bench.passes import PromptRow, say
 from ..tables import decimals, print_table
 from ..training.budget import Length, Schedule
@@ -31,7 +31,7 @@ from .evaluate import OVERALL, engine_of, measure_acceptance, open_whole
 from .gate import Measured, Verdict, judge
 from .options import AdaptOptions
 
-# Lower rates than those of a new drafter, which has nothing to lose; found on the shipped pair.
+# Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
 RECIPE = DrafterSettings(
     num_anchors=32,
     matrix_lr=1e-3,
@@ -44,10 +44,10 @@ _AT_ONCE = 16
 
 
 def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Adapt, judge, and write `output` if the gate lets it pass. The figures, `passed` among them.
+    """Train and measure the drafter, and write `output` if the gate passes. Return the figures with `passed`.
 
     Raises:
-        ConfigError, CheckpointError, DatasetError: before anything is trained.
+        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -57,7 +57,7 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = prepare_text(asked, options.work, Tokenizer.load(target), report)
     report(
-        f"{len(text.new)} new and {len(text.old)} old completions to learn; {len(text.held_out_new)} and "
+        f"{len(text.new)} new and {len(text.old)} old completions for training; {len(text.held_out_new)} and "
         f"{len(text.held_out_old)} prompts are held out"
     )
     before = measure(begun, target, text.held_out_new, text.held_out_old)
@@ -72,14 +72,14 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
 
 
 def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> Measured:
-    """Tokens per step on both: whole blocks, greedy, by real decoding."""
+    """Measure tokens per step on new and old text by greedy decoding with whole blocks."""
     config = replace(engine_of(str(drafter), str(target)), enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
     with open_whole(config) as driver:
 
         def of(examples: Sequence[Example]) -> dict[str, float]:
             rows = [PromptRow(str(i), each.category, each.prompt) for i, each in enumerate(examples)]
-            asks = Asks(rows, MEASURED_TOKENS, 0.0, natural=True)
-            found = measure_acceptance(driver, asks, len(rows), min(_AT_ONCE, len(rows)))
+            source = RequestSource(rows, MEASURED_TOKENS, 0.0, natural=True)
+            found = measure_acceptance(driver, source, len(rows), min(_AT_ONCE, len(rows)))
             return {category: each.tokens_per_step.value for category, each in found.items()}
 
         of_new, of_old = of(new), of(old)
@@ -112,7 +112,7 @@ def _figures(asked: Asked, text: Text, trained: Trained, verdict: Verdict) -> di
 
 
 def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
-    """What changed, and what became of it."""
+    """Print the change in tokens per step and the outcome."""
     rows = [
         [name, decimals(found["before"]), decimals(found["after"]), f"{found['gain']:+.1%}"]
         for name, found in figures["tokens_per_step"].items()
@@ -121,5 +121,5 @@ def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
     if figures["passed"]:
         print(f"adapted: {options.output}")
     else:
-        print(f"refused, the old drafter stays: {'; '.join(figures['complaints'])}")
-        print(f"what was trained is in {options.work / 'training'}, with its curves")
+        print(f"rejected, the old drafter stays: {'; '.join(figures['complaints'])}")
+        print(f"the trained drafter and its curves are in {options.work / 'training'}")

@@ -1,8 +1,8 @@
-"""What a drafter is adapted with: the new traffic, general text besides, and of both what is never learnt.
+"""Training and held-out text for adapting a drafter: new traffic, and general text against forgetting.
 
-Traffic that a server captured has answers. Files of prompts have none: the target is asked, and its answers
-are what is learnt, as everywhere in training. What is held out is chosen by a hash of the prompt, so that the
-same prompt never stands on both sides, and stands on the same one tomorrow. Called by `adapt.py`.
+Captured traffic contains answers. Prompt files do not; the target generates the answers, as in all drafter
+training. Held-out prompts are chosen by a hash of the prompt, so that the same prompt is always on the same
+side, also in later runs. Called by `adapt.py`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..training.answers import write_continuations
 from ..training.continuations import SPOKEN_TEMPERATURES, Continuations, Question
 from .train_data import completions_of_one_model
 
-NEW_ONE_IN, OLD_ONE_IN = 5, 2  # prompts that are held out; old text is there for being measured, too
-ANSWERS_SHARE = 0.2  # of the time, where answers are to be asked for
-MOST_MEASURED = 48  # prompts of a category
+NEW_ONE_IN, OLD_ONE_IN = 5, 2  # of so many prompts one is held out
+ANSWERS_SHARE = 0.2  # of the time, for generating answers where they are missing
+MOST_MEASURED = 48  # held-out prompts of a category
 LEAST_MEASURED = 8
 WATCHED = 16
-MOST_EXAMPLES = 20_000  # the newest; hours of training on two cores
-MAX_PROMPT_TOKENS = 768  # of a longer one its end
+MOST_EXAMPLES = 20_000  # newest examples; they take hours of training on two cores
+MAX_PROMPT_TOKENS = 768  # longer prompts keep their end
 MAX_ANSWER_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt, and what the target answered; None where it has not been asked. All are token ids."""
+    """A prompt and the target's answer as token ids; the answer is None until the target has generated it."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...] | None
@@ -48,7 +48,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a run is of; another one has a folder of its own."""
+    """The inputs of a run. A work folder belongs to one set of inputs."""
 
     drafter: str
     target: str
@@ -62,13 +62,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a run learns, and what it is judged by.
+    """Text of a run.
 
     Attributes:
-        new, old: completions to learn.
-        new_to_watch: completions of held-out prompts, for the curves.
-        held_out_new, held_out_old: prompts that are never learnt.
-        training_s: what answers have left of the time.
+        new, old: completions for training.
+        new_to_watch: completions of held-out prompts, for the training curves.
+        held_out_new, held_out_old: prompts for the gate, never trained on.
+        training_s: seconds for training.
     """
 
     new: Continuations
@@ -79,17 +79,17 @@ class Text:
     training_s: float
 
     def mixture(self) -> Continuations:
-        """Both, repeated until about half of all completions are old ones."""
+        """Return both, repeated so that about half of all completions are old ones."""
         ratio = len(self.old) / len(self.new)
         times_new, times_old = max(1, round(ratio)), max(1, round(1.0 / ratio))
         return Continuations.join([*[self.new] * times_new, *[self.old] * times_old])
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]:
-    """Of a folder that a server captured to, or of a JSONL file with `prompt` or `messages` a line.
+    """Read a folder of captured traffic, or a JSONL file with `prompt` or `messages` in each line.
 
     Raises:
-        DatasetError: it cannot be read, or there is nothing in it.
+        DatasetError: the file cannot be read or is empty.
     """
     if path.is_dir() or is_captured(path):
         found = _captured(path)
@@ -97,7 +97,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]
         rows = encode_rows(read_rows(path), tokenizer)
         found = [Example(tuple(row.prompt), None, row.category) for row in rows]
     if not found:
-        raise DatasetError(f"{field}: {path} holds nothing to learn from.", param=field)
+        raise DatasetError(f"{field}: {path} contains no prompts.", param=field)
     return [replace(each, prompt=each.prompt[-MAX_PROMPT_TOKENS:]) for each in found[-MOST_EXAMPLES:]]
 
 
@@ -109,23 +109,23 @@ def _captured(path: Path) -> list[Example]:
 
 
 def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
-    """One of so many prompts."""
+    """Return whether the prompt is held out; true for one in `one_in` prompts."""
     digest = hashlib.sha256(array("q", prompt).tobytes()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
 def prepare_text(asked: Asked, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> Text:
-    """All that a run needs, as it was when the run began: traffic that came since is the next run's.
+    """Prepare the text of a run and store it, so that a continued run ignores traffic captured since.
 
     Raises:
-        ConfigError: the folder is of another run.
-        DatasetError: there is no text, or too little to hold some out.
+        ConfigError: the folder belongs to a run with other inputs.
+        DatasetError: there is too little text.
     """
     kept = folder / "text.json"
     if kept.exists():
-        return _go_on(asked, folder, kept)
-    new, new_out = _parted(Path(asked.data), NEW_ONE_IN, tokenizer, "data")
-    old, old_out = _parted(Path(asked.replay), OLD_ONE_IN, tokenizer, "replay")
+        return _load(asked, folder, kept)
+    new, new_out = _split(Path(asked.data), NEW_ONE_IN, tokenizer, "data")
+    old, old_out = _split(Path(asked.replay), OLD_ONE_IN, tokenizer, "replay")
     answers_s = asked.minutes * 60.0 * ANSWERS_SHARE / 2
     is_asking = False
     for name, examples in (("new", new), ("old", old), ("watched", new_out[:WATCHED])):
@@ -139,14 +139,14 @@ def prepare_text(asked: Asked, folder: Path, tokenizer: Tokenizer, report: Calla
         "held_out_old": [(each.prompt, each.category) for each in old_out],
     }
     write_json(kept, content)
-    return _go_on(asked, folder, kept)
+    return _load(asked, folder, kept)
 
 
-def _go_on(asked: Asked, folder: Path, kept: Path) -> Text:
+def _load(asked: Asked, folder: Path, kept: Path) -> Text:
     content = json.loads(kept.read_text(encoding="utf-8"))
     if content["asked"] != asked.as_json():
         raise ConfigError(
-            f"output: {folder} is of another run ({content['asked']}). Remove it, or name another output.",
+            f"output: {folder} is of another run ({content['asked']}). Remove it, or choose another output.",
             param="output",
         )
     new, old, watched = (Continuations.load(folder / f"{name}.npz") for name in ("new", "old", "watched"))
@@ -157,8 +157,8 @@ def _go_on(asked: Asked, folder: Path, kept: Path) -> Text:
     return Text(new, old, watched, *held_out, training_s=content["training_s"])
 
 
-def _parted(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[list[Example], list[Example]]:
-    """What is learnt, and what is not: of each category at most `MOST_MEASURED`, no prompt twice."""
+def _split(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[list[Example], list[Example]]:
+    """Split into training examples and held-out prompts (distinct, at most MOST_MEASURED per category)."""
     examples = read_examples(path, tokenizer, field)
     learnt = [each for each in examples if not is_held_out(each.prompt, one_in)]
     found: dict[str, dict[tuple[int, ...], Example]] = defaultdict(dict)
@@ -168,8 +168,8 @@ def _parted(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[
     held_out = [each for of in found.values() for each in islice(of.values(), MOST_MEASURED)]
     if len(held_out) < LEAST_MEASURED or len(learnt) < LEAST_MEASURED:
         raise DatasetError(
-            f"{field}: {path} has {len(learnt)} completions to learn and {len(held_out)} different prompts "
-            f"to hold out; at least {LEAST_MEASURED} of both are needed. Give more text.",
+            f"{field}: {path} has {len(learnt)} completions for training and {len(held_out)} distinct "
+            f"held-out prompts; at least {LEAST_MEASURED} of both are needed. Give more text.",
             param=field,
         )
     return learnt, held_out
@@ -178,7 +178,7 @@ def _parted(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[
 def _answered(
     target: Path, examples: Sequence[Example], folder: Path, budget_s: float, report: Callable[[str], None]
 ) -> Continuations:
-    """With the answers that are known; for the others the target is asked, as long as the time allows."""
+    """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
     asked = [
         Question(each.prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)

@@ -1,8 +1,7 @@
-"""Whether a pair accepts drafts here as its card says: `manta drafter validate --level gpu`.
+"""Compares the acceptance of a pair on this machine with its card: `manta drafter validate --level gpu`.
 
-The card's own prompts are answered again, at its temperatures, with whole blocks. A figure is doubted where
-its interval lies below the card's: the same prompts of the same pair differ by much less. Finds kernels,
-dtypes and quantisations by which a drafter loses; one that was trained worse has another card.
+The prompts of the card are decoded again at its temperatures with whole blocks. A figure is reported if its
+interval lies entirely below the card's. This finds kernels, dtypes and quantization that reduce acceptance.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal
 from ...cluster.config import EngineConfig
 from .evaluate import OVERALL, engine_of, measure_suite, suite_asks
 from .evaluation_card import read_card
-from .misfit import Misfit, doubt
+from .misfit import Incompatibility, warning
 from .suites import open_suite
 
 _AT_ONCE, _LENGTH = 8, "tokens_per_step"
@@ -23,33 +22,33 @@ Figures = Mapping[str, Any]  # Any: JSON
 
 
 def needs_gpu() -> str:
-    """Why the level `gpu` cannot be had; empty where it can."""
+    """Return why level `gpu` is not available; empty if it is."""
     import torch
 
     if torch.cuda.is_available():
         return ""
     return (
-        "--level gpu measures acceptance on a GPU, and PyTorch finds none here: run it where one is, or take "
-        "--level cpu, which runs a few prompts."
+        "--level gpu measures acceptance on a GPU, and PyTorch finds none here. Run it on a machine with a "
+        "GPU, or use --level cpu, which runs a few prompts."
     )
 
 
-def card_misfits(
+def check_card(
     drafter: str, target: str, card: Path, device: Literal["cuda", "cpu"] = "cuda"
-) -> Iterator[Misfit]:
-    """What is accepted less than the card says.
+) -> Iterator[Incompatibility]:
+    """Yield the figures in which acceptance is below the card's.
 
     Raises:
         ConfigError: there is no such card.
-        DatasetError: its prompts are not here.
+        DatasetError: the prompts of the card are missing.
     """
-    told = read_card(card)
+    figures = read_card(card)
     config = replace(engine_of(drafter, target), device=device)
-    yield from judged(told["acceptance"], measured_again(config, told))
+    yield from compare_acceptance(figures["acceptance"], measure_again(config, figures))
 
 
-def measured_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
-    """Its acceptance as this machine has it."""
+def measure_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
+    """Measure the acceptance figures of the card on this machine."""
     options = card["options"]
     suite = open_suite(options["prompts"], card["suite"]["prompts"])
     config = replace(config, enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
@@ -57,8 +56,8 @@ def measured_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
     return measure_suite(config, asks, len(suite.rows))[1]
 
 
-def judged(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Misfit]:
-    """Of acceptance by temperature: tokens per step of each category, and over all each draft."""
+def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Incompatibility]:
+    """Compare tokens per step of each category, and the overall acceptance of each draft, by temperature."""
     for said, found in zip(card, here, strict=True):
         where = f"at temperature {said['temperature']:g}"
         for name, of_card in said["categories"].items():
@@ -66,17 +65,17 @@ def judged(card: Sequence[Figures], here: Sequence[Figures]) -> Iterator[Misfit]
                 yield from _compared(
                     f"{name} {where}: tokens per step", *(of[_LENGTH] for of in (of_here, of_card))
                 )
-        drafts = zip(*(told["categories"][OVERALL]["by_position"] for told in (said, found)), strict=False)
+        drafts = zip(*(each["categories"][OVERALL]["by_position"] for each in (said, found)), strict=False)
         for place, (of_card, of_here) in enumerate(drafts, start=1):
             yield from _compared(f"draft {place} {where}: share of blocks that accept it", of_here, of_card)
 
 
-def _compared(what: str, here: Figures, card: Figures) -> Iterator[Misfit]:
-    """A doubt, where the interval here lies below the card's."""
+def _compared(what: str, here: Figures, card: Figures) -> Iterator[Incompatibility]:
+    """Yield a warning if the interval here lies below the card's."""
     if here["high"] is not None and card["low"] is not None and here["high"] < card["low"]:
-        yield doubt(
+        yield warning(
             "acceptance",
-            f"{what} {_spelled(here)} here, {_spelled(card)} on the card. Compare dtype, quantisation and "
+            f"{what} {_spelled(here)} here, {_spelled(card)} on the card. Compare dtype, quantization and "
             "revisions of both checkpoints with those of card.json.",
         )
 

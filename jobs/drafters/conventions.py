@@ -1,7 +1,6 @@
-"""What an engine takes as it stands and yet is likely wrong: ids of another convention, rotation, types.
+"""Checks for settings that load but are likely wrong: layer ids, rotary embedding, dtypes, mask token.
 
-A drafter with such a fault loads and drafts badly, without an error: most complaints of low acceptance were
-one of these. Called by `validate.py`.
+Such a drafter gives few accepted drafts and no error. Called by `validate.py`.
 """
 
 from __future__ import annotations
@@ -12,21 +11,22 @@ from ...actors.targets.model.spec import ModelSpec
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import usual_layer_ids
 from .files import DrafterFiles
-from .misfit import Misfit, doubt
+from .misfit import Incompatibility, warning
 
 
-def doubts(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> Iterator[Misfit]:
+def check_conventions(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> Iterator[Incompatibility]:
     for check in _CHECKS:
         message = check(files, spec)
         if message:
-            yield doubt(_CHECKS[check], message)
+            yield warning(_CHECKS[check], message)
 
 
 def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
-    """z-lab's ids name the block whose output is tapped, Speculators' the block in front of which: one more.
+    """Check for layer ids that follow the other format's convention.
 
-    The usual taps moved by one, each of them, are another format's. Ids beyond the target are told by
-    `DrafterConfig.misfits`.
+    z-lab's ids name the layer whose output is tapped; Speculators' ids name the layer after it and are larger
+    by one. If all ids differ from the usual ones by one, they follow the other convention. Ids beyond the
+    target's layers are reported by `DrafterConfig.misfits`.
     """
     config = files.config
     usual, ids = usual_layer_ids(spec.num_layers, config.num_taps), config.target_layer_ids
@@ -49,22 +49,22 @@ def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
 def _order_of_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     ids = files.config.target_layer_ids
     if len(set(ids)) < len(ids):
-        return f"{list(ids)} names a block twice: each column of `fc` stands for a block of its own."
+        return f"{list(ids)} names a layer twice, but each column block of `fc` belongs to one layer."
     if list(ids) != sorted(ids):
-        return f"{list(ids)} is not ascending: right only if `fc` was trained with its columns in this order."
+        return f"{list(ids)} is not ascending: right only if `fc` was trained with columns in this order."
     return ""
 
 
 def _rotation(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
-    """A drafter may rotate in its own way; those that were published do as their target's full attention."""
+    """Compare with the rotary embedding of the target's full attention, which published drafters use."""
     ours = files.config.rope
     theirs = [mixer.rope for mixer in spec.attentions if mixer.rope is not None]
     if not theirs or any((r.theta, r.kind) == (ours.theta, ours.kind) for r in theirs):
         return ""
     said = ", ".join(sorted({f"{r.kind} with theta {r.theta:g}" for r in theirs}))
     return (
-        f"it rotates with {ours.kind}, theta {ours.theta:g}, the target with {said}. If it was trained with "
-        "the target's, set rope_theta and rope_scaling (rope_parameters) to those."
+        f"its rotary embedding is {ours.kind} with theta {ours.theta:g}, the target's {said}. If it was "
+        "trained with the target's, set rope_theta and rope_scaling (rope_parameters) to the target's values."
     )
 
 
@@ -73,18 +73,18 @@ def _length(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     if not isinstance(known, int) or known >= spec.max_position_embeddings:
         return ""
     return (
-        f"it was made for {known} positions, the target for {spec.max_position_embeddings}: the engine "
-        "serves no more than that. Raise it if the drafter was trained for more, else decode plainly."
+        f"the drafter allows {known} positions, the target {spec.max_position_embeddings}: the engine serves "
+        "no more than the drafter's. Raise the value if it was trained for more, else decode plainly."
     )
 
 
 def _dtype(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     floats = {dtype for dtype in files.tensors.dtypes.values() if dtype in _FLOATS}
-    if floats <= {_NAMES[spec.dtype]} or floats == {"F32"}:  # of fp32 nothing that matters is lost
+    if floats <= {_NAMES[spec.dtype]} or floats == {"F32"}:  # rounding from fp32 loses nothing that matters
         return ""
     return (
-        f"its weights are {', '.join(sorted(floats))}, the target's {_NAMES[spec.dtype]}: both are run in "
-        "the target's type. Convert from the type in which it was trained."
+        f"its weights are {', '.join(sorted(floats))}, the target's {_NAMES[spec.dtype]}, and both run in "
+        "the target's dtype. Convert it from the dtype in which it was trained."
     )
 
 
@@ -93,8 +93,8 @@ def _verifier(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     if not isinstance(named, list) or not named or spec.architecture in named:
         return ""
     return (
-        f"its files say that it was trained for a {', '.join(map(str, named))}; the target is a "
-        f"{spec.architecture}. Take the drafter of this target."
+        f"its files say that it was trained for {', '.join(map(str, named))}; the target is "
+        f"{spec.architecture}. Use the drafter of this target."
     )
 
 
@@ -102,15 +102,15 @@ def _mask_is_taken(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     config: DrafterConfig = files.config
     if config.mask_token_id in spec.eos_token_ids and not config.mask_embedding:
         return (
-            f"mask_token_id={config.mask_token_id} ends the target's texts: its embedding means that. Take a "
-            "token that stands in no text."
+            f"mask_token_id={config.mask_token_id} is an end-of-sequence token of the target, whose "
+            "embedding has that meaning. Use a token that does not occur in text."
         )
     return ""
 
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-# Check -> what it is told as.
+# Check -> name of the field in its report.
 _CHECKS: dict[Callable[[DrafterFiles[DrafterConfig], ModelSpec], str], str] = {
     _shifted_ids: "layer ids",
     _order_of_ids: "layer ids",

@@ -1,7 +1,8 @@
-"""A drafter in z-lab's or Speculators' format. Weights are copied, never computed with.
+"""Converts a drafter between z-lab's and Speculators' format. Weights are copied bit by bit.
 
-What is written is read again: each field of `DrafterConfig` must mean the same and every tensor have the same
-bits, else nothing stays. So what a format has no word for is refused by name. Called by `cli.py`.
+The result is read again: every field of `DrafterConfig` must have the same meaning and every tensor the same
+bits, else the output is removed. A setting that the other format cannot express is thus refused by name.
+Called by `cli.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ...drafter.dflash.features import TargetFacts
 from .files import SMALL_FILES
 
 Format = Literal["z-lab", "speculators"]
-# Not the drafter's meaning: where it stands, and which of its target's facts a format repeats.
+# Fields that may differ: the location, and facts of the target that only one format repeats.
 _NOT_MEANT = ("file", "layout", "num_target_layers", "target_hidden_size")
-# Keys that are said anew; all others go along as they are.
+# Keys that are written for the new format; all others are copied.
 _OF_WRAPPING = (
     "architectures",
     "auto_map",
@@ -46,14 +47,14 @@ _Written = dict[str, Any]  # Any: JSON values
 
 
 def convert_drafter(name: str, target_name: str, to: Format, output: Path) -> None:
-    """Write `name` in format `to`.
+    """Write drafter `name` in format `to`.
 
     Raises:
-        ConfigError: there is something at `output`, or the format has no word for what the drafter does.
-        CheckpointError: the drafter cannot be read, or not with this target.
+        ConfigError: `output` exists, or the format cannot express a setting of the drafter.
+        CheckpointError: the drafter cannot be read or does not fit the target.
     """
     if output.exists():
-        raise ConfigError(f"output={str(output)!r} is there already: name a new folder.", param="output")
+        raise ConfigError(f"output={str(output)!r} exists already: give a new folder.", param="output")
     target = read_model(resolve_checkpoint(target_name, field="target", files=SMALL_FILES))
     folder = resolve_checkpoint(name, field="drafter")
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0, target.embed_scale)
@@ -83,7 +84,7 @@ def _as_speculators(config: DrafterConfig, raw: Json, target: ModelSpec, target_
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        # Captured *before* layer i, while our ids name the layer behind which they are.
+        # Speculators names the layer before which the hidden state is captured, we the layer after which.
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "target_hidden_size": target.hidden_size,
         "sliding_window_non_causal": not any(layer.causal for layer in config.layers),
@@ -97,7 +98,7 @@ def _as_speculators(config: DrafterConfig, raw: Json, target: ModelSpec, target_
 
 
 def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
-    """Its config.json in z-lab's format; keys of `raw` that no field stands for stay."""
+    """Return the config.json in z-lab's format; keys of `raw` without a field are kept."""
     second = config.convolutions is not None and config.selector is not None
     kinds = {layer.causal for layer in config.layers}
     factor = config.input_embedding_scale
@@ -111,9 +112,9 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         **_second_keys(config),
-        **{key: value for key, value in scales.items() if _says(value)},
+        **{key: value for key, value in scales.items() if _is_set(value)},
     }
-    if factor is not None and factor != target.embed_scale:  # the target's is what no word means
+    if factor is not None and factor != target.embed_scale:  # an absent key means the target's
         dflash["input_embedding_scale"] = factor
     written = {
         **_backbone(config, raw),
@@ -124,18 +125,18 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
     }
     if config.maps_vocabulary:
         written["draft_vocab_size"] = config.draft_vocab_size
-    if len(kinds) == 1:  # else causality follows the window, as where the key is absent
+    if len(kinds) == 1:  # else the key is left out: causality follows the window
         written["is_causal"] = kinds.pop()
     return written
 
 
-def _says(scale: float | None) -> bool:
-    """Whether it is more than what an absent key means."""
+def _is_set(scale: float | None) -> bool:
+    """Return whether the value differs from what an absent key means."""
     return scale not in (None, False, 1.0)
 
 
 def _backbone(config: DrafterConfig, raw: Json) -> _Written:
-    """The Qwen3 block's keys, with the windows and sizes that defaults or other keys gave."""
+    """Return the keys of the Qwen3 layers, with windows and sizes resolved from defaults and other keys."""
     nested = raw.get("transformer_layer_config", raw)
     windows = [layer.window for layer in config.layers]
     kept = {key: value for key, value in nested.items() if key not in _OF_WRAPPING}
@@ -174,8 +175,8 @@ def _check_same(one: DrafterConfig, other: DrafterConfig, target: ModelSpec, to:
         was, now = _meant(one, field.name, target), _meant(other, field.name, target)
         if field.name not in _NOT_MEANT and was != now:
             raise ConfigError(
-                f"to={to}: this format has no word for {field.name}={was} (it would say {now}). Keep the "
-                f"drafter in {one.layout}'s format, which Manta reads as it is.",
+                f"to={to}: this format cannot express {field.name}={was} (it would read as {now}). Keep the "
+                f"drafter in {one.layout}'s format, which Manta reads directly.",
                 param="to",
             )
 
@@ -192,4 +193,4 @@ def _check_bits(one: TensorFolder, other: TensorFolder) -> None:
         was, now = one.get(name), other.get(named_as_ours(name))
         same = was.dtype == now.dtype and torch.equal(was.view(torch.uint8), now.view(torch.uint8))
         if not same:
-            raise CheckpointError(f"{other.folder}: {name} was not written as it was; is the disk sound?")
+            raise CheckpointError(f"{other.folder}: {name} differs after writing; check the disk.")

@@ -1,20 +1,19 @@
-"""A candidate on trial in a running application, and what came of it: by the deployment's `user_config`.
+"""Deploys a candidate drafter for a trial in a running application, through the deployment's `user_config`.
 
-    manta drafter deploy B ─▶ user_config {drafter: A, candidate: {drafter: B, ...}} ─▶ replicas' desks
-    manta drafter status   ◀─ what they tell each other (trial_board.py)
+    manta drafter deploy B ─▶ user_config {drafter: A, candidate: {drafter: B, ...}} ─▶ replicas
+    manta drafter status   ◀─ the reports that replicas share (trial_board.py)
     manta drafter promote  ─▶ user_config {drafter: B};   rollback ─▶ user_config {drafter: A}
 
-An application of a Serve config is deployed again with another `user_config`, as `serve deploy` of the edited
-file would. One that `manta serve` started has no config to edit: there the board keeps the wish.
+An application deployed from a Serve config is redeployed with the changed `user_config`, as `serve deploy` of
+the edited file would do. One that `manta serve` started has no config file; there the board stores the
+`user_config`.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ...actors.drafter_trial import ReplicaReport
@@ -25,26 +24,26 @@ from ..ray_session import join_ray, ray_address
 
 UserConfig = dict[str, Any]  # Any: YAML
 
-# What each verdict means for who drafts.
+# What each verdict means for the drafter in use.
 MEANINGS: dict[Verdict | None, str] = {
-    None: "goes on",
-    "promoted": "promoted: the candidate drafts",
-    "better": "the candidate is better, and goes on drafting for its share: `manta drafter promote`",
+    None: "in progress",
+    "promoted": "promoted: the candidate is now the drafter",
+    "better": "the candidate is better and keeps its share of requests: `manta drafter promote`",
     "rolled_back": "rolled back: the candidate is worse, the drafter stays",
-    "undecided": "undecided: its time is up, the drafter stays",
+    "undecided": "undecided: the time is over, the drafter stays",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TrialStatus:
-    """What is known of a deployment's drafters.
+    """State of a deployment's drafters.
 
     Attributes:
-        user_config: in force.
-        drafter: that drafts, or is to; None: the one that `args` name.
-        candidate: on trial, or tried.
-        verdict: None while the trial goes on, or where there is none.
-        reports: by replica.
+        user_config: the current one.
+        drafter: the drafter in use; None: the one in the application's `args`.
+        candidate: the drafter that is or was on trial.
+        verdict: None during the trial and without one.
+        reports: reports by replica.
     """
 
     user_config: UserConfig
@@ -77,11 +76,11 @@ class DrafterDeployment:
     """A deployment of a running application.
 
     Args:
-        application: its name.
-        deployment: that of the model's replicas.
+        application: name of the application.
+        deployment: name of the deployment of the model's replicas.
 
     Raises:
-        MantaError: no Ray runs here, or no such application.
+        MantaError: no Ray cluster is running, or there is no such application.
     """
 
     def __init__(self, application: str, deployment: str) -> None:
@@ -93,40 +92,40 @@ class DrafterDeployment:
         self._application, self._deployment = application, deployment
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
-            raise MantaError("Serve does not run in this Ray: there is no application to change.")
+            raise MantaError("Ray Serve is not running in this Ray cluster.")
         self._client = client
         self._board = TrialBoard(application, deployment)
         known = self._details()["applications"]
         if deployment not in known.get(application, {}).get("deployments", {}):
             names = [f"{app}/{name}" for app, found in known.items() for name in found["deployments"]]
             raise MantaError(
-                f"There is no deployment {application}/{deployment} in this Ray; there are: "
-                f"{', '.join(names) or 'none'}. Name one by --app and --deployment."
+                f"There is no deployment {application}/{deployment} in this Ray cluster; there are: "
+                f"{', '.join(names) or 'none'}. Choose one with --app and --deployment."
             )
 
     def deploy(self, candidate: UserConfig) -> Candidate:
-        """Put a candidate on trial, in place of one that may be. Raises ConfigError, and changes nothing."""
+        """Start the trial of a candidate, replacing one in progress. Raises ConfigError before any change."""
         drafter = self.status().drafter
         named = {**candidate, "trial": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         found = Candidate.of(named)
         if found.drafter == drafter:
-            raise ConfigError(f"{drafter} drafts already: there is nothing to try.", param="candidate")
+            raise ConfigError(f"{drafter} is already the drafter.", param="candidate")
         self._board.clear()
         self._write({**_named(drafter), "candidate": named})
         return found
 
     def promote(self) -> str:
-        """Make the candidate the drafter, whatever its trial says. Raises MantaError if there is none."""
+        """Make the candidate the drafter, whatever the verdict. Raises MantaError without a candidate."""
         if (candidate := self.status().candidate) is None:
-            raise MantaError("No candidate is on trial: `manta drafter deploy` puts one there.")
+            raise MantaError("No candidate is on trial. Start one with `manta drafter deploy`.")
         self._write({"drafter": candidate.drafter})
         return candidate.drafter
 
     def rollback(self) -> str | None:
-        """Draft with what drafted before the candidate. Raises MantaError if there is none."""
+        """Return to the drafter before the candidate. Raises MantaError without a candidate."""
         settings = LiveSettings.of(self._read())
         if settings.candidate is None:
-            raise MantaError("No candidate is on trial, nor was one promoted: there is nothing to roll back.")
+            raise MantaError("No candidate is on trial or was promoted: there is nothing to roll back.")
         self._write(_named(settings.drafter))
         return settings.drafter
 
@@ -150,8 +149,10 @@ class DrafterDeployment:
     def _read(self) -> UserConfig:
         config = self._config()
         deployments = [] if config is None else config.get("deployments", [])
-        told = next((each for each in deployments if each["name"] == self._deployment), {}).get("user_config")
-        return dict(told or self._board.wish() or {})
+        stored = next((each for each in deployments if each["name"] == self._deployment), {}).get(
+            "user_config"
+        )
+        return dict(stored or self._board.wish() or {})
 
     def _write(self, user_config: UserConfig) -> None:
         config = self._config()
@@ -171,7 +172,7 @@ class DrafterDeployment:
 
 
 def connect() -> None:
-    """To the Ray that runs here, or that RAY_ADDRESS names."""
+    """Connect to the Ray cluster of this node or of RAY_ADDRESS. Raises MantaError if there is none."""
     import ray
 
     if ray.is_initialized():
@@ -180,22 +181,14 @@ def connect() -> None:
         join_ray(ray_address() or "auto", namespace="serve", log_to_driver=False)
     except ConnectionError as error:
         raise MantaError(
-            f"No Ray is running here ({error}). Run this on a node of the cluster, or set RAY_ADDRESS."
+            f"No Ray cluster runs here ({error}). Run this on a node of the cluster, or set RAY_ADDRESS."
         ) from None
-
-
-def percentage(text: str) -> float:
-    """0.1 of "10%" or "0.1". Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    if found is None:
-        raise ConfigError(f"--canary={text!r} must be a share, as 10% or 0.1.", param="canary")
-    return float(found[1]) / (100.0 if found[2] else 1.0)
 
 
 def await_verdict(
     deployment: DrafterDeployment, report: Callable[[str], None], every_s: float
 ) -> TrialStatus:
-    """Tell how a trial goes until it ends."""
+    """Report the progress of a trial every `every_s` seconds until it ends."""
     while True:
         status = deployment.status()
         report(progress(status))
@@ -205,7 +198,6 @@ def await_verdict(
 
 
 def progress(status: TrialStatus) -> str:
-    """A trial in a line."""
     evidence = status.evidence
     sides = "; ".join(
         f"{name} {_length(tally)} tokens/step over {tally.requests} requests"
@@ -215,29 +207,24 @@ def progress(status: TrialStatus) -> str:
 
 
 def describe(status: TrialStatus) -> list[str]:
-    """For a terminal."""
-    lines = [f"drafter    {status.drafter or 'the one that args name'}"]
+    """Return the state of the drafters as lines for a terminal."""
+    lines = [f"drafter    {status.drafter or 'the one in args'}"]
     if status.candidate is None:
         return [*lines, "candidate  none"]
     rules, evidence = status.candidate.rules, status.evidence
-    share = f"{rules.fraction:.0%} of {'answers, in the shadow' if rules.shadow else 'requests'}"
+    share = f"{rules.fraction:.0%} of {'answers, in shadow mode' if rules.shadow else 'requests'}"
     lines += [
         f"candidate  {status.candidate.drafter}   ({share})",
-        f"trial      {status.candidate.trial or 'without a name'}",
+        f"trial      {status.candidate.trial or 'unnamed'}",
         f"verdict    {MEANINGS[status.verdict]}",
         f"           {'requests':>9} {'steps':>9} {'tokens/step':>12}",
     ]
     for name, tally in (("drafter", evidence.incumbent), ("candidate", evidence.candidate)):
         lines.append(f"{name:<10} {tally.requests:>9} {tally.steps:>9} {_length(tally):>12}")
-    odds = (f"{_odds(log)} for {what}" for log, what in _sides(evidence))
-    lines.append(f"evidence   {', '.join(odds)}; {1 / rules.alpha:g} decides")
-    lines += [f"{name}: refused: {told.refused}" for name, told in status.reports.items() if told.refused]
+    better, worse = _odds(evidence.log_better), _odds(evidence.log_worse)
+    lines.append(f"evidence   {better} for better, {worse} for worse; {1 / rules.alpha:g} decides")
+    lines += [f"{name}: refused: {each.refused}" for name, each in status.reports.items() if each.refused]
     return lines
-
-
-def absolute(name: str) -> str:
-    """The same checkpoint for processes with another working directory; hub ids stay."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _evidence_json(evidence: Evidence) -> dict[str, Any]:  # Any: JSON
@@ -253,10 +240,6 @@ def _length(tally: Tally) -> str:
     return "-" if tally.tokens_per_step is None else f"{tally.tokens_per_step:.3f}"
 
 
-def _sides(evidence: Evidence) -> list[tuple[float, str]]:
-    return [(evidence.log_better, "better"), (evidence.log_worse, "worse")]
-
-
 def _odds(log: float) -> str:
-    """A wealth, however large."""
+    """Return exp(log) as text, also where it overflows."""
     return f"1e{log / 2.302585:.0f}" if abs(log) > 14 else f"{2.718281828**log:.3g}"

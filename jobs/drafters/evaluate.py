@@ -1,9 +1,9 @@
-"""What a drafter brings and what it is worth, measured: `manta drafter eval`.
+"""`manta drafter eval`: measures a drafter's acceptance and its speed-up, in this process and without Ray.
 
-Two things are asked, of engines in this process and without Ray. *Acceptance* is the drafter's own: every
-step drafts whole blocks, whether that pays or not, and answers end where they end. *Speed* is what a user
-gets: the engine as it serves, choosing how long blocks are, against plain decoding on the same prompts by
-turns (`bench/sweep/`). What is written of it says `evaluation_card.py`; how sure it is, `intervals.py`.
+*Acceptance* is a property of the drafter: every step drafts whole blocks, and answers stop at an
+end-of-sequence token. *Speed* is what users get: the engine as it serves, with adaptive draft lengths,
+alternating with plain decoding on the same prompts (`bench/sweep/`). `evaluation_card.py` writes the results;
+`intervals.py` computes the confidence intervals.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from ...actors.executor import make_executor
@@ -20,48 +20,29 @@ from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..bench.idleness import Watch
-from ..bench.load.asks import Asks, encode_rows
-from ..bench.passes import Figures, RunOptions, record, say
+from ..bench.load.asks import RequestSource, encode_rows
+from ..bench.passes import Figures, say
+from ..bench.provenance import options_json, provenance
 from ..bench.sweep.answers import Answer, LoadPass, Sums
 from ..bench.sweep.driver import Driver
 from ..bench.sweep.sides import ADAPTIVE, PLAIN, open_sides
-from ..bench.turns import begin_with, prompts_per_turn, split_evenly
+from ..bench.turns import prompts_per_turn, rotated, split_evenly
 from .files import method_of
 from .intervals import Estimate, ratio_of_sums
-from .suites import Suite
+from .options import EvalOptions
+from .suites import Suite, open_suite
 
 OVERALL = "overall"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalOptions(RunOptions):
-    """What is measured; `prompts` and `num_prompts` are the suite's.
-
-    Attributes:
-        suite: its name.
-        temperatures: of requests, each by itself.
-    """
-
-    suite: str
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(
-                f"temperature={self.temperatures} must be numbers of at least 0.", param="temperature"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Of one category at one temperature.
+    """Acceptance of one category at one temperature.
 
     Attributes:
-        num_prompts, num_blocks: prompts, and verified blocks of their answers.
-        tokens_per_step: of a verified block, the bonus token included: the mean acceptance length.
-        by_position: of the blocks that held draft i + 1, the share in which it stood, and so all
-            before it.
+        num_prompts, num_blocks: number of prompts, and of verified blocks in their answers.
+        tokens_per_step: mean acceptance length: tokens of a verified block, including the bonus token.
+        by_position: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
     """
 
     num_prompts: int
@@ -79,14 +60,15 @@ class Acceptance:
 
 
 def engine_of(drafter: str, target: str) -> EngineConfig:
-    """Of the pair; everything else as the engine chooses."""
+    """Return an engine configuration for the pair with default settings."""
     return EngineConfig.from_dict(
         {"model": target, "speculative_config": {"model": drafter, "method": method_of(drafter)}}
     )
 
 
-def run_eval(config: EngineConfig, suite: Suite, options: EvalOptions) -> Figures:
-    """Measure all, at each temperature; the figures, with where they come from."""
+def run_eval(options: EvalOptions) -> Figures:
+    """Measure acceptance and speed at each temperature; return the figures with their provenance."""
+    suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_asks(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
@@ -94,40 +76,51 @@ def run_eval(config: EngineConfig, suite: Suite, options: EvalOptions) -> Figure
         if PLAIN in sides.refused:
             raise ConfigError(sides.refused[PLAIN], param="model")
         speed = [
-            {"temperature": t, "requests": requests, **_speed(sides.drivers, asks, count, requests, options)}
-            for t, asks in kinds.items()
+            {
+                "temperature": t,
+                "requests": requests,
+                **_speed(sides.drivers, source, count, requests, options),
+            }
+            for t, source in kinds.items()
             for requests in options.concurrency
         ]
-    of_suite = {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts}
-    return record(config, options, speed, {"suite": of_suite, "acceptance": acceptance})
+    return {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
+        "suite": {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts},
+        "acceptance": acceptance,
+        "points": speed,
+    }
 
 
 def suite_asks(
     config: EngineConfig, suite: Suite, temperatures: Sequence[float], max_tokens: int
-) -> dict[float, Asks]:
-    """The suite's requests at each temperature."""
+) -> dict[float, RequestSource]:
     rows = encode_rows(suite.rows, load_tokenizer(config))
-    return {t: Asks(rows, max_tokens, t, natural=True) for t in temperatures}
+    return {t: RequestSource(rows, max_tokens, t, natural=True) for t in temperatures}
 
 
-def measure_suite(config: EngineConfig, kinds: Mapping[float, Asks], count: int) -> tuple[int, list[Figures]]:
-    """How long whole blocks are, and their acceptance at each temperature, as a card holds it."""
+def measure_suite(
+    config: EngineConfig, kinds: Mapping[float, RequestSource], count: int
+) -> tuple[int, list[Figures]]:
+    """Return the number of drafts of a whole block, and acceptance by temperature as JSON for a card."""
     with open_whole(config) as whole:
-        told = [
+        acceptance = [
             {
                 "temperature": t,
-                "categories": _told(measure_acceptance(whole, asks, count, config.max_num_seqs)),
+                "categories": _as_json(measure_acceptance(whole, source, count, config.max_num_seqs)),
             }
-            for t, asks in kinds.items()
+            for t, source in kinds.items()
         ]
-        return whole.info.num_speculative_tokens, told
+        return whole.info.num_speculative_tokens, acceptance
 
 
 @contextmanager
 def open_whole(config: EngineConfig) -> Iterator[Driver]:
-    """An engine that drafts whole blocks in every step."""
+    """Open an engine that drafts whole blocks in every step."""
     spec = config.speculative_config
-    assert spec is not None, "a drafter is evaluated"
+    assert spec is not None, "engine_of sets a speculative config"
     whole = replace(config, speculative_config=replace(spec, adaptive=False))
     say("opening the drafter, whole blocks")
     driver = Driver(whole, make_executor(whole))
@@ -137,17 +130,19 @@ def open_whole(config: EngineConfig) -> Iterator[Driver]:
         driver.close()
 
 
-def measure_acceptance(driver: Driver, asks: Asks, count: int, at_once: int) -> dict[str, Acceptance]:
-    """Of the first `count` requests, each of a prompt of its own: by category, overall first.
+def measure_acceptance(
+    driver: Driver, source: RequestSource, count: int, at_once: int
+) -> dict[str, Acceptance]:
+    """Return the acceptance of the first `count` requests by category, overall first.
+
+    A category without drafts (all answers end with their first token) is left out.
 
     Args:
-        driver: of `open_whole`.
-        at_once: how many run together; no answer depends on it.
-
-    A category in which nothing was drafted (all answers end with their first token) is left out.
+        driver: from `open_whole`.
+        at_once: concurrent requests; does not change any answer.
     """
-    say(f"acceptance at temperature {asks[0].temperature:g}: {count} prompts")
-    done = driver.closed(asks, range(count), min(at_once, count))
+    say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
+    done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]
     of: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
@@ -164,26 +159,26 @@ def _acceptance(answers: Sequence[Answer]) -> Acceptance | None:
         return None
     at, longest = partial(_at, sums), max(len(one.drafted) for one in sums)
     shares = (ratio_of_sums(at("accepted", i), at("drafted", i), 0.0, 1.0) for i in range(longest))
-    told = tuple(share for share in shares if share is not None)
-    return Acceptance(len(answers), sum(blocks), length, told)
+    known = tuple(share for share in shares if share is not None)
+    return Acceptance(len(answers), sum(blocks), length, known)
 
 
 def _at(sums: Sequence[Sums], what: str, place: int) -> list[int]:
-    """Of each answer, how often draft `place` was `what`."""
+    """Return for each answer how often draft `place` was `what` ("drafted" or "accepted")."""
     return [counts[place] if place < len(counts := getattr(one, what)) else 0 for one in sums]
 
 
-def _told(found: Mapping[str, Acceptance]) -> Figures:
+def _as_json(found: Mapping[str, Acceptance]) -> Figures:
     return {name: one.as_json() for name, one in found.items()}
 
 
 def _speed(
-    drivers: Mapping[str, Driver], asks: Asks, count: int, requests: int, options: EvalOptions
+    drivers: Mapping[str, Driver], source: RequestSource, count: int, requests: int, options: EvalOptions
 ) -> Figures:
-    """As it serves against plain, by turns; a turn of both is the unit of the speed-up's interval."""
-    # What happens once does not count; and who is slowest says how long turns are.
+    """Measure the engine as it serves against plain decoding; a turn of both is one unit of the interval."""
+    # Warm-up. The slowest side determines the length of turns.
     first = range(min(count, 2 * requests))
-    slowest = min(driver.closed(asks, first, requests).tokens_per_s for driver in drivers.values())
+    slowest = min(driver.closed(source, first, requests).tokens_per_s for driver in drivers.values())
     turns = split_evenly(count, prompts_per_turn(requests, slowest, options.max_tokens), requests)
     passes: dict[str, list[LoadPass]] = {name: [] for name in drivers}
     parts = [
@@ -196,13 +191,13 @@ def _speed(
         for number, part in enumerate(parts):
             if number % len(turns) == 0:
                 say(f"speed, {requests} request(s), round {number // len(turns) + 1}/{options.rounds}")
-            for name in begin_with(list(drivers), number):
-                passes[name].append(drivers[name].closed(asks, part, requests))
-    told = {
+            for name in rotated(list(drivers), number):
+                passes[name].append(drivers[name].closed(source, part, requests))
+    token_ids = {
         name: [_of_part(done, part) for done, part in zip(passes[name], parts, strict=True)]
         for name in drivers
     }
-    sizes = [sum(map(len, tokens)) for tokens in told[PLAIN]]
+    sizes = [sum(map(len, tokens)) for tokens in token_ids[PLAIN]]
     seconds = {
         name: [size / done.user_tokens_per_s for size, done in zip(sizes, passes[name], strict=True)]
         for name in drivers
@@ -215,14 +210,14 @@ def _speed(
         "tokens_per_s": _tokens_per_s(passes[ADAPTIVE]),
         "speedup": speedup.as_json(),
         "tokens_per_step": rounded(sums.tokens_per_step),
-        "identical": told[PLAIN] == told[ADAPTIVE],
+        "identical": token_ids[PLAIN] == token_ids[ADAPTIVE],
         "turns": len(parts),
         "idleness": watch.found.as_json(),
     }
 
 
 def _of_part(done: LoadPass, part: range) -> list[list[int]]:
-    """Answers that were asked for, without those behind them that kept the engine full."""
+    """Return the answers to the requests of `part`, without later ones that only kept the load constant."""
     answers = sorted(done.answers, key=lambda answer: answer.number)
     return [answer.token_ids for answer in answers if answer.number in part]
 

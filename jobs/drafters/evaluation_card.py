@@ -1,8 +1,8 @@
-"""What `manta drafter eval` found, for people and programs: tables, card.json, card.md and card.svg.
+"""Writes the results of `manta drafter eval`: tables, card.json, card.md and card.svg.
 
-card.md begins with the metadata that the Hugging Face hub reads of a model card, the results as its
-`model-index`; its table is the one of the shipped pair's cards, so `manta plan` and `manta drafter inspect`
-find the acceptance length in it. Figures are `evaluate.py`'s.
+card.md begins with the Hugging Face hub's model card metadata, with the results as its `model-index`. Its
+table has the format of the shipped pair's cards, so `manta plan` and `manta drafter inspect` can read the
+acceptance length from it. The figures come from `evaluate.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .evaluate import OVERALL
 from .files import CARD_FILE
 
 Figures = Mapping[str, Any]  # Any: JSON
-_SHOWN = 8  # positions in a table on a terminal
+_SHOWN = 8  # draft positions in a terminal table
 
 _CARD = """\
 ---
@@ -37,9 +37,10 @@ Drafts for `{target}`; suite `{suite}`, {prompts} prompts, at most {max_tokens} 
 
 ## Acceptance
 
-Every step drafts whole blocks of {drafts} tokens; answers end where they end. *Length* is the mean acceptance
-length: tokens of a verified block, the target's own included. Intervals are of 95 %, with prompts as units
-(steps of one answer are alike): linearised ratio of sums, Student's t.
+Every step drafts whole blocks of {drafts} tokens; answers stop at an end-of-sequence token. *Length* is the
+mean acceptance length: tokens of a verified block, including the bonus token. Intervals are 95 % confidence
+intervals with prompts as sampling units (steps of one answer are correlated): linearized ratio of sums,
+Student's t.
 
 {acceptance}
 
@@ -47,18 +48,18 @@ length: tokens of a verified block, the target's own included. Intervals are of 
 
 ## Speed
 
-As it serves, with blocks as long as pays, against plain decoding on the same prompts by turns in one run; a
-turn of both is the unit of the interval.
+The engine as it serves, with adaptive draft lengths, against plain decoding on the same prompts, alternating
+in one run; a turn of both is the sampling unit of the interval.
 
 {speed}
 """
 
 
 def write_card(figures: Figures, folder: Path) -> None:
-    """Write the three files; without matplotlib there is no picture.
+    """Write the three files; without matplotlib there is no card.svg.
 
     Raises:
-        ConfigError: the folder cannot be made, or not be written.
+        ConfigError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,10 +75,10 @@ def write_card(figures: Figures, folder: Path) -> None:
 
 
 def read_card(path: Path) -> Figures:
-    """The figures of a card.json.
+    """Read the figures of a card.json.
 
     Raises:
-        ConfigError: it is not there, or no such card.
+        ConfigError: the file is missing or not such a card.
     """
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
@@ -85,30 +86,30 @@ def read_card(path: Path) -> Figures:
             assert at["temperature"] >= 0 and at["categories"][OVERALL]["by_position"]
     except OSError as error:
         raise ConfigError(
-            f"card={str(path)!r} cannot be read ({error.strerror}): make one with `manta drafter eval -o`, "
-            "and name it with --card.",
+            f"card={str(path)!r} cannot be read ({error.strerror}). Make one with `manta drafter eval -o` "
+            "and give it with --card.",
             param="card",
         ) from None
     except (ValueError, TypeError, KeyError, AssertionError):
         raise ConfigError(
-            f"card={str(path)!r} is no card of `manta drafter eval`: name its card.json.", param="card"
+            f"card={str(path)!r} is not a card of `manta drafter eval`; give its card.json.", param="card"
         ) from None
     return figures
 
 
 def print_evaluation(figures: Figures) -> None:
     for at in figures["acceptance"]:
-        most = max(len(told["by_position"]) for told in at["categories"].values())
+        most = max(len(each["by_position"]) for each in at["categories"].values())
         columns = ["category", "prompts", "tok/step", "95 %", *map(str, range(1, min(most, _SHOWN) + 1))]
         rows = [
             [
                 name,
-                str(told["prompts"]),
-                f"{told['tokens_per_step']['value']:.2f}",
-                _range(told["tokens_per_step"], 2),
-                *(f"{share['value']:.2f}" for share in told["by_position"][:_SHOWN]),
+                str(found["prompts"]),
+                f"{found['tokens_per_step']['value']:.2f}",
+                _range(found["tokens_per_step"], 2),
+                *(f"{share['value']:.2f}" for share in found["by_position"][:_SHOWN]),
             ]
-            for name, told in at["categories"].items()
+            for name, found in at["categories"].items()
         ]
         print_table(f"Acceptance of whole blocks by draft, temperature {at['temperature']:g}", columns, rows)
     print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
@@ -164,7 +165,7 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
 
 
 def _metadata(figures: Figures) -> ModelCardData:
-    """What the hub reads; a folder's name is no model that it could link to."""
+    """Return the hub's metadata; `base_model` is left out for a local folder, which the hub cannot link."""
     target, suite = figures["engine"]["model"], figures["suite"]["name"]
 
     def result(kind: str, name: str, value: float) -> EvalResult:
@@ -174,10 +175,10 @@ def _metadata(figures: Figures) -> ModelCardData:
         result(
             "mean_acceptance_length",
             f"tokens per step, {name}, temperature {at['temperature']:g}",
-            told["tokens_per_step"]["value"],
+            found["tokens_per_step"]["value"],
         )
         for at in figures["acceptance"]
-        for name, told in at["categories"].items()
+        for name, found in at["categories"].items()
     ]
     results += [
         result(
@@ -197,21 +198,21 @@ def _metadata(figures: Figures) -> ModelCardData:
 
 
 def _acceptance_table(figures: Figures) -> str:
-    """`card_lengths` of drafter/card.py reads it."""
+    """Return the table that `card_lengths` of drafter/card.py reads."""
     columns = ["category", "prompts"]
     rows: dict[str, list[str]] = {}
     for at in figures["acceptance"]:
         columns += [f"length, T={at['temperature']:g}", "95 %"]
         for name in _categories(figures):
-            told = at["categories"].get(name)
-            row = rows.setdefault(name, [name, NO_FIGURE if told is None else str(told["prompts"])])
-            length = None if told is None else told["tokens_per_step"]
+            found = at["categories"].get(name)
+            row = rows.setdefault(name, [name, NO_FIGURE if found is None else str(found["prompts"])])
+            length = None if found is None else found["tokens_per_step"]
             row += [NO_FIGURE] * 2 if length is None else [f"{length['value']:.2f}", _range(length, 2)]
     return _markdown(columns, [*rows.values()])
 
 
 def _position_table(figures: Figures) -> str:
-    """Shares in per cent, with half of their interval's width behind."""
+    """Return shares in per cent, each with half the width of its interval."""
     shares = _shares(figures, lambda share: _with_reach(share))
     most = max(map(len, shares.values()))
     rows = [[name, *cells, *[NO_FIGURE] * (most - len(cells))] for name, cells in shares.items()]
@@ -231,15 +232,15 @@ def _picture(figures: Figures) -> Picture:
 
 
 def _shares(figures: Figures, cell: Any) -> dict[str, list[Any]]:  # Any: a cell, text or number
-    """By category and temperature, of each draft."""
+    """Return the cell of each draft by category and temperature."""
     several = len(figures["acceptance"]) > 1
     return {
         f"{name}, T={at['temperature']:g}" if several else name: [
-            cell(share) for share in told["by_position"]
+            cell(share) for share in found["by_position"]
         ]
         for name in _categories(figures)
         for at in figures["acceptance"]
-        if (told := at["categories"].get(name)) is not None
+        if (found := at["categories"].get(name)) is not None
     }
 
 
@@ -257,5 +258,5 @@ def _drafter(figures: Figures) -> str:
 
 
 def _name(model: str) -> str:
-    """A folder's own name, for its path is nobody else's business; a hub id as it is."""
+    """Return the name of a folder without its path, which may be private; hub ids are returned unchanged."""
     return Path(model).resolve().name if Path(model).exists() else model

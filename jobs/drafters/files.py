@@ -1,6 +1,6 @@
-"""A drafter's small files and the headers of its weights, from a folder or the hub; no weight is read.
+"""Reads a drafter's configuration and the headers of its weights from a folder or the hub, not the weights.
 
-Called by the commands that only look. Who drafts reads through `drafter/dflash/checkpoint.py`.
+Used by the commands that only inspect. The engine reads drafters through `drafter/dflash/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import Eagle3Config
 from ...drafter.eagle3.formats import is_eagle3
 
-# Of a drafter and of a target: what says what they are, and how they read text.
-CARD_FILE = "card.json"  # of `manta drafter eval`
+# Files that describe a drafter or target and its tokenizer.
+CARD_FILE = "card.json"  # written by `manta drafter eval`
 SMALL_FILES = (*SHAPE_FILES, "tokenizer*.json", TIKTOKEN_MODEL, TOKENIZER_CODE, "*.jinja", CARD_FILE)
 
 
@@ -34,11 +34,11 @@ _Config = TypeVar("_Config", bound=AnyConfig, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class DrafterFiles(Generic[_Config]):
-    """A drafter that is described, not loaded.
+    """A drafter without its weights.
 
     Attributes:
-        name: as it was asked for.
-        raw: its config.json.
+        name: the folder or hub id that was given.
+        raw: content of config.json.
     """
 
     name: str
@@ -50,50 +50,46 @@ class DrafterFiles(Generic[_Config]):
 
     @property
     def verifier(self) -> Json:
-        """What Speculators' format says of its target; empty in the others."""
+        """Return Speculators' description of the target; empty for other formats."""
         settings = self.raw.get("speculators_config")
         verifier = settings.get("verifier") if isinstance(settings, dict) else None
         return verifier if isinstance(verifier, dict) else {}
 
 
 def open_drafter(name: str) -> DrafterFiles[AnyConfig]:
-    """Read what it says; CheckpointError names what is missing, wrong or not served."""
+    """Read a drafter. Raises CheckpointError naming what is missing, wrong or not supported."""
     folder = resolve_checkpoint(name, field="drafter", files=SMALL_FILES)
     config, raw = read_config(folder), read_json(folder, param="drafter")
     return DrafterFiles(name, folder, revision_of(str(folder)), raw, config, read_headers(name, folder))
 
 
 def is_dflash(files: DrafterFiles[AnyConfig]) -> TypeGuard[DrafterFiles[DrafterConfig]]:
-    """Whether it drafts blocks, and not an EAGLE-3 chain."""
+    """Return whether the drafter is a DFlash drafter, not an EAGLE-3 one."""
     return isinstance(files.config, DrafterConfig)
 
 
 def read_config(folder: Path) -> AnyConfig:
-    """Of either method; of an EAGLE-3 drafter without what only its target says."""
+    """Read the configuration of a DFlash or EAGLE-3 drafter (without what EAGLE-3 takes from its target)."""
     if is_eagle3(read_json(folder, param="speculative_config.model")):
         return Eagle3Config.load(folder, None)
     return DrafterConfig.load(folder)
 
 
 def method_of(name: str) -> Literal["dflash", "eagle3"]:
-    """The `method` with which an engine runs it."""
+    """Return the drafter's `method` in a speculative config."""
     folder = resolve_checkpoint(name, field="drafter", files=SMALL_FILES)
     return "eagle3" if is_eagle3(read_json(folder, param="drafter")) else "dflash"
 
 
 def read_headers(name: str, folder: Path) -> TensorHeaders:
-    """Of the weights in `folder`, or of those that the hub has under `name`.
-
-    Args:
-        folder: what `name` was resolved to.
-    """
+    """Read the headers of the weights in `folder`, or on the hub if only small files were downloaded."""
     if any(folder.glob("*.safetensors")) or not (revision := revision_of(str(folder))):
         return TensorFolder(folder)
     return _hub_headers(name, revision)
 
 
 def _hub_headers(name: str, revision: str) -> TensorHeaders:
-    """By ranges: the hub gives the first bytes of each file."""
+    """Read the headers with range requests for the first bytes of each file."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -102,7 +98,7 @@ def _hub_headers(name: str, revision: str) -> TensorHeaders:
     except (OSError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"drafter={name!r}: the hub did not give the headers of its weights ({reason}). Check the "
+            f"drafter={name!r}: the headers of its weights could not be downloaded ({reason}). Check the "
             "connection (HF_TOKEN for a gated model), or download it and give its folder.",
             param="drafter",
         ) from None

@@ -1,7 +1,7 @@
-"""Whether an adapted drafter may take the old one's place: it gains on new text, and loses nowhere.
+"""Decides whether an adapted drafter replaces the old one: better on new text, no worse on old text.
 
-Tokens per step before and after, of the same prompts and, since speculation changes no token, of the same
-answers. Pure; called by `adapt.py`.
+Compares tokens per step on the same prompts (and the same answers, since speculation changes no token). Pure;
+called by `adapt.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_LOSS = 0.03
+MAX_LOSS = 0.03  # accepted loss of tokens per step in a category of old text
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Tokens per step: of all new text, and of each category of the old."""
+    """Tokens per step on all new text, and on each category of old text."""
 
     new: float
     old: Mapping[str, float]
@@ -23,10 +23,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What changed, as shares: 0.2 is a fifth more tokens per step.
+    """Result of the comparison.
 
     Attributes:
-        complaints: why it must not take the old one's place; none if it may.
+        complaints: reasons to reject the new drafter; empty if it passes.
     """
 
     before: Measured
@@ -38,7 +38,7 @@ class Verdict:
         return not self.complaints
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """(text, before, after)."""
+        """Return (text, before, after) for new text and each old category."""
         old = [(name, self.before.old[name], self.after.old[name]) for name in self.before.old]
         return [("new", self.before.new, self.after.new), *old]
 
@@ -58,7 +58,7 @@ class Verdict:
 
 
 def judge(before: Measured, after: Measured, min_gain: float) -> Verdict:
-    """Of drafters that were measured on the same text."""
+    """Compare two drafters that were measured on the same text."""
     complaints: list[str] = []
     gained = gain(before.new, after.new)
     if gained < min_gain:

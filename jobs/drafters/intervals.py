@@ -1,10 +1,11 @@
-"""A ratio of sums over prompts, and its 95 % interval.
+"""Ratio of sums over prompts with its 95 % confidence interval.
 
-What a drafter is worth is a ratio: tokens by steps, accepted drafts by verified ones. Steps of one answer are
-alike, and so are answers to one prompt, so the prompt is the unit that was drawn, not the step: taken as
-independent, steps would make intervals several times too narrow. Here is the ratio estimator of cluster
-sampling with its linearised variance (Cochran, Sampling Techniques, 3rd ed., § 6.3 and § 9A; the
-cluster-robust variance of regressions), and Student's t with one degree less than units. Pure.
+Acceptance is a ratio: tokens per step, or accepted drafts per verified draft. Steps of one answer are
+correlated, so the sampling unit is the prompt, not the step; treating steps as independent would make
+intervals several times too narrow. This is the ratio estimator of cluster sampling with its linearized
+variance (Cochran, Sampling Techniques, 3rd ed., § 6.3 and § 9A; the same as the cluster-robust variance of
+regressions) and Student's t with one degree of freedom less than units. Pure.
+
 
 Legend: U units.
 """
@@ -18,13 +19,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-LEAST_UNITS = 3  # of fewer no interval is told
+LEAST_UNITS = 3  # with fewer units there is no interval
 _SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio; `low` and `high` bound it in 95 of 100 such samples, None where too few units are there."""
+    """A ratio and its 95 % confidence interval; `low` and `high` are None with too few units."""
 
     value: float
     low: float | None
@@ -41,11 +42,11 @@ class Estimate:
 def ratio_of_sums(
     above_U: Sequence[float], below_U: Sequence[float], least: float = -math.inf, most: float = math.inf
 ) -> Estimate | None:
-    """The sum of `above_U` by that of `below_U`; None where that is 0.
+    """Return the sum of `above_U` divided by that of `below_U`; None if that is 0.
 
     Args:
-        above_U, below_U: of each unit; units with 0 below tell nothing and do not count.
-        least, most: that the ratio can be.
+        above_U, below_U: numerators and denominators by unit; units with denominator 0 are ignored.
+        least, most: bounds of the ratio, to which the interval is clipped.
     """
     above, below = np.asarray(above_U, np.float64), np.asarray(below_U, np.float64)
     above, below = above[below > 0], below[below > 0]
@@ -61,12 +62,12 @@ def ratio_of_sums(
     return Estimate(value, max(value - reach, least), min(value + reach, most), count)
 
 
-def student_t(degrees: int, share: float = _SHARE) -> float:
-    """Within how many standard errors a share of Student's distribution lies, for 2 degrees or more.
+def student_t(degrees: int) -> float:
+    """Return within how many standard errors `_SHARE` of Student's distribution lies, for 2 degrees or more.
 
-    The expansion of Abramowitz and Stegun, 26.7.5: within 1 % at 2 degrees, and better with each.
+    Expansion of Abramowitz and Stegun, 26.7.5: within 1 % at 2 degrees, better with more.
     """
-    z = NormalDist().inv_cdf((1 + share) / 2)
+    z = NormalDist().inv_cdf((1 + _SHARE) / 2)
     terms = (
         z,
         (z**3 + z) / 4,

@@ -1,4 +1,4 @@
-"""What keeps a drafter and a target apart: a value, made by the checks and told by `validate.py`."""
+"""A finding of `manta drafter validate`: the checks make them, `validate.py` collects them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """One thing that is wrong or doubtful.
+class Incompatibility:
+    """An error or a warning about a drafter and target.
 
     Attributes:
         what: the field, file or tensor.
-        message: what stands there, and what to change.
-        fatal: whether an engine refuses it, or drafts nothing of use.
+        message: the value and what to change.
+        fatal: the engine refuses the pair, or its drafts are useless.
     """
 
     what: str
@@ -25,9 +25,9 @@ class Misfit:
         return dataclasses.asdict(self)
 
 
-def fatal(what: str, message: str) -> Misfit:
-    return Misfit(what, message, fatal=True)
+def fatal(what: str, message: str) -> Incompatibility:
+    return Incompatibility(what, message, fatal=True)
 
 
-def doubt(what: str, message: str) -> Misfit:
-    return Misfit(what, message, fatal=False)
+def warning(what: str, message: str) -> Incompatibility:
+    return Incompatibility(what, message, fatal=False)

@@ -1,4 +1,4 @@
-"""What a drafter is, in a table or as JSON: of one, or of two side by side.
+"""Summary of one drafter, or of two side by side, as a table or JSON.
 
 Called by `manta drafter inspect` and `compare`.
 """
@@ -23,19 +23,19 @@ _LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portrait:
-    """A drafter in figures; fields are rows of the table, in this order.
+class DrafterSummary:
+    """Properties of a drafter; the fields are the rows of the table, in this order.
 
     Attributes:
-        layers: kinds of attention, first to last.
-        target_layer_ids: tapped blocks, 0-based, whatever the format counts; none where an EAGLE-3 drafter
-            leaves them to its target.
-        block_size, mask_token_id: None for EAGLE-3, whose drafts are a chain.
-        borrowed: what it takes of the target.
-        kv_bytes_per_token: of a token's context in 16 bits.
-        num_speculative_tokens: the most that it drafts (of a chain, by default); each step the engine takes
-            as many as pay.
-        mean_acceptance_length: the least of its card's table; None if there is none.
+        layers: attention type of each layer.
+        target_layer_ids: tapped target layers, 0-based in every format; empty if an EAGLE-3 drafter uses its
+            target's defaults.
+        block_size, mask_token_id: None for EAGLE-3, which drafts a chain.
+        borrowed: weights shared with the target.
+        kv_bytes_per_token: K/V bytes per context token with 16 bits per element.
+        num_speculative_tokens: maximum number of drafts per step (EAGLE-3: the default); the engine adapts
+            it.
+        mean_acceptance_length: lowest value in the card's table; None without one.
     """
 
     name: str
@@ -68,14 +68,13 @@ class Portrait:
         return dataclasses.asdict(self)
 
     def cells(self) -> dict[str, str]:
-        """Each field in words."""
         return {key.replace("_", " "): _shown(key, value) for key, value in self.as_json().items()}
 
 
-def portrait_of(files: DrafterFiles[AnyConfig]) -> Portrait:
+def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
     config, tensors = files.config, files.tensors
     blocks = config if isinstance(config, DrafterConfig) else None
-    return Portrait(
+    return DrafterSummary(
         name=files.name,
         revision=files.revision,
         format=config.layout,
@@ -104,15 +103,15 @@ def portrait_of(files: DrafterFiles[AnyConfig]) -> Portrait:
     )
 
 
-def print_portraits(portraits: Sequence[Portrait]) -> None:
-    """One column each; with several, a mark in front of each row whose cells differ."""
-    columns = [portrait.cells() for portrait in portraits]
+def print_summaries(summaries: Sequence[DrafterSummary]) -> None:
+    """Print a column per drafter, with a mark at each row in which they differ."""
+    columns = [summary.cells() for summary in summaries]
     rows: list[list[str]] = []
     for what in columns[0]:
         cells = [column[what] for column in columns]
         mark = "* " if len(set(cells)) > 1 else ""
         rows.append([mark + what, *cells])
-    print_table("Drafter", ["", *[""] * len(portraits)], rows, num_left=1 + len(portraits))
+    print_table("Drafter", ["", *[""] * len(summaries)], rows, num_left=1 + len(summaries))
 
 
 def _shown(key: str, value: object) -> str:
@@ -144,6 +143,6 @@ def _has(tensors: TensorHeaders, name: str) -> bool:
 
 
 def _num_bytes(tensors: TensorHeaders, name: str) -> int:
-    """safetensors names a dtype by its bits; BOOL alone has none."""
+    """Return the bytes of a tensor from the bits in its dtype's name; BOOL, without bits, has 8."""
     bits = re.search(r"\d+", tensors.dtypes[name])
     return prod(tensors.shapes[name]) * (8 if bits is None else int(bits[0])) // 8

@@ -1,4 +1,4 @@
-"""Which drafters are on this machine: in folders, and in the hub's cache. Called by `manta drafter list`."""
+"""Lists the drafters in folders and in the hub's cache. Called by `manta drafter list`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .files import AnyConfig, read_config
 
 
 def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
-    """Folder or hub id -> what it says; what is no drafter of ours is passed over.
+    """Return drafter configurations by folder or hub id; other checkpoints are skipped.
 
     Args:
-        folders: each a drafter, or with drafters in it; None looks in models/ and the hub's cache.
+        folders: drafters, or folders that contain drafters; None searches models/ and the hub's cache.
     """
     here = [Path("models")] if folders is None else folders
-    places = {str(each): each for folder in here for each in (folder, *_inside(folder))}
+    places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
     if folders is None:
         places |= dict(_cached())
     found: dict[str, AnyConfig] = {}
@@ -31,7 +31,7 @@ def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
     return found
 
 
-def print_shelf(drafters: dict[str, AnyConfig]) -> None:
+def print_drafters(drafters: dict[str, AnyConfig]) -> None:
     rows = [
         [
             name,
@@ -54,12 +54,12 @@ def _kind(config: AnyConfig) -> str:
     return "EAGLE-3"
 
 
-def _inside(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     return sorted(each for each in folder.glob("*") if each.is_dir())
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
-    """The newest snapshot of each model."""
+    """Yield the newest snapshot of each model in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -1,4 +1,4 @@
-"""What a drafter is evaluated on: the shipped prompts, SPEED-Bench as it was fetched, or a file."""
+"""Evaluation prompts: the shipped prompts, a downloaded SPEED-Bench, or a file."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Prompts with categories."""
-
     name: str
     path: Path
     rows: list[PromptRow]
 
 
 def open_suite(name: str, num_prompts: int | None = None) -> Suite:
-    """Args:
-        name: "quick", "speed-bench" or a JSONL file with `prompt` or `messages`, and perhaps `category`.
-        num_prompts: of them, spread evenly over the file; None takes all, of "quick" eight of each category.
+    """Read a suite.
+
+    Args:
+        name: "quick", "speed-bench" or a JSONL file with `prompt` or `messages`, and optionally `category`.
+        num_prompts: number of prompts, taken evenly from the file; None takes all, of "quick" 8 per category.
 
     Raises:
-        DatasetError: there is no such file, or a line of it is no prompt.
+        DatasetError: the file is missing, or a line has no prompt.
     """
     path = {"quick": _QUICK, "speed-bench": _SPEED_BENCH}.get(name, Path(name))
     if not path.is_file():
         remedy = {
-            "quick": f"the shipped prompts are not at {path}: run it where models/ is, or name a JSONL file",
-            "speed-bench": f"{path} is not here: fetch it with `manta bench prepare speed-bench`",
-        }.get(name, "is neither quick nor speed-bench, nor a file: name a JSONL file of prompts")
+            "quick": f"the shipped prompts are not at {path}; run it where models/ is, or give a JSONL file",
+            "speed-bench": f"{path} does not exist; make it with `manta bench prepare speed-bench`",
+        }.get(name, "must be quick, speed-bench or a JSONL file of prompts")
         raise DatasetError(f"suite={name!r}: {remedy}.", param="suite")
     try:
         rows = read_rows(path, num_prompts or (_QUICK_PROMPTS if name == "quick" else None))
     except RequestError as error:
         raise DatasetError(f"suite={name!r}: {path}: {error.message}", param="suite") from None
     if not rows:
-        raise DatasetError(f"suite={name!r} holds no prompt: give a line for each.", param="suite")
+        raise DatasetError(f"suite={name!r} contains no prompt.", param="suite")
     return Suite(path.stem if path == Path(name) else name, path, rows)

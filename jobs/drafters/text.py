@@ -1,6 +1,6 @@
-"""Whether a drafter's and a target's tokens mean the same: tokenizers, templates, the mask token.
+"""Checks that tokens mean the same to a drafter and its target: tokenizer, chat template, mask token.
 
-Most drafters bring no tokenizer; what one brings must be its target's. Called by `validate.py`.
+Most drafters have no tokenizer; if there is one, it must be the target's. Called by `validate.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from ...actors.targets.model.spec import ModelSpec
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import CheckpointError
 from .files import AnyConfig, DrafterFiles, is_dflash
-from .misfit import Misfit, doubt, fatal
+from .misfit import Incompatibility, fatal, warning
 
 
-def text_misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path) -> Iterator[Misfit]:
-    if not has_tokenizer(target_folder):  # one that is run with token ids
+def check_text(
+    files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path
+) -> Iterator[Incompatibility]:
+    if not has_tokenizer(target_folder):  # the pair runs with token ids
         return
     try:
         theirs = Tokenizer.load(target_folder)
@@ -30,7 +32,7 @@ def text_misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder:
         yield fatal(
             "tokenizer",
             f"the target's tokenizer has {theirs.vocab_size} tokens, its embedding {spec.vocab_size} rows: "
-            "take both from one revision.",
+            "use both from one revision.",
         )
     if ours is not None:
         yield from _other_text(ours, theirs)
@@ -38,42 +40,42 @@ def text_misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder:
         yield from _mask_in_use(files.config.mask_token_id, theirs)
 
 
-def _other_text(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Misfit]:
+def _other_text(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Incompatibility]:
     if _meaning(ours) != _meaning(theirs):
         yield fatal(
             "tokenizer",
-            "the drafter's tokenizer is not the target's: ids mean other texts. Take the drafter of this "
-            "target; if only the file is stale, delete it, for the target's is used.",
+            "the drafter's tokenizer differs from the target's, so ids mean other texts. Use the drafter of "
+            "this target; if only the file is stale, delete it: the target's is used.",
         )
     templates = [None if each.template is None else each.template.source for each in (ours, theirs)]
     if None not in templates and templates[0] != templates[1]:
-        yield doubt(
+        yield warning(
             "chat template",
-            "the drafter brings another chat template than the target's, which is used: it was trained on "
-            "conversations of another form (thinking on or off, perhaps). Expect less acceptance in chat.",
+            "the drafter's chat template differs from the target's, which is used. If it was trained on "
+            "chats of its own format (thinking on or off, perhaps), expect fewer accepted drafts in chats.",
         )
 
 
 def _meaning(tokenizer: Tokenizer) -> object:
-    """What says which text an id is; not how texts are padded or cut."""
+    """Return the parts of a tokenizer that map ids to text, without padding and truncation."""
     parts = json.loads(tokenizer.to_json())
     return parts["model"], parts["added_tokens"], parts["normalizer"], parts["pre_tokenizer"]
 
 
-def _mask_in_use(mask: int, tokenizer: Tokenizer) -> Iterator[Misfit]:
-    """Its embedding row must say nothing else: beyond the tokenizer, or special and in no chat."""
+def _mask_in_use(mask: int, tokenizer: Tokenizer) -> Iterator[Incompatibility]:
+    """Check that the mask token has no other use: it is beyond the tokenizer, or special and in no chat."""
     (spelled,) = tokenizer.tokens([mask])
     if spelled is None:
         return
     if spelled not in tokenizer.special_token_ids:
-        yield doubt(
+        yield warning(
             "mask token in use",
-            f"mask_token_id={mask} is {spelled!r}, a token of ordinary text, whose embedding means that. "
-            "Take the mask's id from the drafter's training; it is mostly special, or beyond the tokenizer.",
+            f"mask_token_id={mask} is {spelled!r}, a token of ordinary text, and its embedding has that "
+            "meaning. Use the id from the drafter's training; mostly it is special, or beyond the tokenizer.",
         )
     elif tokenizer.template is not None and spelled in tokenizer.template.source:
-        yield doubt(
+        yield warning(
             "mask token in use",
             f"mask_token_id={mask} is {spelled!r}, which the chat template writes into every conversation. "
-            "Take the mask's id from the drafter's training.",
+            "Use the id from the drafter's training.",
         )

@@ -1,17 +1,16 @@
-"""`manta drafter train`: data, then a run, then the checkpoint's card; in this process or on workers of Ray.
+"""`manta drafter train`: prepares data, trains in this process or on Ray workers, and writes the card.
 
-A run's folder holds all there is of it. The same command again goes on where it stopped, or trains longer.
+All state is in the run's folder. The same command resumes an interrupted run, or trains longer.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from ...actors.checkpoints import has_tokenizer, resolve_checkpoint
+from ...actors.checkpoints import absolute_path, has_tokenizer, resolve_checkpoint
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import ConfigError
 from ..ray_session import join_or_start_ray
@@ -26,14 +25,14 @@ from .options import TrainOptions
 from .train_data import Asking, gather
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
-_EPOCHS = 6  # as published
+_EPOCHS = 6  # as in the DFlash paper
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
-    """Train, and write the card.
+    """Train and write the card.
 
     Raises:
-        ConfigError, CheckpointError, DatasetError: before anything is trained.
+        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -41,7 +40,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
     learned = _prepare_data(options, report)
     run = Run(
-        target=_absolute(options.target),
+        target=absolute_path(options.target),
         folder=options.folder.resolve(),
         length=_length(options, settings, len(learned)),
         settings=settings,
@@ -72,17 +71,17 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
 
 
 def _settings(options: TrainOptions) -> Settings:
-    """The head's recipe, in the shape that was asked for."""
+    """Return the recipe of the head with the requested sizes."""
     settings = RECIPES[options.head]
     if not isinstance(settings, DrafterSettings):
         unasked = {"from": options.initial, "layers": options.layers, "block-size": options.block_size}
         for name, value in unasked.items():
             if value is not None:
-                raise ConfigError(f"--{name} is not for --head {options.head}. Leave it out.", param=name)
+                raise ConfigError(f"--{name} does not apply to --head {options.head}.", param=name)
         return settings
     if options.initial is not None and options.block_size:
         raise ConfigError(
-            "--block-size is of a new drafter; one that is trained on (--from) has its own.", param="from"
+            "--block-size applies only to a new drafter; --from has its own block size.", param="from"
         )
     if options.layers is not None:
         settings = replace(settings, num_layers=options.layers)
@@ -99,7 +98,7 @@ def _length(options: TrainOptions, settings: Settings, num_sequences: int) -> Le
 
 
 def _prepare_data(options: TrainOptions, report: Report) -> Continuations:
-    """What is learnt, after it was written into the run's folder; as it lies there if it does."""
+    """Return the training data; on the first call, gather it and store it in the run's folder."""
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
     if not (data.exists() and held_out.exists()):
         spec, folder = read_target(options.target)
@@ -107,7 +106,7 @@ def _prepare_data(options: TrainOptions, report: Report) -> Continuations:
         asking = Asking(options.target, tokenizer, options.max_tokens, spec.max_position_embeddings)
         found = gather(options.data, asking, options.folder / "answers", report)
         if len(found) < 2:
-            raise ConfigError("data: one sequence is too few: some must be held out.", param="data")
+            raise ConfigError("data: at least two sequences are needed.", param="data")
         num_held_out = max(1, min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))
         learned, kept = found.parted(num_held_out)
         kept.save(held_out)
@@ -124,13 +123,8 @@ def _on_ray(run: Run, num_workers: int) -> Trained:
     what, there = ("GPUs", resources.get("GPU", 0)) if use_gpu else ("cores", resources.get("CPU", 0))
     if num_workers > there:
         raise ConfigError(
-            f"workers={num_workers} need as many {what}; the cluster has {there:g}. Give at most that.",
+            f"workers={num_workers} needs {num_workers} {what}; the cluster has {there:g}. Reduce it.",
             param="workers",
         )
     cpus = max(1, int(resources.get("CPU", 1) // num_workers)) if not use_gpu else 1
     return run_on_workers(run, num_workers, use_gpu=use_gpu, cpus_per_worker=cpus)
-
-
-def _absolute(target: str) -> str:
-    """A folder as other processes find it, too; a hub id as it is."""
-    return str(Path(target).resolve()) if Path(target).is_dir() else target

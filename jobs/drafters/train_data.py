@@ -1,14 +1,13 @@
-"""What a drafter is trained on: data sets and captured traffic, as sequences that the target wrote.
+"""Training data for drafters: datasets and captured traffic, as sequences that the target generated.
 
-A drafter must know what its target says, not what a data set says. So the answers of a data set are not
-taken: its prompts are asked anew, as published. What stands as it is are plain text and captured traffic,
-which the target did write. Called by `train.py`; `adapt_text.py` reads captured
-traffic by it.
+A drafter must predict what its target says. So the answers in a dataset are not used: the target answers the
+prompts again, as in the DFlash paper. Plain text and captured traffic are used as they are. Called by
+`train.py`; `adapt_text.py` uses it to read captured traffic.
 
-    {"messages": [..]}                          asked anew, an assistant's last message left out
-    {"prompt": ".."}                            asked anew
-    {"text": ".."}                              taken as it is, in pieces
-    {"prompt_token_ids": [..], "token_ids": [..]}   taken as it is; so are folders of captured traffic
+    {"messages": [..]}                          answered again, without an assistant's last message
+    {"prompt": ".."}                            answered again
+    {"text": ".."}                              used as it is, in pieces
+    {"prompt_token_ids": [..], "token_ids": [..]}   used as it is; so are folders of captured traffic
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from typing import Any
 import tokenizers
 
 from ...actors.batch.rows import parse_line
-from ...actors.batch.source import Source, chunks, open_parquet, open_source
-from ...actors.batch.text_records import raw_records, split_lines
+from ...actors.batch.source import Source, SourceFile, open_parquet, open_source
 from ...actors.capture.records import CapturedRecord, is_captured, read_captured
 from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
@@ -33,20 +31,20 @@ from ..training.corpus import library_files
 from ..training.loop import Report
 from ..training.prompts import all_prompts, select_prompts
 
-_PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # of plain text: a sequence, and what of it is not learnt
+_PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # plain text: tokens of a sequence; first ones, without a loss
 _PROMPTS_PER_CATEGORY = 2000
-_LEAST_ANSWER_TOKENS = 2  # of captured traffic
+_LEAST_ANSWER_TOKENS = 2  # shorter captured answers are skipped
 Record = Mapping[str, Any]  # Any: a row of a data set
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How the target is asked.
+    """Settings with which the target generates answers.
 
     Attributes:
-        max_tokens: of an answer.
-        longest: tokens of prompt and answer together.
+        max_tokens: maximum tokens of an answer.
+        longest: maximum tokens of prompt and answer together.
     """
 
     target: str
@@ -56,28 +54,28 @@ class Asking:
 
 
 def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) -> Continuations:
-    """All of these places, or without any the sources of Python's standard library.
+    """Read all sources and generate missing answers; without sources, use Python's standard library.
 
     Args:
-        folder: gets the answers, part by part: who is killed asks nothing twice.
+        folder: stores the generated answers in parts, so that an interrupted run does not repeat them.
 
     Raises:
-        DatasetError: a place cannot be read, or has nothing to learn from.
+        DatasetError: a source cannot be read or is empty.
     """
     prompts: list[tuple[int, ...]] = []
     pairs: list[Pair] = []
     for record in _records(places, asking.tokenizer):
-        prompt = _asked(record, asking.tokenizer)
+        prompt = _prompt_of(record, asking.tokenizer)
         if prompt is None:
-            pairs += _taken(record, asking.tokenizer)
+            pairs += _pairs_of(record, asking.tokenizer)
         else:
             prompts.append(prompt)
     fitting = [prompt for prompt in prompts if len(prompt) + asking.max_tokens <= asking.longest]
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         report(
-            f"data: {left_out} prompts left out, for with {asking.max_tokens} tokens of answer each is "
-            f"longer than {asking.longest}"
+            f"data: {left_out} prompts are skipped: with {asking.max_tokens} tokens of answer they exceed "
+            f"{asking.longest} tokens"
         )
     pairs = [(prompt, answer[: asking.longest - len(prompt)]) for prompt, answer in pairs]
     asked = [
@@ -93,25 +91,26 @@ def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) 
         )
     data = Continuations.join(parts)
     if not len(data):
-        raise DatasetError(f"data: {', '.join(places)}: no row to learn from.", param="data")
-    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(asked)} of them asked anew")
+        raise DatasetError(f"data: {', '.join(places)}: no usable row.", param="data")
+    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(asked)} of them answered again")
     return data
 
 
 def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
-    """A folder's or a segment's records, each with a prompt and an answer of at least two tokens. Where
-    prompts are private, the answer's first quarter stands for one.
+    """Yield the records of a folder or segment that have an answer of at least two tokens.
+
+    If prompts were not captured, the first quarter of the answer is used as the prompt.
 
     Raises:
-        DatasetError: it cannot be read, or several models wrote it.
+        DatasetError: the files cannot be read, or contain answers of several models.
     """
     model: str | None = None
     for record in read_captured(path):
         model = model or record.model
         if record.model != model:
             raise DatasetError(
-                f"data: {path} was captured of several models ({model} and {record.model}), whose tokens "
-                "differ. Give each a folder of its own.",
+                f"data: {path} contains traffic of several models ({model} and {record.model}), whose tokens "
+                "differ. Capture each into its own folder.",
                 param="data",
             )
         prompt, answer = record.prompt_token_ids, record.token_ids
@@ -134,7 +133,7 @@ def _records(places: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[Rec
 
 
 def _library(tokenizer: Tokenizer | None) -> Iterator[Record]:
-    """Prompts cut out of it, as those that the shipped pair is measured on; of other files than these."""
+    """Yield prompts from the standard library's files, without those that the shipped prompts come from."""
     backend = tokenizers.Tokenizer.from_str(_needed(tokenizer).to_json())
     learned = [file for file in library_files() if not file.is_held_out]
     for prompt in select_prompts(all_prompts(learned, backend, seed=9), _PROMPTS_PER_CATEGORY, seed=9):
@@ -142,39 +141,42 @@ def _library(tokenizer: Tokenizer | None) -> Iterator[Record]:
 
 
 def _rows(source: Source) -> Iterator[Record]:
-    """Of JSON lines or Parquet."""
+    """Yield the records of JSON lines or Parquet files."""
     for file in source.files:
         if source.format == "parquet":
             for batch in open_parquet(file).iter_batches():
                 yield from batch.to_pylist()
         elif source.format in ("jsonl", "openai"):
-            for number, (_, line) in enumerate(raw_records(split_lines(chunks(file)), "jsonl"), start=1):
-                assert isinstance(line, bytes)
-                try:
-                    yield parse_line(line)
-                except RequestError as error:
-                    raise DatasetError(
-                        f"data: {file}, record {number}: {error.message}", param="data"
-                    ) from None
+            yield from _line_records(file)
         else:
             raise DatasetError(f"data: {file} is neither .jsonl nor .parquet. Convert it.", param="data")
 
 
-def _asked(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
+def _line_records(file: SourceFile) -> Iterator[Record]:
+    with file.reading(), file.open_text("jsonl") as text:
+        for number, (_, line) in enumerate(text.raw_records(), start=1):
+            assert isinstance(line, bytes)
+            try:
+                yield parse_line(line)
+            except RequestError as error:
+                raise DatasetError(f"data: {file}, record {number}: {error.message}", param="data") from None
+
+
+def _prompt_of(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
     """The prompt that the target is to answer; None where the record holds what it said."""
     messages, prompt = record.get("messages"), record.get("prompt")
     if isinstance(messages, list | tuple) and messages:
-        said = list(messages)
-        if isinstance(said[-1], Mapping) and said[-1].get("role") == "assistant":
-            said = said[:-1]
-        return encode_prompt(Chat(said), _needed(tokenizer)).token_ids
+        history = list(messages)
+        if isinstance(history[-1], Mapping) and history[-1].get("role") == "assistant":
+            history = history[:-1]
+        return encode_prompt(Chat(history), _needed(tokenizer)).token_ids
     if isinstance(prompt, str) and prompt:
         return encode_prompt(prompt, _needed(tokenizer)).token_ids
     return None
 
 
-def _taken(record: Record, tokenizer: Tokenizer | None) -> Iterator[Pair]:
-    """Sequences as they stand in a record."""
+def _pairs_of(record: Record, tokenizer: Tokenizer | None) -> Iterator[Pair]:
+    """Yield (prompt, answer) token ids of a record that is used as it is."""
     text, prompt, answer = (record.get(name) for name in ("text", "prompt_token_ids", "token_ids"))
     if isinstance(prompt, list | tuple) and isinstance(answer, list | tuple):
         yield prompt, answer

@@ -1,8 +1,7 @@
-"""Whether a drafter fits a target, from small files and headers: every misfit, each with what to change.
+"""Checks whether a drafter fits a target, from configurations and headers of weights.
 
-Two kinds: fatal ones, with which an engine refuses the pair, and doubts, with which it would run and draft
-badly, for no wrong draft changes an answer. Called by `manta drafter validate`; what a pair is
-worth when it runs is measured by `manta bench`.
+Findings are fatal (the engine refuses the pair) or warnings (the pair runs, but few drafts may be accepted; a
+wrong draft never changes an answer). Called by `manta drafter validate`.
 """
 
 from __future__ import annotations
@@ -24,27 +23,25 @@ from ...drafter.dflash.features import TargetFacts
 from ...drafter.drafter_shape import stored_dtypes
 from ...drafter.eagle3.checkpoint import check_eagle3_tensors
 from ...drafter.eagle3.config import Eagle3Config
-from .conventions import doubts
+from .conventions import check_conventions
 from .files import CARD_FILE, SMALL_FILES, AnyConfig, DrafterFiles, is_dflash, open_drafter
-from .misfit import Misfit, fatal
-from .text import text_misfits
+from .misfit import Incompatibility, fatal
+from .text import check_text
 
 Level = Literal["static", "cpu", "gpu"]
-# Of Speculators' files, and read by trainers alone.
+# Tensors in Speculators' files that only trainers read.
 _OF_TRAINING = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
-_MOST_TOLD = 8  # tensors of one kind, one by one
+_MOST_LISTED = 8  # tensors listed by name
 
 
 def validate_pair(
     drafter: str, target: str, *, level: Level = "static", card: Path | None = None
-) -> list[Misfit]:
-    """All misfits, fatal ones first.
-
-    A file that cannot be read hides what depends on it: then it is the only misfit.
+) -> list[Incompatibility]:
+    """Return all findings, fatal ones first. If a file cannot be read, that is the only finding.
 
     Args:
-        level: a pair without a fatal one runs a few prompts ("cpu"), or its card's ("gpu"), too.
-        card: a card.json; None takes the drafter's own.
+        level: "cpu" also runs a few prompts, "gpu" those of the card, unless there is a fatal finding.
+        card: a card.json; None uses the one in the drafter's folder.
     """
     try:
         target_folder = resolve_checkpoint(target, field="target", files=SMALL_FILES)
@@ -52,44 +49,46 @@ def validate_pair(
         files = open_drafter(drafter)
     except CheckpointError as error:
         return [fatal(error.param or "file", error.message)]
-    found = list(_misfits(files, spec, target_folder))
-    fits = not any(misfit.fatal for misfit in found)
+    found = list(_check_pair(files, spec, target_folder))
+    fits = not any(finding.fatal for finding in found)
     if fits and level == "cpu":
-        from .trial import trial_misfits
+        from .trial import check_drafts
 
-        found += trial_misfits(drafter, target)
+        found += check_drafts(drafter, target)
     if fits and level == "gpu":
-        from .against_card import card_misfits
+        from .against_card import check_card
 
-        found += card_misfits(drafter, target, card or files.folder / CARD_FILE)
-    return sorted(found, key=lambda misfit: not misfit.fatal)
+        found += check_card(drafter, target, card or files.folder / CARD_FILE)
+    return sorted(found, key=lambda finding: not finding.fatal)
 
 
-def print_misfits(drafter: str, target: str, misfits: list[Misfit]) -> None:
+def print_findings(drafter: str, target: str, findings: list[Incompatibility]) -> None:
     console = Console(soft_wrap=True)
-    for misfit in misfits:
-        kind = "[bold red]misfit[/]" if misfit.fatal else "[yellow]doubt[/]"
-        console.print(f"{kind} {escape(misfit.what)}: {escape(misfit.message)}")
-    bad = sum(misfit.fatal for misfit in misfits)
+    for finding in findings:
+        kind = "[bold red]error[/]" if finding.fatal else "[yellow]warning[/]"
+        console.print(f"{kind} {escape(finding.what)}: {escape(finding.message)}")
+    bad = sum(finding.fatal for finding in findings)
     verdict = "cannot draft for" if bad else "fits"
-    console.print(escape(f"{drafter} {verdict} {target}: {bad} misfits, {len(misfits) - bad} doubts."))
+    console.print(escape(f"{drafter} {verdict} {target}: {bad} errors, {len(findings) - bad} warnings."))
 
 
-def _misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path) -> Iterator[Misfit]:
+def _check_pair(
+    files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Path
+) -> Iterator[Incompatibility]:
     facts = TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 0, spec.embed_scale)
     if is_dflash(files):
         for error in files.config.misfits(facts):
             yield fatal(error.param or "config.json", error.message)
-        yield from _tensor_misfits(files, facts)
-        yield from text_misfits(files, spec, target_folder)
-        yield from doubts(files, spec)
+        yield from _check_tensors(files, facts)
+        yield from check_text(files, spec, target_folder)
+        yield from check_conventions(files, spec)
     else:
-        yield from _eagle3_misfits(files, facts)
-        yield from text_misfits(files, spec, target_folder)
+        yield from _check_eagle3(files, facts)
+        yield from check_text(files, spec, target_folder)
 
 
-def _eagle3_misfits(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Iterator[Misfit]:
-    """The first one, as an engine finds it."""
+def _check_eagle3(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Iterator[Incompatibility]:
+    """Yield the first error that an engine would report."""
     try:
         config = Eagle3Config.load(files.folder, facts.num_layers)
         config.check_fits(facts)
@@ -98,36 +97,36 @@ def _eagle3_misfits(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Itera
         yield fatal(error.param or "config.json", error.message)
 
 
-def _tensor_misfits(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> Iterator[Misfit]:
-    """Tensors that are missing, misshapen, or there and read by nobody."""
+def _check_tensors(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> Iterator[Incompatibility]:
+    """Yield findings for tensors that are missing, have the wrong shape, or are unused."""
     tensors = files.tensors
     wanted = stored_shapes(files.config, facts, tensors)
-    wrong: list[Misfit] = []
+    wrong: list[Incompatibility] = []
     for name, shape in wanted.items():
         try:
             tensors.check(name, shape, stored_dtypes(name))
         except CheckpointError as error:
             wrong.append(fatal(name, error.message))
-    yield from _few(wrong)
+    yield from _limited(wrong)
     unused = sorted(tensors.shapes.keys() - wanted.keys() - set(_OF_TRAINING))
     if unused:
-        named = ", ".join(unused[:_MOST_TOLD]) + (" ..." if len(unused) > _MOST_TOLD else "")
+        named = ", ".join(unused[:_MOST_LISTED]) + (" ..." if len(unused) > _MOST_LISTED else "")
         yield fatal(
             "unused tensors",
-            f"{tensors.where} holds {len(unused)} tensors that nothing asks for ({named}): config.json is of "
-            f"another revision, or the names are of another format. {_how_named(unused, wanted)}",
+            f"{tensors.where} has {len(unused)} unused tensors ({named}): config.json is from another "
+            f"revision, or the names are in another format. {_remedy(unused, wanted)}",
         )
 
 
-def _how_named(unused: list[str], wanted: dict[str, tuple[int, ...]]) -> str:
+def _remedy(unused: list[str], wanted: dict[str, tuple[int, ...]]) -> str:
     for name in unused:
         prefix = next((name.removesuffix(known) for known in wanted if name.endswith("." + known)), "")
         if prefix:
-            return f"Take the prefix {prefix!r} off the names."
-    return "Take config.json and weights from one revision."
+            return f"Remove the prefix {prefix!r} from the names."
+    return "Use config.json and weights of the same revision."
 
 
-def _few(misfits: list[Misfit]) -> Iterator[Misfit]:
-    yield from misfits[:_MOST_TOLD]
-    if (more := len(misfits) - _MOST_TOLD) > 0:
-        yield fatal("tensors", f"{more} more tensors are missing or misshapen likewise.")
+def _limited(findings: list[Incompatibility]) -> Iterator[Incompatibility]:
+    yield from findings[:_MOST_LISTED]
+    if (more := len(findings) - _MOST_LISTED) > 0:
+        yield fatal("tensors", f"{more} more tensors are missing or have the wrong shape.")

@@ -1,1 +1,1 @@
-"""`manta logs`: what became of a request, from a server that remembers it or from log files."""
+"""`manta logs`: explains the course of a request, from a server's memory or from log files."""

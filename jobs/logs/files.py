@@ -1,8 +1,8 @@
-"""The lines of log files that are about a request: by the client's name for it, or by its response's.
+"""Finds the lines of log files about a request, by the client's request id or the response's id.
 
-A line is about it if one of its fields is one of its names; that these go together stands in the line that
-is logged at a request's end. What is no JSON (a log of text has some lines of it) is passed over; so is what
-stands before an object, as Ray's "(Replica pid=7)".
+A line is about a request if one of its fields is one of the request's ids. The summary line logged at the end
+of a request links its ids. Lines that are not JSON are skipped; text before an object, such as Ray's
+"(Replica pid=7)", is ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...cluster.errors import DatasetError, NotFoundError, shown
 Json = dict[str, Any]  # Any: JSON
 _NAMES = ("request_id", "id")
 _PLACE = ("process", "replica", "engine", "rank")
-_TOLD = ("time", "level", "logger", *_PLACE, "message", "error")  # apart from other fields
+_SHOWN = ("time", "level", "logger", *_PLACE, "message", "error")  # shown separately from other fields
 
 
 class Line(NamedTuple):
@@ -25,42 +25,42 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """When, how bad, where, and what."""
+        """Return time, level, place and message as a line."""
         where = " ".join(f"{name}={self.fields[name]}" for name in _PLACE if name in self.fields)
-        rest = [f"{name}={_said(value)}" for name, value in self.fields.items() if name not in _TOLD]
+        rest = [f"{name}={_text_of(value)}" for name, value in self.fields.items() if name not in _SHOWN]
         what = self.fields.get("message") or " ".join(rest)
         head = f"{self.fields.get('time', '-')} {self.fields.get('level', '-')} {where}".rstrip()
         return f"{head}: {what}" + (f"\n{self.fields['error']}" if "error" in self.fields else "")
 
 
 def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
-    """In the order of time.
+    """Return the lines about a request, ordered by time.
 
     Raises:
         DatasetError: a file cannot be read.
-        NotFoundError: no line is about it.
+        NotFoundError: there are no lines about the request.
     """
     names = {request}
     for fields in _objects(files):
-        told = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}
-        names |= told if names & told else set()
+        ids = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}
+        names |= ids if names & ids else set()
     found = [Line(fields) for fields in _objects(files) if _is_about(fields, names)]
     if not found:
         raise NotFoundError(
-            f"No line of {', '.join(map(str, files))} is about a request {shown(request)}. Give the "
-            "response's id or the X-Request-Id, and logs of a server with --log-format json.",
+            f"{', '.join(map(str, files))}: no line is about a request {shown(request)}. Give the "
+            "id of the response or the X-Request-Id, and logs of a server with --log-format json.",
             param="id",
         )
     return sorted(found, key=lambda line: str(line.fields.get("time", "")))
 
 
 def _is_about(fields: Json, names: set[str]) -> bool:
-    told = [fields.get("request_id"), fields.get("id"), *(fields.get("request_ids") or ())]
-    return any(name in names or _is_part(name, names) for name in told if isinstance(name, str))
+    ids = [fields.get("request_id"), fields.get("id"), *(fields.get("request_ids") or ())]
+    return any(name in names or _is_part(name, names) for name in ids if isinstance(name, str))
 
 
 def _is_part(name: str, names: set[str]) -> bool:
-    """Whether it is one of several completions of a response, or an attempt at it."""
+    """Return whether the name is that of one of several completions of a response, or of a retry."""
     return any(name.startswith((f"{whole}-", f"{whole}.")) for whole in names)
 
 
@@ -84,5 +84,5 @@ def _object(line: bytes) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-def _said(value: object) -> str:
+def _text_of(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A request's life, as /explain tells it, in lines for a terminal."""
+"""Formats a request's timeline from /explain as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _WAITED = {
     "whole_prompt": "for a step that holds the whole prompt",
 }
 _LEFT = {
-    "preempted": "preempted: its pages went to others; what it has is computed anew when it comes back",
-    "refilled": "taken out, to be computed anew for the drafter",
+    "preempted": "preempted: its pages were given to others; its tokens are recomputed on readmission",
+    "refilled": "removed, to be recomputed for the drafter",
 }
 _PARTS = ("draft", "verify", "sample", "inject")
-_SHORT_MS = 0.05  # not worth a word
+_SHORT_MS = 0.05  # shorter times are not shown
 
 
-def life_lines(life: Json) -> Iterator[str]:
-    """From its arrival to its end, or to now."""
+def timeline_lines(life: Json) -> Iterator[str]:
+    """Yield lines from a request's arrival to its end, or to now."""
     moment = datetime.fromtimestamp(life["arrived"], UTC).replace(tzinfo=None)
     arrived = f"{moment.isoformat(sep=' ', timespec='milliseconds')} UTC"
     known_as = f" (request {life['request_id']})" if life["request_id"] else ""
@@ -44,11 +44,11 @@ def _at(ms: float, text: str) -> str:
 
 
 def _asked(life: Json) -> str:
-    said = [f"{life['prompt_tokens']} tokens of prompt"]
+    said = [f"{life['prompt_tokens']} prompt tokens"]
     if life["begun_tokens"]:
         said.append(f"{life['begun_tokens']} generated elsewhere")
     limit = life["max_tokens"]
-    said.append("as many as fit to come" if limit is None else f"at most {limit} to come")
+    said.append("no limit of output tokens" if limit is None else f"at most {limit} output tokens")
     if life["max_draft_tokens"] is not None:
         said.append(f"at most {life['max_draft_tokens']} drafts a step")
     if life["priority"]:
@@ -57,7 +57,7 @@ def _asked(life: Json) -> str:
 
 
 def _waited(stay: Json, ms: float) -> str:
-    """What kept it, longest first; what is left was for a step under way to end."""
+    """Return the reasons for waiting, longest first; the remaining time is for a step in progress to end."""
     held = sorted(stay["waited_ms"].items(), key=lambda each: -each[1])
     parts = [f"{waited_ms:.1f} ms {_WAITED[reason]}" for reason, waited_ms in held if waited_ms >= _SHORT_MS]
     if (rest_ms := ms - sum(waited_ms for _, waited_ms in held)) >= _SHORT_MS:
@@ -66,12 +66,12 @@ def _waited(stay: Json, ms: float) -> str:
 
 
 def _cached(stay: Json) -> str:
-    return f"; {stay['cached_tokens']} tokens are in the prefix cache" if stay["cached_tokens"] else ""
+    return f"; {stay['cached_tokens']} tokens were in the prefix cache" if stay["cached_tokens"] else ""
 
 
 def _steps(stay: Json) -> Iterator[str]:
     if stay["forgotten_steps"]:
-        yield f"{'':13}  ({stay['forgotten_steps']} steps of the engine are forgotten)"
+        yield f"{'':13}  ({stay['forgotten_steps']} engine steps are no longer recorded)"
     for step in stay["steps"]:
         took_ms = step["ended_ms"] - step["planned_ms"]
         spent = [(part, step[f"{part}_ms"]) for part in _PARTS]

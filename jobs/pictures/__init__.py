@@ -1,1 +1,1 @@
-"""Pictures and pages of reports: plots by matplotlib (`plots.py`), pages of one template (`page.py`)."""
+"""Charts and HTML reports: plots with matplotlib (`plots.py`), pages from one template (`page.py`)."""

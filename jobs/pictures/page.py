@@ -1,8 +1,7 @@
-"""A page of a report: one file, no script, nothing from a network, light or dark as its reader.
+"""HTML page of a report: one file without scripts and network access, in light or dark mode.
 
-It lays itself out for a phone, too. What its cards say is told by `jobs/batch/report_html.py`,
-`jobs/bench/load_page.py` and `jobs/training/curves.py`. The template (`page.html`) escapes all that comes
-from data.
+The layout adapts to phones. The content comes from `jobs/batch/report_html.py`, `jobs/bench/load_page.py` and
+`jobs/training/curves.py`. The template (`page.html`) escapes all data.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from .plots import NO_MATPLOTLIB, Picture, has_matplotlib, svg_element
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure shown large."""
-
     figure: str
     words: str
     good: bool = False
@@ -29,10 +26,10 @@ class Card:
     """A section of a page.
 
     Attributes:
-        words: what is seen.
-        rows: a table's cells; the first column, and with `has_head` the first row, are names.
-        picture: stands above the table, which is then unfolded by a click.
-        is_wide: takes the page's whole width.
+        words: description.
+        rows: cells of a table; the first column, and with `has_head` the first row, are headings.
+        picture: chart above the table, which is then collapsed.
+        is_wide: the section has the full width of the page.
     """
 
     title: str
@@ -55,7 +52,7 @@ def picture_card(picture: Picture, *, is_wide: bool = False) -> Card:
 
 
 def render_page(title: str, words: str, tiles: Sequence[Tile], cards: Sequence[Card]) -> str:
-    """Return the document. Without matplotlib it has no pictures, and says so; their tables are there."""
+    """Return the HTML document. Without matplotlib it has a note and tables instead of charts."""
     from minijinja import Environment
 
     draws = has_matplotlib()
@@ -74,7 +71,7 @@ def render_page(title: str, words: str, tiles: Sequence[Tile], cards: Sequence[C
 
 
 def flat(about: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
-    """Yield rows of a card: names of nested values have dots, empty values are left out."""
+    """Yield nested values as rows with dotted names; empty values are left out."""
     for name, value in about.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{under}{name}.")

@@ -1,4 +1,4 @@
-"""Plots by matplotlib (the extra `plots`), which is imported when the first one is drawn.
+"""Plots with matplotlib (the extra `plots`), which is imported when the first one is drawn.
 
 A `Picture` has a title, a caption, a table of the same values, and a function that draws it. Used by the
 reports of benchmarks, batch jobs, evaluations and training runs, as files or in a page (`page.py`).
@@ -23,7 +23,7 @@ NO_MATPLOTLIB = "Pictures need the package matplotlib: pip install 'manta[plots]
 GRAY, TEAL = "#9aa5b1", "#0b7285"
 COLORS = (TEAL, "#c2571a", "#5b4fc4", "#b0307a", "#2f6fb0", "#8a6d00", "#4f7f1f", "#a33a3a", "#65727f")
 _MARKERS = "osD^"
-_MAX_MARKERS = 14  # of a line; one of more points has none
+_MAX_MARKERS = 14  # lines with more points have no markers
 _MAX_LABEL = 24  # characters
 Points = Sequence[tuple[float, float]]
 
@@ -33,10 +33,10 @@ class Picture:
     """A plot with its caption.
 
     Attributes:
-        name: of its file, without the suffix.
-        words: the caption: what is seen.
+        name: file name without suffix.
+        words: caption.
         draw: draws onto empty axes.
-        table: the same values as cells; the first row is the head.
+        table: the same values as cells; the first row has headings.
         size: width and height in inches.
     """
 
@@ -53,14 +53,14 @@ def has_matplotlib() -> bool:
 
 
 def can_plot() -> bool:
-    """Return whether matplotlib is installed; if not, say on standard error what to install."""
+    """Return whether matplotlib is installed; if not, print on standard error what to install."""
     if not has_matplotlib():
         print(NO_MATPLOTLIB, file=sys.stderr)
     return has_matplotlib()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches. It belongs to no window and needs no closing."""
+    """Return an empty figure of a size in inches. It has no window and need not be closed."""
     from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")
@@ -75,14 +75,14 @@ def plotted(picture: Picture) -> Figure:
 
 
 def save_figure(figure: Figure, target: Path | StringIO) -> None:
-    """Write an SVG, or a PNG to a path that says so. Equal figures give equal bytes; texts stay texts."""
+    """Write an SVG, or a PNG for a path ending in .png. Output is reproducible; text stays text in SVG."""
     from matplotlib import rc_context
 
     kind = "png" if isinstance(target, Path) and target.suffix == ".png" else "svg"
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "manta", "svg.fonttype": "none"}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of letters that matplotlib's own font lacks
+        warnings.simplefilter("ignore", UserWarning)  # letters missing in matplotlib's font
         dates = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
         figure.savefig(target, format=kind, metadata=dates)
 
@@ -96,14 +96,14 @@ def write_svgs(pictures: Sequence[Picture], folder: Path, prefix: str = "") -> l
 
 
 def svg_element(picture: Picture) -> str:
-    """Return the picture as `<svg>` for a page: no script, and nothing from a network."""
+    """Return the picture as an `<svg>` element without scripts and external references."""
     file = StringIO()
     save_figure(plotted(picture), file)
     return file.getvalue().partition("<svg")[2].join(("<svg", ""))
 
 
 def label(text: str) -> str:
-    """Return a name from data as a label: one short line, in which `$` does not begin mathematics."""
+    """Return a name from data as a label: one short line with `$` escaped, which would start mathematics."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     short = line if len(line) <= _MAX_LABEL else line[: _MAX_LABEL - 1] + "…"
     return short.replace("$", r"\$")
@@ -112,11 +112,11 @@ def label(text: str) -> str:
 def draw_lines(
     axes: Axes, series: Mapping[str, Points], x_title: str, y_title: str, *, faint: Collection[str] = ()
 ) -> None:
-    """Draw a line for each series, with a marker of its own besides its color.
+    """Draw a line for each series with its own color and marker.
 
     Args:
-        series: points by name, in the order of the legend.
-        faint: series that are there to be compared with: thin, without markers.
+        series: points by name, in legend order.
+        faint: names of reference series, drawn thin and without markers.
     """
     for i, (name, points) in enumerate(series.items()):
         marked = name not in faint and len(points) <= _MAX_MARKERS
@@ -138,12 +138,11 @@ def draw_lines(
 
 
 def show_legend(axes: Axes) -> None:
-    """Name the series above the plot."""
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def draw_shares(axes: Axes, rows: Mapping[str, Sequence[float]], x_title: str) -> None:
-    """Draw shares (0 to 1) as a grid of cells with per cents, a row for each name, columns from 1."""
+    """Draw shares (0 to 1) as a grid of per cents, a row for each name, columns numbered from 1."""
     most = max(map(len, rows.values()))
     cells = [[*shares, *[float("nan")] * (most - len(shares))] for shares in rows.values()]
     axes.pcolormesh(cells, cmap="Greens", vmin=0, vmax=1.5, edgecolors="white")
@@ -156,11 +155,11 @@ def draw_shares(axes: Axes, rows: Mapping[str, Sequence[float]], x_title: str) -
 
 
 def name_rows(axes: Axes, names: Sequence[str], first: float = 0) -> None:
-    """Name horizontal rows of height 1 on the left, the first on top."""
+    """Label horizontal rows of height 1 on the left, the first at the top."""
     axes.set_yticks([first + row for row in range(len(names))], [label(name) for name in names])
     axes.invert_yaxis()
 
 
 def rows_size(num_rows: int) -> tuple[float, float]:
-    """Return the size of a picture with so many horizontal rows, in inches."""
+    """Return the size of a picture with `num_rows` horizontal rows, in inches."""
     return 6.4, 1.0 + 0.3 * num_rows

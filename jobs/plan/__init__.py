@@ -1,1 +1,1 @@
-"""`manta plan`: how to lay out a pair over a node's GPUs (the arithmetic is `cluster/planner/`'s)."""
+"""`manta plan`: plans a pair's layout over a node's GPUs; the arithmetic is in `cluster/planner/`."""

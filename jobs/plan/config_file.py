@@ -1,4 +1,4 @@
-"""The `ray_config.yaml` of a layout, which `serve deploy`, `manta serve` and `manta render` take."""
+"""Writes the `ray_config.yaml` of a layout for `serve deploy`, `manta serve` and `manta render`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ...actors.checkpoints import absolute_path
 from ...actors.http.settings import split_settings
 from ...cluster.config import Quantization
 from ...cluster.planner.estimates import Estimate
@@ -16,16 +17,16 @@ from .models import ReadPair
 
 _HEAD = """\
 # Written by `manta plan`: {why}
-# Serve it with `manta serve --config FILE` or `serve deploy FILE`; `manta render` makes the files of KubeRay,
-# `ray up` and systemd of it. All settings: cluster/config.py, actors/http/settings.py.
+# Serve it with `manta serve --config FILE` or `serve deploy FILE`; `manta render` makes files for KubeRay,
+# `ray up` and systemd from it. All settings: cluster/config.py, actors/http/settings.py.
 """
-# More waiting requests than so many times the running ones get 503 with Retry-After.
+# Limit of waiting requests, as a multiple of max_num_seqs; further ones get 503 with Retry-After.
 _QUEUED_PER_RUNNING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """How weights are kept, where not as they are in the checkpoints."""
+    """Quantization of the weights; None: as in the checkpoint."""
 
     target: Quantization | None = None
     drafter: Quantization | None = None
@@ -39,10 +40,10 @@ def serve_config(
     max_num_seqs: int,
     quantized: Quantized,
 ) -> dict[str, Any]:  # Any: YAML
-    """The config as plain data; its `args` have been taken by `split_settings`."""
+    """Return the config as plain data; its `args` are validated by `split_settings`."""
     layout = chosen.layout
     args: dict[str, Any] = {
-        "model": _place(model),
+        "model": absolute_path(model),
         "replicas": layout.replicas,
         "tensor_parallel_size": layout.tp,
         "device": "cuda",
@@ -55,7 +56,7 @@ def serve_config(
         "max_num_queued_reqs": _QUEUED_PER_RUNNING * max_num_seqs,
     }
     if drafter is not None and layout.placement is not None:
-        spec = {"method": "dflash", "model": _place(drafter), "placement": layout.placement}
+        spec = {"method": "dflash", "model": absolute_path(drafter), "placement": layout.placement}
         spec |= _given(quantization=quantized.drafter)
         args["speculative_config"] = spec
     split_settings(args)
@@ -80,8 +81,3 @@ def write_config(path: Path, config: dict[str, Any], why: str) -> None:
 
 def _given(**settings: str | None) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _place(name: str) -> str:
-    """Folders by their absolute path: replicas have another working directory."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name

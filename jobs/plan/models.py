@@ -1,6 +1,7 @@
-"""What a plan must know of two checkpoints, read without a weight.
+"""Reads what a plan needs to know about a target and a drafter, without weights.
 
-From the hub only small files come (`SHAPE_FILES`); where a folder has weights their headers are checked, too.
+From the hub only small files are downloaded (`SHAPE_FILES`). If a folder has weights, their headers are
+checked.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from ...drafter.dflash.features import TargetFacts
 from ..shapes import drafter_shape, target_shape
 
 HalfDType = Literal["bfloat16", "float16"]
-# What is taken where neither a flag nor the drafter's card says more: an estimate, between conversations at
-# temperature 1 and code at 0. Measure yours with `manta bench`.
+# Mean acceptance length without a flag or a card: an estimate between chats at temperature 1 and code at 0.
+# Measure yours with `manta bench`.
 DEFAULT_LENGTH = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """Two checkpoints as a plan sees them.
+    """Two checkpoints as input of a plan.
 
     Attributes:
-        dtype: of weights and K/V; rates are known for 16 bits alone.
-        max_model_len: the setting, or what both models were made for.
-        acceptance: where the acceptance curve comes from, in words.
+        dtype: dtype of weights and K/V; rates are known for 16 bits only.
+        max_model_len: the setting, or the smaller limit of both models.
+        acceptance: source of the acceptance curve, as text.
     """
 
     pair: Pair
@@ -49,15 +50,15 @@ class ReadPair:
 
 
 def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
-    """Read what `config` names.
+    """Read the models of `config`.
 
     Args:
-        acceptance: a mean acceptance length, or as many probabilities as drafts between commas; None takes
-            the drafter's card or the default.
+        acceptance: a mean acceptance length, or comma-separated probabilities, one per draft; None uses the
+            drafter's card or the default.
 
     Raises:
-        CheckpointError: a file is missing or wrong, its family is not served, or the two do not fit.
-        ConfigError: no such acceptance or length can be.
+        CheckpointError: a file is missing or invalid, its family is not supported, or the two do not fit.
+        ConfigError: the acceptance or a length is invalid.
     """
     folder = target_folder(config, files=SHAPE_FILES)
     target = read_model(folder)
@@ -69,7 +70,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     if drafter is not None and draft_folder is not None:
         survival, source = _acceptance(acceptance, drafter.max_drafts, draft_folder)
     elif acceptance is not None:
-        raise ConfigError("acceptance is a drafter's: give --drafter, too.", param="acceptance")
+        raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
     spec = config.speculative_config
     of_drafter = None if spec is None else spec.quantization
     pair = Pair(
@@ -107,16 +108,16 @@ def divides(spec: ModelSpec, ranks: int) -> bool:
 
 
 def _dtype(config: EngineConfig, target: ModelSpec) -> HalfDType:
-    """As asked, or the checkpoint's; fp32 is planned in bf16."""
+    """Return the configured dtype or the checkpoint's; fp32 is planned as bf16."""
     wanted = target.dtype if config.dtype == "auto" else config.dtype
     return "float16" if wanted == "float16" else "bfloat16"
 
 
 def _acceptance(text: str | None, num_drafts: int, folder: Path) -> tuple[tuple[float, ...], str]:
     if text is not None:
-        return _stated(text, num_drafts), "as stated"
+        return _stated(text, num_drafts), "as given"
     if (length := least_card_length(folder)) is not None:
-        return survival_of_length(min(length, num_drafts + 1), num_drafts), "the least of the drafter's card"
+        return survival_of_length(min(length, num_drafts + 1), num_drafts), "lowest in the drafter's card"
     length = min(DEFAULT_LENGTH, 1 + num_drafts / 2)
     return survival_of_length(length, num_drafts), "an assumption; give --acceptance"
 
@@ -126,8 +127,8 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"acceptance={text!r} must be a mean acceptance length, as 4.2, or one probability per draft, as "
-            "0.8,0.7,...",
+            f"acceptance={text!r} must be a mean acceptance length, such as 4.2, or one probability per "
+            "draft, such as 0.8,0.7,...",
             param="acceptance",
         ) from None
     if len(numbers) == 1 and numbers[0] >= 1.0:

@@ -1,4 +1,4 @@
-"""The options of `manta plan`, of which its flags are made. Imports neither torch nor Ray."""
+"""Options of `manta plan`; its flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..yaml_file import check_new_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is planned.
+    """Options of `manta plan`.
 
     Attributes:
         model: target: folder or Hugging Face id.
         num_gpus: GPUs of the node.
         gpu: kind of the GPUs.
         drafter: DFlash drafter; by default plain decoding is planned.
-        dtype: the checkpoint's if auto; bfloat16 where that is float32. Rates are known for 16 bits alone.
-        quantization: of the target's weights; fp8 keeps them in a byte.
-        drafter_quantization: of the drafter's weights; fp8 keeps them in a byte.
-        acceptance: mean acceptance length, as 4.2, or how likely each draft and all before it are accepted,
-            as 0.8,0.7,...; by default that of the drafter's card, or 4.
-        slo_tpot_ms: most milliseconds per output token.
-        slo_ttft_ms: most milliseconds to the first token, in a trace.
-        trace: JSONL of arrivals (arrival_s, prompt_tokens, output_tokens), played through every layout.
-        max_model_len: longest sequence; the checkpoints' limit by default.
-        context: tokens of a sequence on average; by default the trace's, or 4096.
-        batch: requests at once on the node; by default each layout's best.
-        as_json: the report as JSON in place of tables.
+        dtype: auto is the checkpoint's, and bfloat16 for float32. Rates are known for 16 bits only.
+        quantization: quantization of the target's weights; fp8 stores them in one byte.
+        drafter_quantization: quantization of the drafter's weights; fp8 stores them in one byte.
+        acceptance: mean acceptance length, such as 4.2, or the probability that each draft and all before it
+            are accepted, such as 0.8,0.7,...; by default from the drafter's card, or 4.
+        slo_tpot_ms: maximum milliseconds per output token.
+        slo_ttft_ms: maximum milliseconds to the first token, with a trace.
+        trace: JSONL of arrivals (arrival_s, prompt_tokens, output_tokens), simulated for every layout.
+        max_model_len: longest sequence; by default the checkpoints' limit.
+        context: mean tokens of a sequence; by default the trace's, or 4096.
+        batch: concurrent requests on the node; by default the best of each layout.
+        as_json: print the report as JSON instead of tables.
         output: file for the Serve config.
-        force: replace a file that exists.
+        force: replace an existing file.
     """
 
     model: Annotated[str, Flag("-m")]
@@ -67,7 +67,7 @@ class PlanOptions:
                 raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
         if self.drafter_quantization is not None and self.drafter is None:
             raise ConfigError(
-                "drafter_quantization is a drafter's: give --drafter, too.", param="drafter_quantization"
+                "drafter_quantization needs a drafter: give --drafter, too.", param="drafter_quantization"
             )
         if self.slo_ttft_ms is not None and self.trace is None:
             raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")

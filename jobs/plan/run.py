@@ -1,4 +1,7 @@
-"""The plan itself: read, lay out, estimate, play the trace, choose, print and write. Without Ray or a GPU."""
+"""Makes a plan: reads the models, estimates every layout, simulates the trace, chooses, prints and writes.
+
+Needs neither Ray nor a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from .options import PlanOptions
 from .tables import as_json, print_candidates, print_played
 from .trace import read_trace
 
-DEFAULT_CONTEXT = 4096  # tokens of a sequence, where neither a flag nor a trace says more
+DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
-    """Print the plan, write its config where asked, and return the report.
+    """Print the plan, write its config if requested, and return the report.
 
     Raises:
-        PlacementError: nothing fits; says what lacks.
-        ConfigError: a setting is wrong, or nothing holds what is asked; the candidates are printed before.
+        PlacementError: no layout fits; names the missing memory.
+        ConfigError: a setting is invalid, or no layout meets the SLO; the candidates are printed first.
     """
     gpu = find_gpu(options.gpu)
     read = read_pair(_engine_config(options), options.acceptance)
@@ -103,7 +106,7 @@ def _play_all(
 
 
 def _max_num_seqs(chosen: Estimate, options: PlanOptions) -> int:
-    """As many as keep the SLO; without one, or where a trace was played with all of them, as many as fit."""
+    """Return the batch that meets the TPOT SLO; without one, or with a trace, the number that fits."""
     bounded = options.slo_tpot_ms is not None and options.trace is None
     return chosen.best.batch if bounded else chosen.room.max_num_seqs
 
@@ -116,7 +119,7 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     return (
         f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
         f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"
-        "Estimates from shapes and rates (cluster/planner/): nothing was measured."
+        "Estimates from shapes and rates (cluster/planner/), not measurements."
     )
 
 

@@ -28,20 +28,18 @@ _SPEED += ["bound"]
 
 
 def print_candidates(found: Sequence[Estimate | Misfit], num_gpus: int, context: int) -> None:
-    """What each holds, how fast it would be, and what does not fit or misses what is asked."""
+    """Print memory and speed of the candidates, and which ones do not fit or miss the SLO."""
     fitting = [each for each in found if isinstance(each, Estimate)]
     if fitting:
         print_table(
-            f"what {num_gpus} GPUs hold, at {context} tokens a sequence", _ROOM, [*map(_room, fitting)]
+            f"memory of {num_gpus} GPUs, with {context} tokens per sequence", _ROOM, [*map(_room, fitting)]
         )
-        print_table(
-            "how fast, at the best batch of each engine", _SPEED, [_speed(e, num_gpus) for e in fitting]
-        )
+        print_table("speed at the best batch of each engine", _SPEED, [_speed(e, num_gpus) for e in fitting])
     for each in found:
         if isinstance(each, Misfit):
             print(f"does not fit: {each.error.message}")
         elif each.misses:
-            print(f"misses what is asked: {each.layout}: {each.misses}")
+            print(f"misses the SLO: {each.layout}: {each.misses}")
 
 
 def print_played(played: Mapping[Layout, Played]) -> None:
@@ -56,13 +54,13 @@ def print_played(played: Mapping[Layout, Played]) -> None:
         ]
         for layout, outcome in played.items()
     ]
-    print_table("the trace, played", columns, rows)
+    print_table("simulated trace", columns, rows)
 
 
 def as_json(
     found: Sequence[Estimate | Misfit], played: Mapping[Layout, Played], num_gpus: int
 ) -> list[Figures]:
-    """Every candidate; those that do not fit with the reason."""
+    """Return every candidate; those that do not fit with the reason."""
     return [_figures(each, played, num_gpus) for each in found]
 
 

@@ -1,4 +1,4 @@
-"""A trace: a JSON object per arrival, {"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}."""
+"""Reads a trace: a JSON object per line, {"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...cluster.planner.playing import Arrival
 
 
 class _Line(BaseModel):
-    """Other keys are ignored: logs may be traces."""
+    """A line of a trace. Other keys are ignored, so that logs can be used as traces."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -21,20 +21,20 @@ class _Line(BaseModel):
 
 
 def read_trace(path: Path, max_model_len: int) -> list[Arrival]:
-    """All arrivals; DatasetError names the line that is wrong, or too long for `max_model_len`."""
+    """Read all arrivals; DatasetError names a line that is invalid or longer than `max_model_len`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"trace: {path} cannot be read: {error}.", param="trace") from None
     trace = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not trace:
-        raise DatasetError(f"trace: {path} holds no arrival. Give at least one line.", param="trace")
+        raise DatasetError(f"trace: {path} has no arrivals. Give at least one line.", param="trace")
     for number, arrival in enumerate(trace, 1):
         length = arrival.prompt_tokens + arrival.output_tokens
         if length > max_model_len:
             raise DatasetError(
                 f"trace: arrival {number} of {path} is {length} tokens long, and max_model_len "
-                f"is {max_model_len}. Raise --max-model-len, or take such lines out.",
+                f"is {max_model_len}. Raise --max-model-len, or remove such lines.",
                 param="trace",
             )
     return trace
@@ -47,7 +47,7 @@ def _parse(line: str, where: str) -> Arrival:
         found = error.errors(include_url=False)[0]
         key = ".".join(map(str, found["loc"])) or "the line"
         raise DatasetError(
-            f"trace: {where}: {key}: {found['msg']}. A line is like "
+            f"trace: {where}: {key}: {found['msg']}. Write lines like "
             '{"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}.',
             param="trace",
         ) from None

@@ -1,5 +1,5 @@
-"""The reference pages of the site, made of what runs: parsers, settings, metrics, OpenAPI, docstrings.
+"""Generates the site's reference pages from the code: parsers, settings, metrics, OpenAPI, docstrings.
 
-Markdown for `docs/hooks.py`, which hands it to mkdocs as if it were files: no page of it is kept, so none can
-be out of date. Imports neither torch nor Ray.
+`docs/hooks.py` passes the Markdown to mkdocs as if it were files; nothing is stored, so pages are never
+stale. Imports neither torch nor Ray.
 """

@@ -1,4 +1,4 @@
-"""Commands: what the parsers know of each, and the flags that many share once."""
+"""Reference page of the commands, from their parsers; shared flags are listed once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .markdown import cell, code, table
 SHARED = (ENGINE, SPECULATION, SAMPLING)
 _INTRODUCTION = """# Commands
 
-`manta COMMAND --help` says the same. Engine settings come from `--config`, a YAML file, and flags over it;
-without either, `ray_config.yaml` of the working directory is read.
+`manta COMMAND --help` shows the same. Engine settings come from the YAML file of `--config`; flags take
+precedence. Without `--config` and `--model`, `ray_config.yaml` in the working directory is read.
 """
 
 
@@ -29,7 +29,7 @@ def commands_page() -> str:
 
 
 def commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """A group, then what is in it; hidden ones are other names of others."""
+    """Yield a command and, for a group, its commands; hidden ones are aliases and are skipped."""
     if command.hidden:
         return
     yield path, command
@@ -38,7 +38,7 @@ def commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def server_flags() -> dict[str, list[str]]:
-    """Setting -> its flags, of the command that takes all of the engine's and the server's."""
+    """Return the flags of each engine and server setting, as `manta serve` has them."""
     serve: Any = dict(commands("manta", get_command(app)))["manta serve"]
     return {each.name: [*each.opts, *each.secondary_opts] for each in serve.params}
 
@@ -54,13 +54,13 @@ def _section(path: str, command: Any) -> str:
         cleandoc(command.help or ""),
         f"```text\n{usage}\n```",
         _table(own, context),
-        f"And the flags of: {also}." if also else "",
+        f"Also the flags of: {also}." if also else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _shared(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """Flags of the panels that commands share, as the command with most of them has them."""
+    """Yield the shared groups of flags, from the command that has most of them."""
     for panel in SHARED:
         path, command = max(found, key=lambda each: len(_of_panel(each[1], panel)))
         context = typer.Context(command, info_name=path)

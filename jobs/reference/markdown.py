@@ -1,4 +1,4 @@
-"""Words for the pages: tables, and what a docstring says of attributes and arguments."""
+"""Markdown helpers: tables, and the sections of docstrings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 
 
 def cell(text: str) -> str:
-    """A table's cell: one line, in which neither bars nor tags mean anything."""
+    """Return text as a table cell: one line, with bars and tags escaped."""
     return re.sub(r"<(?=[\w/!])", "&lt;", " ".join(text.split())).replace("|", "\\|")
 
 
 def code(text: str) -> str:
-    """As it would be typed; Python-Markdown takes bars and tags in it as they are, in tables too."""
+    """Return text as inline code; Python-Markdown does not interpret bars and tags in it."""
     return f"`{' '.join(text.split())}`" if text else ""
 
 
@@ -26,14 +26,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def summary(docstring: str | None) -> str:
-    """What a docstring says before its first section, as Markdown: indented examples are code blocks."""
+    """Return the part of a docstring before its first section, as Markdown."""
     text = cleandoc(docstring or "")
     ends = [found.start() for name in SECTIONS if (found := re.search(rf"^{name}$", text, re.MULTILINE))]
     return text[: min(ends, default=len(text))].strip()
 
 
 def described(docstring: str | None, section: str) -> dict[str, str]:
-    """What a section such as "Attributes:" says, by name; `a, b: text` is said of both."""
+    """Return the entries of a section such as "Attributes:" by name; `a, b: text` describes both."""
     found: dict[str, str] = {}
     names: list[str] = []
     _, _, rest = cleandoc(docstring or "").partition(f"{section}\n")

@@ -1,4 +1,4 @@
-"""Metrics: the catalogue as tables, for every place that exports some."""
+"""Reference page of the metrics: the catalogue as tables, by exporter."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .markdown import cell, code, table
 
 _INTRODUCTION = """# Metrics
 
-Every name that is exported, from the catalogue (`cluster/metrics.py` and those beside it), of which the
-[dashboards and alerts](../how-to/observe.md) are made, too. Counters get `_total` on `/metrics`, histograms
-`_bucket`, `_sum` and `_count`. Names that begin with `vllm:` mean what they mean there.
+All exported metrics, from the catalogue (`cluster/metrics.py` and its neighbors), which also defines the
+[dashboards and alerts](../how-to/observe.md). Counters get `_total` on `/metrics`, histograms
+`_bucket`, `_sum` and `_count`. Names with the prefix `vllm:` have vLLM's meaning.
 """
 _PLACES: tuple[tuple[str, str, Sequence[Metric]], ...] = (
     (
         "A replica",
-        "On `/metrics`; behind HAProxy or a gateway one answer holds all replicas'.",
+        "On `/metrics`; HAProxy and gateways return those of all replicas.",
         CATALOGUE,
     ),
-    ("A gateway", "Beside its replicas' where there are several.", GATEWAY_CATALOGUE),
-    ("The autoscaler", "In Ray's metrics, where names begin with `ray_`.", SCALING_CATALOGUE),
-    ("A batch job", "In Ray's metrics, where names begin with `ray_`.", BATCH_CATALOGUE),
+    ("A gateway", "With its replicas' metrics if there are several.", GATEWAY_CATALOGUE),
+    ("The autoscaler", "In Ray's metrics, with the prefix `ray_`.", SCALING_CATALOGUE),
+    ("A batch job", "In Ray's metrics, with the prefix `ray_`.", BATCH_CATALOGUE),
 )
 
 

@@ -1,4 +1,4 @@
-"""The Python API: what users import, from signatures and docstrings in the sources, which are not run."""
+"""Reference page of the Python API, from signatures and docstrings in the sources, which are not imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textwrap import dedent
 from .markdown import cell, code, described, summary, table
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is imported -> where it is written.
+# Public name -> source file.
 PUBLIC = {
     "manta.LLM": "actors/llm.py",
     "manta.SamplingParams": "cluster/request.py",
@@ -24,7 +24,7 @@ PUBLIC = {
 _INTRODUCTION = """# Python API
 
 `manta.LLM` decodes in this process, without Ray or HTTP; `manta.data` is a stage of a
-[Ray Data](../batch.md#mantadatabuild_processor) pipeline. Everything else is the program's own.
+[Ray Data](../batch.md#mantadatabuild_processor) pipeline. Everything else is internal.
 
 ```python
 from manta import LLM, SamplingParams
@@ -69,7 +69,7 @@ def _function(head: str, name: str, node: ast.FunctionDef, source: str) -> str:
 
 
 def _signature(name: str, node: ast.FunctionDef, source: str) -> str:
-    """Return the head of a function as its source has it, without `self` and what a class returns."""
+    """Return a function's signature from its source, without `self` and `-> None`."""
     head = dedent("\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]))
     shown = re.sub(r"^def \w+", name, head).replace(" -> None:", "").rstrip(":")
     shown = re.sub(r"\n {4}self,(?=\n)|(?<=\()self(, )?", "", shown)
@@ -77,7 +77,7 @@ def _signature(name: str, node: ast.FunctionDef, source: str) -> str:
 
 
 def _fields(node: ast.ClassDef, said: dict[str, str]) -> str:
-    """Of a dataclass; private ones and what is made of others are left out."""
+    """Return a table of a dataclass's public fields."""
     rows = [
         (
             code(each.target.id),

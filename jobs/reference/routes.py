@@ -1,6 +1,6 @@
-"""The HTTP API: routes, fields of bodies and statuses, from the application's own OpenAPI document.
+"""Reference page of the HTTP API: routes, fields of bodies and statuses, from the OpenAPI document.
 
-The application is the real one; its engine's executor is simulated, so nothing is loaded.
+The application is the real one; its engine's executor is simulated, so no model is loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...cluster.request import SamplingParams
 from ...cluster.simulator import SimulatedExecutor
 from .markdown import cell, code, described, table
 
-# Any in this module: JSON, which OpenAPI is.
+# Any in this module: JSON of the OpenAPI document.
 _INTRODUCTION = """# HTTP API
 
-OpenAI's routes and fields, with vLLM's extensions; Anthropic's `/v1/messages` beside them. A running server
-tells the same at `/openapi.json`. A field that cannot be honoured is refused by name; what becomes of fields
-that nobody knows says [`unknown_params`](settings.md#the-server).
+OpenAI's routes and fields with vLLM's extensions, and Anthropic's `/v1/messages`. A running server has the
+same at `/openapi.json`. A field that is not supported is rejected by name; the setting
+[`unknown_params`](settings.md#the-server) determines how unknown fields are handled.
 """
 _BODIES = {
     body.__name__: body
@@ -55,7 +55,7 @@ def routes_page() -> str:
 
 
 def openapi() -> Mapping[str, Any]:
-    """The document of a server's application."""
+    """Return the OpenAPI document of a server."""
     return asyncio.run(_document())
 
 
@@ -81,7 +81,7 @@ def _routes(document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _fields(name: str, schema: Mapping[str, Any]) -> str:
-    """Fields in the schema's order; what a sampling parameter means is told where it is declared."""
+    """Return a table of fields in the schema's order; sampling parameters have their class's descriptions."""
     said = _meanings(name)
     required = schema.get("required", ())
     rows = (
@@ -108,7 +108,7 @@ def _default(facts: Mapping[str, Any]) -> str:
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
-    """A JSON schema's type in words; null, which most fields may be, is left out."""
+    """Return a JSON schema's type as text, without null."""
     if "anyOf" in facts:
         kinds = dict.fromkeys(_kind(each) for each in facts["anyOf"] if each.get("type") != "null")
         return " or ".join(kinds)

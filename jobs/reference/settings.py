@@ -1,8 +1,7 @@
-"""Settings: every field of the dataclasses that users fill, with its flag, its default and its one line."""
+"""Reference page of the settings: all fields with flag, type, default and description."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -14,17 +13,16 @@ from ...cluster.vllm_settings import RENAMED, RENAMED_SPECULATION, SETTINGS, SPE
 from .commands import server_flags
 from .markdown import cell, code, described, summary, table
 
-# Any in this module: fields and types of whichever dataclass.
+# Any in this module: fields and types of dataclasses.
 _INTRODUCTION = """# Settings
 
-Keys of `args:` in a [Serve config](../how-to/serve.md), fields of `manta.LLM(...)` and flags of commands: one
-name, one meaning. An unknown key is an error that proposes the nearest known one. What can be derived is no
-setting.
+Keys of `args:` in a [Serve config](../how-to/serve.md), arguments of `manta.LLM(...)` and flags of commands
+have the same names and meanings. An unknown key is an error that suggests the nearest known one.
 """
 _OF_VLLM = """## vLLM's settings
 
-Those that have another name here, or none. A value that asks for nothing (`pipeline_parallel_size: 1`) passes
-in silence; what has no effect is logged; what is not served is refused."""
+Settings with another name here, or none. A value that changes nothing (`pipeline_parallel_size: 1`) is
+accepted silently; one without effect is logged; an unsupported one is rejected."""
 _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("The engine", EngineConfig, ""),
     ("Speculation", SpeculativeConfig, "speculative_config."),
@@ -44,7 +42,7 @@ def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]
     rows = [
         (
             code(f"{prefix}{field.name}"),
-            _shown_flags([] if prefix else flags.get(field.name, [])),
+            " ".join(code(flag) for flag in ([] if prefix else flags.get(field.name, []))),
             cell(shown_type(types[field.name])),
             cell(_default(field)),
             cell(said.get(field.name, "")),
@@ -65,10 +63,6 @@ def _vllm_section() -> str:
     return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
 
 
-def _shown_flags(flags: Sequence[str]) -> str:
-    return " ".join(code(flag) for flag in flags)
-
-
 def _default(field: Field[Any]) -> str:
     if field.default is not MISSING:
         return "" if field.default is None else code(str(field.default)) if field.default != () else "none"
@@ -76,7 +70,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def shown_type(hint: Any) -> str:
-    """In words; None, which most settings may be, is left out."""
+    """Return a type as text, without None."""
     if get_origin(hint) is Literal:
         return ", ".join(code(str(value)) for value in get_args(hint))
     if get_origin(hint) in (Union, UnionType):

@@ -1,1 +1,1 @@
-"""`manta render`: what runs a `ray_config.yaml` elsewhere: KubeRay, `ray up`, a container, systemd."""
+"""`manta render`: files that deploy a `ray_config.yaml` to KubeRay, `ray up`, a container or systemd."""

@@ -1,4 +1,4 @@
-"""`manta render` as a command; `jobs/cli.py` has the others."""
+"""The command `manta render`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "system
 
 
 def render(
-    kind: Annotated[Kind, typer.Argument(help="What to make of it.", show_default=False)],
+    kind: Annotated[Kind, typer.Argument(help="Kind of file.", show_default=False)],
     batch_flags: Annotated[
         list[str] | None,
         typer.Argument(
@@ -27,18 +27,20 @@ def render(
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
-            "--gpus-per-node", min=1, show_default=False, help="What the engines need, at most 8, if absent."
+            "--gpus-per-node", min=1, show_default=False, help="Default: what the engines need, at most 8."
         ),
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", show_default=False, help="Container; manta:VERSION if absent.")
+        str | None,
+        typer.Option("--image", show_default=False, help="Container image; default: manta:VERSION."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", show_default=False, help="File; else standard output.")
+        Path | None,
+        typer.Option("--output", "-o", show_default=False, help="Output file; default: standard output."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Make what runs a ray_config.yaml elsewhere: KubeRay, ray up, a container, systemd."""
+    """Make the files that deploy a ray_config.yaml to KubeRay, ray up, a container or systemd."""
     from .documents import render_document
 
     if output is not None:

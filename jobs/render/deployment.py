@@ -1,6 +1,6 @@
-"""What a `ray_config.yaml` asks of machines: which engines, on how many GPUs, on how many nodes.
+"""Derives the resources of a `ray_config.yaml`: engines, GPUs per engine, nodes.
 
-Read once, by the same code that serves it; every renderer takes its figures from here.
+The file is read with the code that serves it; all templates use these figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...cluster.placement import Topology, total
 from ..config_file import check_serve_config
 from ..yaml_file import read_yaml
 
-DEPLOYMENT = "manta"  # of `actors/replica.py`, which names Ray
+DEPLOYMENT = "manta"  # equal to that of `actors/replica.py`, which imports Ray
 NODE_GPUS = 8
 PORT = 8000
 Json = Mapping[str, Any]  # Any: YAML values
@@ -30,10 +30,10 @@ class Engines:
     """The engines of one model.
 
     Attributes:
-        args: as they stand in the file.
-        gpus: of each engine; 0 runs on CPUs.
-        beside: GPUs on each node that belong to no engine: a shared drafter's.
-        least, most: how many engines.
+        args: settings from the file.
+        gpus: GPUs per engine; 0 runs on CPUs.
+        beside: GPUs per node for a shared drafter.
+        least, most: bounds of the number of engines.
     """
 
     args: Json
@@ -49,10 +49,10 @@ class Deployment:
     """A Serve config and the nodes that it needs.
 
     Attributes:
-        file: where it stands.
-        serve: the whole file.
-        node_gpus: of each node that runs engines.
-        least_nodes, most_nodes: such nodes.
+        file: absolute path of the config.
+        serve: its content.
+        node_gpus: GPUs of each node that runs engines.
+        least_nodes, most_nodes: bounds of the number of such nodes.
     """
 
     file: Path
@@ -64,7 +64,7 @@ class Deployment:
 
     @property
     def name(self) -> str:
-        """Of the first application, as Kubernetes takes it."""
+        """Return the first application's name as a valid Kubernetes name."""
         name = str(self.serve["applications"][0].get("name") or DEPLOYMENT)
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or DEPLOYMENT
 
@@ -77,7 +77,7 @@ class Deployment:
         return str((self.serve.get("http_options") or {}).get("host", "127.0.0.1"))
 
     def behind_a_service(self) -> dict[str, Any]:
-        """The same config for a cluster with a service in front: a proxy on every node, open to it."""
+        """Return the config for use behind a service: a proxy on every node, listening on all interfaces."""
         http = {**(self.serve.get("http_options") or {}), "host": "0.0.0.0", "port": self.port}
         return {**self.serve, "proxy_location": "EveryNode", "http_options": http}
 
@@ -86,10 +86,10 @@ def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
     """Read and check a Serve config.
 
     Args:
-        node_gpus: of each node; None takes what the engines need, at most 8.
+        node_gpus: GPUs per node; None is what the engines need, at most 8.
 
     Raises:
-        ConfigError: the file is no Serve config of ours, or a setting in it is wrong.
+        ConfigError: the file is not a Serve config of Manta, or a setting is invalid.
         PlacementError: an engine needs more GPUs than a node has.
     """
     serve = _read(file)
@@ -110,11 +110,11 @@ def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
 
 
 def _count_nodes(engines: tuple[Engines, ...], size: int, *, most: bool) -> int:
-    """Nodes for all engines together, the largest placed first; without GPUs each engine has a node."""
+    """Return the nodes for all engines, placed largest first; without GPUs each engine has a node."""
     if not size:
         return sum(each.most if most else each.least for each in engines)
     free: list[int] = []
-    models: list[set[int]] = []  # that have engines there, and so perhaps a drafter
+    models: list[set[int]] = []  # models with engines on each node, which share a drafter
     for number, each in sorted(enumerate(engines), key=lambda item: -item[1].gpus):
         for _ in range(each.most if most else each.least):
             needs = [each.gpus + each.beside * (number not in there) for there in models]
@@ -135,9 +135,9 @@ def _read(file: Path) -> Json:
 
 
 def _engines(application: Json) -> list[Engines]:
-    """Those of an application; what stands under `deployments:` overrides its settings, as in Serve."""
+    """Return the engines of an application; `deployments:` overrides its settings, as in Serve."""
     args = application.get("args") or {}
-    refuse_written_keys(args, "what stands under `args`")
+    refuse_written_keys(args, "`args`")
     entries = args.get("models") or [{}]
     stated = application.get("deployments") or ()
     overrides = next((each for each in stated if each.get("name") == DEPLOYMENT), {})

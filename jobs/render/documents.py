@@ -1,7 +1,7 @@
-"""The documents of `manta render`: templates (`templates/`), filled with what a Serve config needs.
+"""Fills the templates of `manta render` (`templates/`) with the needs of a Serve config.
 
-KubeRay gives Ray's containers /dev/shm, where plans travel, and probes of the raylet; the templates say what
-it cannot know: GPUs, the environment of HAProxy, and when a node's proxy is ready. The image of a Dockerfile
+KubeRay gives Ray's containers /dev/shm, which step plans use, and probes of the raylet. The templates add
+what it cannot know: GPUs, HAProxy's environment, and the readiness of a node's proxy. The Dockerfile's image
 is Ray's, with Manta's requirements at the versions that are installed here.
 """
 
@@ -29,8 +29,8 @@ TEMPLATES = {
     "dockerfile": "Dockerfile",
     "systemd": "manta.service",
 }
-# A stream may be as long as Serve waits for one (`GRACEFUL_SHUTDOWN_S` of actors/replica.py); an engine of a
-# job gives its rows back and goes.
+# Serve waits for streams up to `GRACEFUL_SHUTDOWN_S` of actors/replica.py; an engine of a job returns its
+# rows and exits.
 SERVICE_GRACE_S, JOB_GRACE_S = 900, 120
 _FOLDER = Path(__file__).with_name("templates")
 
@@ -38,10 +38,10 @@ _FOLDER = Path(__file__).with_name("templates")
 def render_document(
     kind: str, config: Path, gpus_per_node: int | None, image: str | None, batch_flags: Sequence[str]
 ) -> str:
-    """Return the text of a file; ConfigError or PlacementError says what of the config is wrong."""
+    """Return the text of a file; raises ConfigError or PlacementError for an invalid config."""
     if bool(batch_flags) != (kind == "kuberay-job"):
         raise ConfigError(
-            "kuberay-job, and it alone, needs the flags of `manta batch` behind --: manta render kuberay-job "
+            "kuberay-job (and no other kind) needs flags of `manta batch` after --: manta render kuberay-job "
             "-- --input s3://bucket/in/*.parquet --output s3://bucket/out --prompt-column question",
             param="batch_flags",
         )
@@ -91,7 +91,7 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 def _environment() -> Environment:
-    """Return the templates' environment: nothing is escaped, and a name that is not given is an error."""
+    """Return the template environment: no escaping, and undefined names are errors."""
     return Environment(
         loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
         auto_escape_callback=lambda name: False,

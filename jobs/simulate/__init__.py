@@ -1,1 +1,1 @@
-"""`manta simulate node`: load over a node of GPUs, method beside method. Begin with `node.py`."""
+"""`manta simulate node`: simulates load on a node of GPUs, by method. Read `node.py` first."""

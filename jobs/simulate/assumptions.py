@@ -1,4 +1,4 @@
-"""What a simulated node takes for granted, in words and numbers: written beside its figures."""
+"""Texts of the assumptions of a simulated node, written with its figures."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB
 
 
 def assumptions(gpu: Gpu, pair: Pair, spread: float) -> list[str]:
-    """In the order in which they matter."""
+    """Return the assumptions, most important first."""
     device, link, target = gpu.device, gpu.link, pair.target
     packed = ", ".join(f"{experts.weight_bytes:g} bytes" for experts, _ in target.routed)
     return [
-        "Acceptance is stated, not derived; each draft is as likely as the one before it, given that. A "
-        "DFlash block that is cut short is taken to be the beginning of the whole one, which it is not.",
-        f"Requests differ in hardness by a standard deviation of {spread:g} (cluster/planner/texts.py), and "
-        "a draft's margin tells its chance exactly (cluster/simulated_drafts.py): the most that a policy can "
-        "know.",
+        "Acceptance is given, not derived; each draft has the same conditional acceptance probability. A "
+        "shortened DFlash block is assumed to equal the beginning of the whole block, which it does not.",
+        f"Requests differ in hardness with a standard deviation of {spread:g} (cluster/planner/texts.py). A "
+        "draft's margin gives its acceptance probability exactly (cluster/simulated_drafts.py), which is the "
+        "most that a policy can know.",
         f"{device.name} moves {device.bytes_per_s / 1e9:,.0f} GB/s and computes {device.flops / 1e12:,.0f} "
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
-        "floors.",
-        f"A launch loses {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} more "
-        f"with experts, {LAUNCHES_AROUND} around a step, {LAUNCHES_OF_DRAFT} around a pass for one draft.",
-        f"A sum over ranks takes {link.latency_s * 1e6:g} µs and its bytes at "
-        f"{link.bytes_per_s / 1e9:,.0f} GB/s; two a layer. No attention by data parallelism, no experts by "
-        "expert parallelism.",
-        f"Weights and K/V take {target.itemsize} bytes, routed experts {packed or 'as many'}. Products are "
-        "in bf16 whatever the weights are.",
-        "Rows choose experts evenly and each for itself: of a layer's E, E (1 - (1 - k/E)^n) are read for n "
-        "rows.",
-        f"EAGLE-3 makes a chain: a pass of one layer for each draft ({EAGLE3_TAPS} taps, a head of "
-        f"{EAGLE3_VOCAB:,} tokens, an MLP as the target's dense ones, or of {EAGLE3_INTER} times the hidden "
-        "size), whole on every rank.",
-        f"A DFlash drafter is whole on every rank, too, but for the target's head. {UTILISATION:.0%} of a "
-        f"GPU's memory is given. A step has up to {MAX_ROWS} rows; prompts go with decoding in one step. No "
-        "prefix is cached.",
-        "The host takes no time: a step is planned while the one before it is computed.",
+        "rooflines.",
+        f"A kernel launch costs {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} "
+        f"more with experts, {LAUNCHES_AROUND} per step, {LAUNCHES_OF_DRAFT} per pass for one draft.",
+        f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
+        f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "
+        "parallelism.",
+        f"Weights and K/V take {target.itemsize} bytes, routed experts {packed or 'the same'}. Products are "
+        "in bf16, whatever the format of the weights.",
+        "Routing is uniform and independent: E (1 - (1 - k/E)^n) of a layer's E experts are read for n rows.",
+        f"EAGLE-3 drafts a chain: a pass of one layer for each draft ({EAGLE3_TAPS} taps, a head of "
+        f"{EAGLE3_VOCAB:,} tokens, an MLP like the target's dense ones, or {EAGLE3_INTER} times the hidden "
+        "size), replicated on every rank.",
+        "A DFlash drafter, too, is replicated on every rank, except for the target's head. "
+        f"{UTILISATION:.0%} of a GPU's memory is used. A step has up to {MAX_ROWS} rows; prefill and "
+        "decoding share steps. There is no prefix cache.",
+        "The host takes no time: a step is scheduled while the previous one is computed.",
     ]

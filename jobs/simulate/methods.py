@@ -1,8 +1,7 @@
-"""Methods that a node is played with: plain decoding, EAGLE-3 and DFlash, adaptive or of fixed lengths.
+"""Decoding methods of a simulated node: plain, EAGLE-3 and DFlash, adaptive or with fixed lengths.
 
-Names are those of `manta bench sweep`: "dflash" chooses how much it drafts and verifies, "dflash-7" verifies
-seven drafts in every step; the same of "eagle3". They are compared where users are served equally fast, each
-by the best of its layouts and loads.
+Names are those of `manta bench sweep`: "dflash" is adaptive, "dflash-7" verifies seven drafts in every step;
+the same for "eagle3". Methods are compared at equal tokens/s per user, each with its best layout and load.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from ...cluster.roofline import survival_of_length
 
 Figures = dict[str, Any]  # Any: JSON
 Kind = Literal["plain", "dflash", "eagle3"]
-SPEEDS = tuple(range(100, 2001, 50))  # tokens/s of a user
+SPEEDS = tuple(range(100, 2001, 50))  # tokens/s per user at which methods are compared
 EAGLE3_TAPS = 3
-EAGLE3_VOCAB = 32_000  # of the drafter's own head, as most published ones have it
-EAGLE3_INTER = 6  # inner size over hidden size, where all of the target's MLPs are made of experts
+EAGLE3_VOCAB = 32_000  # of the drafter's own head, as in most published ones
+EAGLE3_INTER = 6  # inner size / hidden size if all of the target's MLPs have experts
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One of them.
+    """A decoding method.
 
     Attributes:
-        drafts: in every step; None chooses.
+        drafts: number of drafts in every step; None is adaptive.
     """
 
     name: str
@@ -41,15 +40,15 @@ class Method:
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """ConfigError if there is none of that name."""
+        """Parse a method's name; raises ConfigError if there is none."""
         found = re.fullmatch(r"(plain|dflash|eagle3)(?:-(\d+))?", name)
         if found is None or (found[1] == "plain" and found[2]) or found[2] == "0":
             raise ConfigError(
                 f"method={name!r} must be plain, dflash, eagle3, or one of the last two with a number of "
-                "drafts of at least 1, as dflash-7.",
+                "drafts of at least 1, such as dflash-7.",
                 param="method",
             )
-        kind: Kind = found[1]  # type: ignore[assignment]  # the pattern has no other
+        kind: Kind = found[1]  # type: ignore[assignment]  # the pattern allows no other
         return cls(name, kind, int(found[2]) if found[2] else None)
 
     @property
@@ -61,7 +60,7 @@ class Method:
         return None if self.kind == "plain" else "colocated"
 
     def pair(self, pair: Pair, texts: Texts) -> Pair:
-        """What the engine is told of this method's drafter: shapes, and survival of a text of hardness 1."""
+        """Return the pair with this method's drafter shape, and its survival for a text of hardness 1."""
         if self.kind == "plain":
             return replace(pair, drafter=None, survival=())
         most = len(texts.survival)
@@ -76,11 +75,11 @@ class Method:
 
 
 def eagle3_shape(target: ModelShape) -> ModelShape:
-    """A head for that target: one of its layers with a dense MLP, three taps, and a head of its own.
+    """Return an EAGLE-3 head for a target: one of its layers with a dense MLP, three taps, and its own head.
 
-    Its queries, keys and values read two rows, embedding and features: a twentieth of its weights, left out.
-    Beside latents every head has keys and values of its own, of the target's size of values, as TorchSpec's
-    for Kimi-K2.5 has; beside experts the MLP is as wide as the target's dense ones.
+    The second input row of q, k and v (5 % of the weights) is left out. For a target with latents, every head
+    has its own keys and values of the target's value size, as in TorchSpec's head for Kimi-K2.5. For a target
+    with experts, the MLP is as wide as the target's dense ones.
     """
     layer = target.layers[-1]
     latent = layer.latent
@@ -99,9 +98,9 @@ def eagle3_shape(target: ModelShape) -> ModelShape:
 
 
 def parse_acceptance(text: str, num_drafts: int) -> tuple[tuple[float, ...], dict[str, float]]:
-    """A mean curve, and mean acceptance lengths by category, of "4.9" or "code=4.9,chat=2.9".
+    """Read "4.9" or "code=4.9,chat=2.9" as a mean acceptance curve, and lengths by category.
 
-    Lengths are of blocks of `num_drafts` drafts; each draft is as likely as the one before it, given that.
+    Lengths are for blocks of `num_drafts` drafts with equal conditional acceptance probabilities.
     """
     parts = [part.rpartition("=") for part in text.split(",")]
     try:
@@ -110,8 +109,8 @@ def parse_acceptance(text: str, num_drafts: int) -> tuple[tuple[float, ...], dic
         lengths = {}
     if not lengths or len(lengths) < len(parts) or ("" in lengths and len(lengths) > 1):
         raise ConfigError(
-            f"acceptance={text!r} must be a mean acceptance length, as 4.9, or one for each category, as "
-            "code=4.9,chat=2.9.",
+            f"acceptance={text!r} must be a mean acceptance length, such as 4.9, or one per category, "
+            "such as code=4.9,chat=2.9.",
             param="acceptance",
         )
     curve = survival_of_length(sum(lengths.values()) / len(lengths), num_drafts)
@@ -119,15 +118,15 @@ def parse_acceptance(text: str, num_drafts: int) -> tuple[tuple[float, ...], dic
 
 
 def of_method(points: Sequence[Figures], method: str) -> list[tuple[float, float]]:
-    """Its frontier over all layouts and loads."""
+    """Return the frontier of a method over all layouts and loads."""
     mine = [point for point in points if point["method"] == method]
     return frontier((point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]) for point in mine)
 
 
 def matched_speed(points: Sequence[Figures]) -> list[Figures]:
-    """Throughput of each method while every user gets at least so many tokens/s; None where it cannot be.
+    """Return the throughput of each method at given tokens/s per user; None if unreachable.
 
-    The last speed at which there is plain decoding is the end of its curve.
+    The speeds include the highest that plain decoding reaches.
     """
     fronts = {name: of_method(points, name) for name in dict.fromkeys(point["method"] for point in points)}
     edges = [front[-1][0] for name, front in fronts.items() if name == "plain" and front]

@@ -1,8 +1,8 @@
-"""One node under load, simulated: the real scheduler and policies over the roofline's step times.
+"""Simulates one node under load: the real scheduler and policies with the roofline's step times.
 
-Every method in every layout at every load: throughput of a GPU against the speed of a user, the frontier of
-each method, and what it brings over plain decoding at the same speed of a user and at the same load. The
-assumptions stand in the file beside the figures. Called by `cli.py`; `picture.py` draws it.
+Runs every method in every layout at every load. Reports throughput per GPU against speed per user, the
+frontier of each method, and its gain over plain decoding at equal speed per user and at equal load. The
+assumptions are written with the figures. Called by `jobs/cli.py`; `picture.py` draws the chart.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..tables import NO_FIGURE, decimals, print_table
 from .assumptions import assumptions
 from .methods import Figures, Method, matched_speed
 from .options import NodeOptions
-from .subjects import Drafting, Subject, read_shapes, subjects
+from .subjects import Drafting, NodeEngine, node_engines, read_shapes
 from .workload import Workload
 
-LEAST_REQUESTS = 16  # that are counted at a load
-ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
+LEAST_REQUESTS = 16  # minimum number of measured requests at a load
+ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step's own; for progress
 
 
 def run_node(options: NodeOptions) -> Figures:
-    """Play, print tables, write files where asked. Returns the figures."""
+    """Simulate, print tables, write the requested files, and return the figures."""
     methods = [Method.parse(name) for name in options.methods]
     if options.drafter is None and any(method.kind == "dflash" for method in methods):
         raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
@@ -59,13 +59,13 @@ def run_node(options: NodeOptions) -> Figures:
     drafting = Drafting(
         options.acceptance, options.eagle3_acceptance, options.eagle3_drafts, options.spread, workload.seed
     )
-    played = list(subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
+    played = list(node_engines(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
     arrivals_s = [arrival.arrival_s for arrival in trace]
-    work = sum(_work(subject, options, trace) for subject in played)
+    work = sum(_work(node_engine, options, trace) for node_engine in played)
     progress = TimeLeft(f"simulating {len(played)} methods and layouts", work)
-    for subject in played:
-        for load, seen in _observe(subject, options, workload, arrivals_s, progress):
-            points.append(_figures(subject, load, seen, options.num_gpus))
+    for node_engine in played:
+        for load, seen in _observe(node_engine, options, workload, arrivals_s, progress):
+            points.append(_figures(node_engine, load, seen, options.num_gpus))
     figures: Figures = {
         "provenance": provenance(),
         "options": {
@@ -92,14 +92,14 @@ def run_node(options: NodeOptions) -> Figures:
 
 
 def _name(model: str) -> str:
-    """A hub id's last part, or what a folder is called; "gpt-oss-120b" of ".../gpt-oss-120b/target"."""
+    """Return the last part of a hub id or path; "gpt-oss-120b" for ".../gpt-oss-120b/target"."""
     path = Path(model)
     return path.parent.name if path.name == "target" else path.name
 
 
-def _loads(subject: Subject, options: NodeOptions) -> list[int]:
-    """Closed loops whose requests all fit an engine."""
-    return [clients for clients in options.concurrency if clients <= subject.room.max_num_seqs]
+def _loads(node_engine: NodeEngine, options: NodeOptions) -> list[int]:
+    """Return the concurrencies whose requests fit into an engine."""
+    return [clients for clients in options.concurrency if clients <= node_engine.room.max_num_seqs]
 
 
 def _num_measured(clients: int) -> int:
@@ -107,27 +107,26 @@ def _num_measured(clients: int) -> int:
 
 
 def _request_work(clients: int) -> float:
-    """Work of simulating a request beside others, in steps of one request: a step has work of its own."""
+    """Return the relative work of simulating a request among `clients`: they share the work of steps."""
     return 1.0 / clients + ROW_WORK
 
 
-def _work(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> float:
-    """Work of all that is played for a subject; in a closed loop that of requests behind a client's first."""
+def _work(node_engine: NodeEngine, options: NodeOptions, trace: Sequence[Arrival]) -> float:
     if trace:
         return len(trace)
     if options.rate_per_s:
         return len(options.rate_per_s) * options.num_requests
-    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(subject, options))
+    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(node_engine, options))
 
 
 def _observe(
-    subject: Subject,
+    node_engine: NodeEngine,
     options: NodeOptions,
     workload: Workload,
     trace_s: Sequence[float],
     progress: TimeLeft,
 ) -> Iterator[tuple[float, Observed]]:
-    """Loads and what came of them: of one engine (closed loop), or of all of the node (open loop)."""
+    """Yield (load, result) for one engine (closed loop) or all engines of the node (open loop)."""
 
     def make(number: int, share: float, clients: int = 0) -> Request:
         work = _request_work(clients) if clients else 1.0
@@ -135,7 +134,7 @@ def _observe(
         return workload.request(number, share)
 
     def arrive(arrival_s: Sequence[float]) -> Observed:
-        return open_loop([subject.engine() for _ in range(subject.layout.replicas)], make, arrival_s)
+        return open_loop([node_engine.engine() for _ in range(node_engine.layout.replicas)], make, arrival_s)
 
     if trace_s:
         yield len(trace_s) / max(trace_s[-1] - trace_s[0], 1.0), arrive(trace_s)
@@ -143,17 +142,17 @@ def _observe(
     for rate in options.rate_per_s:
         dice = np.random.default_rng([workload.seed, 1])
         yield rate, arrive(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
-    for clients in () if options.rate_per_s else _loads(subject, options):
+    for clients in () if options.rate_per_s else _loads(node_engine, options):
         follow = partial(make, clients=clients)
-        yield clients, closed_loop(subject.engine(), follow, clients, _num_measured(clients))
+        yield clients, closed_loop(node_engine.engine(), follow, clients, _num_measured(clients))
 
 
-def _figures(subject: Subject, load: float, seen: Observed, num_gpus: int) -> Figures:
-    """Of a point. A closed loop's engine stands for all of its node."""
-    layout = subject.layout
+def _figures(node_engine: NodeEngine, load: float, seen: Observed, num_gpus: int) -> Figures:
+    """Return the figures of a point. In a closed loop, one engine represents all engines of the node."""
+    layout = node_engine.layout
     engines = layout.replicas // seen.num_engines
     return {
-        "method": subject.method.name,
+        "method": node_engine.method.name,
         "tp": layout.tp,
         "replicas": layout.replicas,
         "load": load,
@@ -178,7 +177,7 @@ def _show(figures: Figures) -> None:
         [f"{row['user_tokens_per_s']:,.0f}", *(_rate(row["tokens_per_s_per_gpu"][name]) for name in names)]
         for row in figures["matched_speed"]
     ]
-    print_table("tok/s a GPU, where every user gets so many tok/s", ["user", *names], rows)
+    print_table("tok/s per GPU at equal tok/s per user", ["user", *names], rows)
 
 
 def _rate(value: float | None) -> str:

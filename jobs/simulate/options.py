@@ -1,4 +1,4 @@
-"""The options of `manta simulate node`, of which its flags are made. Imports neither torch nor Ray."""
+"""Options of `manta simulate node`; its flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ...cluster.planner.gpus import GPUS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What is played.
+    """Options of `manta simulate node`.
 
     Attributes:
         model: target: folder or Hugging Face id; its configuration is enough.
-        drafter: DFlash drafter, as the target.
+        drafter: DFlash drafter: folder or Hugging Face id.
         gpu: kind of the GPUs.
         num_gpus: GPUs of the node.
-        tp: ranks of an engine; may be repeated; by default each number that fits.
-        methods: plain, dflash, eagle3, or with a fixed number of drafts, as dflash-7; may be repeated; by
+        tp: tensor-parallel ranks of an engine; may be repeated; by default each number that fits.
+        methods: plain, dflash, eagle3, or a fixed number of drafts, such as dflash-7; may be repeated; by
             default plain, and with a drafter eagle3-3 and dflash. See `methods.py`.
         acceptance: mean acceptance length of the DFlash drafter's block, or by category: code=4.9,chat=2.9.
         eagle3_acceptance: mean acceptance length of EAGLE-3's drafts, or by category.
         eagle3_drafts: number of EAGLE-3's drafts that have this acceptance length.
-        spread: spread of requests' hardness; 0: alike. See cluster/planner/texts.py.
-        concurrency: requests at once in each engine; may be repeated, one load each (closed loop).
-        rate_per_s: requests/s on the node (Poisson) in place of that; may be repeated.
-        num_requests: requests that arrive at a rate.
-        trace: JSONL of arrival_s, prompt_tokens, output_tokens, in place of rates and lengths.
+        spread: standard deviation of requests' hardness; 0: equal. See cluster/planner/texts.py.
+        concurrency: concurrent requests per engine; may be repeated, one load each (closed loop).
+        rate_per_s: requests/s on the node (Poisson) instead of --concurrency; may be repeated.
+        num_requests: number of requests at each rate.
+        trace: JSONL of arrival_s, prompt_tokens, output_tokens, instead of rates and lengths.
         prompt_tokens: mean length of prompts.
         output_tokens: mean length of answers.
-        sigma: standard deviation of the lengths' logarithm; 0: alike.
+        sigma: standard deviation of the logarithm of lengths; 0: equal.
         seed: seed of lengths and texts.
         max_model_len: longest sequence; by default the checkpoints' limit.
         output: JSON file for the figures.

@@ -1,4 +1,4 @@
-"""The picture of a simulated node: throughput of a GPU against the speed of a user, a curve per method."""
+"""Chart of a simulated node: throughput per GPU against speed per user, one curve per method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an 
 
 
 def draw_node(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `node.run_node`
-    """Write the picture of `figures` to `path` (SVG or PNG by suffix)."""
+    """Write the chart to `path` (SVG or PNG by suffix)."""
     points = figures["points"]
     names = list(dict.fromkeys(point["method"] for point in points))
     figure = new_figure(7.2, 4.2)
@@ -28,8 +28,8 @@ def draw_node(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `
                 marker = MARKERS.get(point["tp"], "o")
                 axes.plot(*where, marker, color=color, markersize=5, alpha=1.0 if where in front else 0.25)
     axes.set_yscale("log")
-    axes.set_xlabel("tokens/s of a user (median)")
-    axes.set_ylabel("tokens/s of a GPU")
+    axes.set_xlabel("tokens/s per user (median)")
+    axes.set_ylabel("tokens/s per GPU")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)

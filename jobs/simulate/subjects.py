@@ -1,4 +1,4 @@
-"""What is played on a simulated node: every method in every layout that fits, and engines of it."""
+"""The simulated engines: every method in every layout that fits the node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How well drafters guess.
+    """Acceptance of the drafters.
 
     Attributes:
         dflash, eagle3: mean acceptance lengths, see `parse_acceptance`.
-        eagle3_drafts: the number of drafts of which that is EAGLE-3's.
-        spread: of requests, see `Texts`.
-        seed: which request is how hard.
+        eagle3_drafts: number of drafts to which EAGLE-3's length applies.
+        spread: standard deviation of requests' hardness, see `Texts`.
+        seed: seed of requests' hardness.
     """
 
     dflash: str = "4.0"
@@ -39,7 +39,7 @@ class Drafting:
     seed: int = 0
 
     def texts(self, method: Method, num_drafts: int) -> Texts:
-        """As the drafter of that method sees them; the DFlash drafter makes `num_drafts`."""
+        """Return the acceptance model of a method; the DFlash drafter makes `num_drafts` drafts."""
         eagle3 = method.kind == "eagle3"
         drafts, stated = (self.eagle3_drafts, self.eagle3) if eagle3 else (num_drafts, self.dflash)
         if method.kind == "plain" or not drafts:
@@ -49,8 +49,8 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A kind of engine, its place on the node, and its room."""
+class NodeEngine:
+    """A method with its layout on the node and the memory it has."""
 
     method: Method
     texts: Texts
@@ -61,7 +61,7 @@ class Subject:
     times: StepTimes
 
     def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> DrivenEngine:
-        """A new one; see `PlanCost` and `simulated_engine`."""
+        """Make a new engine; see `PlanCost` and `simulated_engine`."""
         return simulated_engine(
             self.pair,
             self.room,
@@ -74,12 +74,12 @@ class Subject:
 
 
 def read_shapes(model: str, drafter: str | None, max_model_len: int | None) -> ReadPair:
-    """Of checkpoints, of which configurations are enough; see `read_pair` for what it raises."""
+    """Read the shapes of checkpoints from their configurations; raises as `read_pair` does."""
     spec = None if drafter is None else SpeculativeConfig(model=drafter)
     return read_pair(EngineConfig(model=model, speculative_config=spec, max_model_len=max_model_len), None)
 
 
-def subjects(
+def node_engines(
     pair: Pair,
     gpu: Gpu,
     num_gpus: int,
@@ -87,13 +87,16 @@ def subjects(
     methods: Sequence[Method],
     drafting: Drafting,
     workload: Workload,
-) -> Iterator[Subject]:
-    """Every method with every number of ranks (those that divide the target if there are none) that fits.
+) -> Iterator[NodeEngine]:
+    """Yield every method with every number of ranks that fits.
+
+    Args:
+        tp_sizes: numbers of ranks; if empty, all that divide the target.
 
     Raises:
-        PlacementError: one of the methods fits in no way; says what lacks.
-        ConfigError: the node is too small for every number of ranks that is asked for, or a method does not
-            fit its drafter.
+        PlacementError: a method does not fit with any number of ranks; names the missing memory.
+        ConfigError: the node is too small for all requested numbers of ranks, or a method does not fit its
+            drafter.
     """
     demand = Demand(max_model_len=workload.max_tokens, context=workload.mean_tokens)
     for method in methods:
@@ -107,7 +110,7 @@ def subjects(
                 lacking.append(error)
                 continue
             count += 1
-            yield Subject(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
+            yield NodeEngine(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
         if lacking and not count:
             raise lacking[-1]
         if not count:

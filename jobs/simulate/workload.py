@@ -1,4 +1,4 @@
-"""What is asked of a simulated node: lengths of prompts and answers, drawn from a seed."""
+"""Lengths of prompts and answers of a simulated load, drawn from a seed or taken from a trace."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...cluster.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lengths, lognormal around their means.
+    """Lognormal lengths of prompts and answers.
 
     Attributes:
         prompt_tokens, output_tokens: means.
-        sigma: of the logarithm of lengths; 0: all are alike.
-        max_tokens: longest sequence; longer ones are cut.
-        trace: lengths of prompt and answer of each request in turn, in place of what is drawn.
+        sigma: standard deviation of the logarithm; 0: all lengths are equal.
+        max_tokens: longest sequence; longer ones are truncated.
+        trace: lengths of prompt and answer of each request, used cyclically instead of drawn ones.
     """
 
     prompt_tokens: float = 1024.0
@@ -35,20 +35,19 @@ class Workload:
                 raise ConfigError(f"{name}={getattr(self, name):g} must be at least 1.", param=name)
         if self.prompt_tokens + self.output_tokens > self.max_tokens:
             raise ConfigError(
-                f"prompt_tokens and output_tokens are {self.prompt_tokens + self.output_tokens:g} together, "
-                f"and the longest sequence is {self.max_tokens} (max_model_len).",
+                f"prompt_tokens + output_tokens = {self.prompt_tokens + self.output_tokens:g} exceeds "
+                f"max_model_len={self.max_tokens}.",
                 param="prompt_tokens",
             )
 
     @property
     def mean_tokens(self) -> int:
-        """Of prompt and answer together."""
         if self.trace:
             return round(sum(map(sum, self.trace)) / len(self.trace))
         return round(self.prompt_tokens + self.output_tokens)
 
     def lengths(self, number: int) -> tuple[int, int]:
-        """Of that request's prompt and answer."""
+        """Return the lengths of a request's prompt and answer."""
         if self.trace:
             return self.trace[number % len(self.trace)]
         dice = np.random.default_rng([self.seed, number])
@@ -57,6 +56,6 @@ class Workload:
         return prompt, min(max(round(self.output_tokens * scale[1]), 1), self.max_tokens - prompt)
 
     def request(self, number: int, share: float = 1.0) -> Request:
-        """With that share of its answer, for who begins in the middle."""
+        """Make a request with `share` of its answer, for requests that are in progress at the start."""
         prompt, output = self.lengths(number)
         return simulated_request(number, prompt, max(round(share * output), 1))

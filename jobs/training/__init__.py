@@ -1,4 +1,4 @@
-"""Training of a drafter for any target. Begin with `train.py`; `models/recipe/` makes the shipped pair by it.
+"""Trains a drafter for any target; read `train.py` first. `models/recipe/` makes the shipped pair with it.
 
 Nothing here is imported while serving.
 """

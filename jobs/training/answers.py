@@ -1,6 +1,7 @@
-"""Asking the target through this engine for a drafter's training data.
+"""Generates a drafter's training data with the target, through this engine.
 
-Shards of continuations are kept as they are finished, so that a killed run asks nothing twice.
+Continuations are stored in shards as they are finished, so that a restarted run repeats only the current
+shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from .loop import Report
 
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
-NUM_RUNNING = 64  # continuations at once
+NUM_RUNNING = 64  # concurrent continuations
 
 
 def write_continuations(
@@ -26,13 +27,13 @@ def write_continuations(
     keep: Callable[[Sequence[int]], list[int]] = list,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Continuations:
-    """Shards of questions until all are asked or the time is over.
+    """Generate continuations in shards until all prompts are done or the time is over.
 
     Args:
-        folder: gets the shards; its last part names them in reports.
-        keep: the part of an answer to learn from.
+        folder: folder for the shards; its name is used in reports.
+        keep: selects the part of an answer to train on.
     """
-    used = folder / "used_s"  # a restart spends what is left of the time, not all of it anew
+    used = folder / "used_s"  # seconds spent by earlier processes of this run
     budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
     shards: list[Continuations] = []
     with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:

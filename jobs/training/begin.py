@@ -1,8 +1,8 @@
-"""What a drafter's training begins with: its shape, and its first weights.
+"""Shape and initial weights of a drafter in training.
 
-Another drafter's, or layers of the target: they know already how to look back and how to write what the head
-reads, which saves many steps. Where target and drafter are of other shapes (latent attention, experts) the
-parts that do not fit begin at random.
+A new drafter starts from another drafter's weights or from layers of the target. These already attend to the
+context and write what the head reads, which saves many steps. Parts whose shape or kind differs from the
+target's (latent attention, experts) start at random.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from .settings import DrafterSettings, EagleSettings
 _USUAL_HEAD_DIM, _ROWS_OF_A_KV_HEAD, _INNER_SHARE = 128, 4, 3
 _SEED = 1
 _NEW_LAYERS = 3
-_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds comes out of these
+_OUTPUTS = (
+    "self_attn.o_proj.weight",
+    "mlp.down_proj.weight",
+)  # outputs of the sublayers
 
 
 def facts_of(spec: ModelSpec) -> TargetFacts:
-    """What a drafter must fit."""
+    """Return the target's sizes that a drafter must match."""
     return TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 0, spec.embed_scale)
 
 
 def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: int) -> DrafterConfig:
-    """Of a new drafter: blocks as the target's, full attention, the published taps."""
+    """Return the configuration of a new drafter: layers shaped like the target's, with full attention."""
     size = settings.conv_group_size
     return DrafterConfig(
         file="a new drafter",
@@ -62,7 +65,7 @@ def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: in
 
 
 def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
-    """Of a new head: one layer."""
+    """Return the configuration of a new EAGLE-3 head with one layer."""
     return Eagle3Config(
         file="a new head",
         layout="sglang",
@@ -75,17 +78,17 @@ def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
 
 
 def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: float) -> DrafterConfig:
-    """The shape of a drafter that is trained on, and gets what the recipe adds.
+    """Return the configuration of an existing drafter with the parts that the recipe adds.
 
     Raises:
-        ConfigError: it has more layers than are asked for.
+        ConfigError: the drafter has more layers than requested.
     """
     size, scale = settings.conv_group_size, initial.input_embedding_scale
     num_more = (settings.num_layers or initial.num_layers) - initial.num_layers
     if num_more < 0:
         raise ConfigError(
-            f"layers={settings.num_layers}: the drafter to begin with has {initial.num_layers}, and none is "
-            "taken away. Leave it out, or give more.",
+            f"layers={settings.num_layers}: the initial drafter has {initial.num_layers} layers, and none "
+            "can be removed. Leave it out, or give more.",
             param="layers",
         )
     return replace(
@@ -98,7 +101,7 @@ def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: fl
 
 
 def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
-    """A token that no text has: a special one by that name, else the first row beyond the tokenizer.
+    """Return a token that does not occur in text: a special token named mask, else the first unused id.
 
     Raises:
         ConfigError: the target has neither.
@@ -110,8 +113,8 @@ def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
         if tokenizer.vocab_size < spec.vocab_size:
             return tokenizer.vocab_size
     raise ConfigError(
-        "mask_token_id: the target has no special token named mask, and every row of its embedding is some "
-        "token's. Give the id of one that no text has: a reserved special token.",
+        "mask_token_id: the target has no special token named mask, and every row of its embedding belongs "
+        "to a token. Give the id of a token that does not occur in text, such as a reserved special token.",
         param="mask_token_id",
     )
 
@@ -120,37 +123,40 @@ def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
 def new_drafter(
     config: DrafterConfig, target: TargetWeights, initial: Path | None = None
 ) -> TrainableDrafter:
-    """With the weights of `initial`, behind whose layers more are silent at first; or with layers of the
-    target, evenly spaced up to its last, which read its deepest tap."""
+    """Make a drafter with the weights of `initial` or of target layers.
+
+    Layers beyond those of `initial` start as identity. Without `initial`, layers are copied from evenly
+    spaced target layers up to the last, and read the deepest tap.
+    """
     torch.manual_seed(_SEED)
     drafter = TrainableDrafter(config)
     if initial is not None:
         source, facts = TensorFolder(initial), facts_of(target.spec)
         names = [name for name in source.shapes if named_as_ours(name) in drafter_shapes(config, facts)]
         drafter.load_state_dict({named_as_ours(n): source.get(n) for n in names}, strict=False)
-        _add_silent_layers(drafter, names)
+        _add_identity_layers(drafter, names)
         return drafter
     for index, layer in enumerate(drafter.layers):
         parts = _layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
-        _take(layer, parts)  # a target has no convolutions
+        _load_matching(layer, parts)  # a target has no convolutions
     width = config.hidden_size
     drafter.fc.weight[:, -width:].copy_(torch.eye(width))
     drafter.norm.weight.copy_(target.final_norm())
     return drafter
 
 
-def _add_silent_layers(drafter: TrainableDrafter, known: Sequence[str]) -> None:
-    """Those of which nothing is known begin as the last one that is, and add nothing to the residual."""
+def _add_identity_layers(drafter: TrainableDrafter, known: Sequence[str]) -> None:
+    """Initialize the layers after the known ones as the last known one, with zero output projections."""
     count = len({name.split(".")[1] for name in map(named_as_ours, known) if name.startswith("layers.")})
     last = drafter.layers[count - 1].state_dict()
-    silent = {name: torch.zeros_like(part) if name in _OUTPUTS else part for name, part in last.items()}
+    identity = {name: torch.zeros_like(part) if name in _OUTPUTS else part for name, part in last.items()}
     for layer in drafter.layers[count:]:
-        layer.load_state_dict(silent)
+        layer.load_state_dict(identity)
 
 
 @torch.no_grad()
 def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
-    """With the target's last layer, where shapes agree, reading its deepest tap."""
+    """Make a head from the target's last layer where shapes agree; it reads the deepest tap."""
     torch.manual_seed(_SEED)
     head = EagleHead(config)
     parts = _layer_parts(target, target.spec.num_layers - 1)
@@ -161,21 +167,20 @@ def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
         layer.self_attn.v_proj.weight[:, width:].copy_(v_proj)
     layer.hidden_norm.weight.copy_(parts["input_layernorm.weight"])
     own = ("self_attn.o_proj.", "mlp.", "post_attention_layernorm.")
-    _take(layer, {name: tensor for name, tensor in parts.items() if name.startswith(own)})
+    _load_matching(layer, {name: tensor for name, tensor in parts.items() if name.startswith(own)})
     head.norm.weight.copy_(target.final_norm())
     head.fc.weight[:, -width:].copy_(torch.eye(width))
     return head
 
 
-def _take(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
-    """Those that have a place of their shape."""
-    places = module.state_dict()
-    fitting = {n: part for n, part in parts.items() if n in places and places[n].shape == part.shape}
+def _load_matching(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
+    own = module.state_dict()
+    fitting = {n: part for n, part in parts.items() if n in own and own[n].shape == part.shape}
     module.load_state_dict(fitting, strict=False)
 
 
 def _sizes(spec: ModelSpec) -> dict:
-    """Of blocks like the target's, as far as it has plain ones."""
+    """Return layer sizes like those of the target's plain layers, or usual ones if it has none."""
     hidden = spec.hidden_size
     mixer = next((each for each in spec.attentions if _is_plain(each)), None)
     inner = next((layer.mlp.inner_size for layer in spec.layers if isinstance(layer.mlp, GatedMLP)), None)
@@ -203,7 +208,7 @@ def _is_plain(mixer: Attention) -> bool:
 
 
 def _layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
-    """A layer's tensors by a drafter's names, as far as they mean the same there."""
+    """Return a target layer's tensors by the drafter's names, if they have the same meaning."""
     weights, mixer = target.layer(index), target.spec.layers[index].mixer
     parts = {
         "input_layernorm.weight": weights.attention_norm_H,

@@ -1,8 +1,8 @@
-"""Training blocks: where they start, what they must predict, and how much each slot counts.
+"""Training blocks: anchor positions, labels, and weights of the slots.
 
 Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 drafted slots, V vocabulary.
-Slot 0 is the clean anchor at position a; slot k is a mask at a + k and predicts the
-token at its own position.
+Slot 0 is the clean anchor at position a; slot k is a mask at a + k and predicts the token at its own position
+(DFlash, arXiv:2602.06036).
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Blocks:
 
     @property
     def before(self) -> torch.Tensor:
-        """[B, A, N]: the token before each label, as the text has it."""
+        """Return the token before each label in the text, [B, A, N]."""
         return torch.cat([self.inputs[..., :1], self.labels[..., :-1]], dim=-1)
 
 
 def draw_anchors(
     first_B: torch.Tensor, length_B: torch.Tensor, num_anchors: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """int64 [B, A], uniform over positions first .. length - 2, so that each block has a label."""
+    """Draw anchors uniformly from positions first .. length - 2, so that each has a label; int64 [B, A]."""
     span_B = (length_B - 1 - first_B).clamp(min=1)
     uniform_BA = torch.rand(len(first_B), num_anchors, generator=generator).to(first_B.device)
     return first_B[:, None] + (uniform_BA * span_B[:, None]).long()
@@ -46,16 +46,12 @@ def cut_blocks(
     return Blocks(anchors_BA, inputs_BAS, tokens_BAS[..., 1:], inside_BAS[..., 1:])
 
 
-def decay_weights(num_slots: int, gamma: float, device: torch.device) -> torch.Tensor:
-    """[N]: exp(-(k - 1) / gamma) for slot k = 1..N, the paper's weights."""
-    return torch.exp(-torch.arange(num_slots, device=device) / gamma)
-
-
 def dpace_weights(cross_entropy_BAN: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
-    """[B, A, N], detached: w_j = sum over m >= j of prod over i <= m of q~_i (arXiv 2605.18810).
+    """Return the D-PACE weights (arXiv:2605.18810), detached, [B, A, N].
 
-    q~ is the drafter's probability of the right token, softened by `alpha`: a slot
-    counts as much as the tokens that are still to be won at it and after it.
+    w_j = sum over m >= j of prod over i <= m of q~_i, where q~ is the drafter's probability of the right
+    token, smoothed by `alpha`. A slot thus weighs as much as the expected number of tokens accepted from it
+    on.
     """
     softened = (1 - alpha) * torch.exp(-cross_entropy_BAN.detach()) + alpha
     reached = softened.cumprod(dim=-1)

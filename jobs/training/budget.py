@@ -1,7 +1,7 @@
-"""How long a run is, how far it has come, and the learning rate that goes with it.
+"""Length and progress of a run, and the learning rate schedule.
 
-By steps, or by the clock: progress is then time spent training, summed over restarts, so that a machine of
-any speed finishes on time. Warm up, stay constant, decay in the last part (WSD).
+A run is limited by steps or by time. With a time limit, progress is the training time summed over restarts,
+so that a machine of any speed finishes on time. The schedule is warmup, stable, decay (WSD).
 """
 
 import time
@@ -28,10 +28,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Length:
-    """Of a run: so many steps, or as many as `seconds` allow; one of both is given.
+    """Length of a run in steps or in seconds; exactly one is set.
 
-    By steps, a run that was killed and resumed ends in the same weights, bit for bit, as one that was not. By
-    seconds it ends on time, and a step that is taken again gets the learning rate that it had.
+    A run limited by steps ends with bit-identical weights whether or not it was interrupted. A run limited by
+    seconds ends on time; steps repeated after an interruption use their recorded learning rate.
     """
 
     steps: int | None = None
@@ -39,14 +39,14 @@ class Length:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
-            raise ConfigError("Give the run's length as steps or as time, not both.", param="steps")
+            raise ConfigError("Give the length of the run as steps or as time, not both.", param="steps")
         length = self.seconds if self.steps is None else self.steps
         if not length or length <= 0:
-            raise ConfigError(f"A run must be longer than {length}.", param="steps")
+            raise ConfigError(f"The length of a run must be above 0, not {length}.", param="steps")
 
 
 class TimeBudget:
-    """Seconds of training allowed, minus those used before this process started."""
+    """Tracks training time against a budget, including the time used by earlier processes."""
 
     def __init__(self, budget_s: float, used_s: float = 0.0) -> None:
         self.budget_s = budget_s

@@ -1,4 +1,4 @@
-"""The card of a trained drafter: what it is, what it was trained on, how well it does."""
+"""Writes the model card of a trained drafter: architecture, data, training and acceptance."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from pathlib import Path
 
 from .settings import Head
 
-# Of each kind: its name, and what it drafts how.
+# Title and description by kind of drafter.
 _HEADS: Mapping[Head, tuple[str, str]] = {
     "dflash": ("DFlash drafter", "Drafts a block in one pass."),
     "selector": (
         "DFlash drafter with a selector",
-        "Drafts a block in one pass; each token is chosen behind the one before it by DFlash2's selector.",
+        "Drafts a block in one pass; DFlash2's selector chooses each token given the one before it.",
     ),
     "dflash2": (
         "DFlash2 drafter",
-        "Drafts a block in one pass with grouped dynamic convolutions; a selector chooses each token behind\n"
+        "Drafts a block in one pass with grouped dynamic convolutions; a selector chooses each token given\n"
         "the one before it.",
     ),
     "eagle3": ("EAGLE-3 head", "Drafts a chain of tokens, a pass of one layer for each; three taps."),
@@ -31,18 +31,18 @@ tags: [{head}, speculative-decoding]
 {what}
 Embedding and head are the target's.
 
-* **Begun with**: {initial}.
-* **Data**: {data_tokens:.2f} M tokens of prompts and of what the target said.
-* **Training**: the target frozen; {steps:,} steps, {tokens:.2f} M tokens, {minutes:.0f} minutes on {machine};
-  cross-entropy and the chance of being refused at temperature 1, weighted by D-PACE; the average of the last
-  steps' weights.
+* **Initialized from**: {initial}.
+* **Data**: {data_tokens:.2f} M tokens of prompts and of the target's answers.
+* **Training**: frozen target; {steps:,} steps, {tokens:.2f} M tokens, {minutes:.0f} minutes on {machine};
+  cross-entropy and rejection probability at temperature 1, weighted by D-PACE; running average of the
+  weights.
 
 ## Acceptance on held-out text
 
-Tokens that a step brings (the one that is not drafted included) where all drafts are made, greedily, and
-stand as far as they are what the text says: at 16 places of each sequence, 16 sequences at most.
+Mean acceptance length (including the bonus token) with whole blocks and greedy drafts, which are accepted
+while they match the text; at 16 positions of each sequence, for at most 16 sequences.
 
-| category | sequences | length | first draft stands | before |
+| category | sequences | length | first draft accepted | before |
 |---|---|---|---|---|
 | overall | {num_held_out} | {after:.2f} | {accepted:.0%} | {before:.2f} |
 
@@ -52,7 +52,7 @@ Made by `manta drafter train`.
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """All numbers of the card; `before`, `after`: on held-out text."""
+    """Content of the card; `before` and `after` are measured on held-out text."""
 
     head: Head
     target: str

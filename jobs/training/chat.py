@@ -1,7 +1,7 @@
-"""Chat samples made from the library's syntax trees.
+"""Chat samples made from the syntax trees of the standard library.
 
-Three questions about a documented function: what it does, write it from its
-signature and docstring, document it. The answers are the library's own words.
+There are three questions about a documented function: what it does, write it from its signature and
+docstring, and document it. The answers are the library's own text.
 """
 
 import ast
@@ -32,7 +32,7 @@ class Function:
 
 
 def chat_samples(file: SourceFile) -> Iterator[list[Message]]:
-    """Conversations of one question and one answer; two kinds for every function."""
+    """Yield conversations of one question and one answer; two of the three questions for every function."""
     for function in documented_functions(file):
         kinds = [_explain, _write, _document]
         skipped = hashlib.sha256(function.name.encode()).digest()[0] % 3
@@ -42,7 +42,7 @@ def chat_samples(file: SourceFile) -> Iterator[list[Message]]:
 
 
 def documented_functions(file: SourceFile) -> Iterator[Function]:
-    """Functions and methods short enough for one window, in file order."""
+    """Yield the documented functions and methods that are short enough, in file order."""
     try:
         tree = ast.parse(file.text)
     except SyntaxError:
@@ -56,7 +56,7 @@ def documented_functions(file: SourceFile) -> Iterator[Function]:
 
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """What the shipped target's chat template renders, without Jinja."""
+    """Render messages as the shipped target's chat template does, without Jinja."""
     text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
     return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
 

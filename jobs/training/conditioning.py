@@ -1,9 +1,9 @@
-"""DFlash2's two parts as trainable modules: convolutions around a layer's halves, the selector's scores.
+"""DFlash2's two additions as trainable modules: convolutions around sublayers, and the selector's scores.
 
-Parameter names are z-lab's. Both begin as if they were not there: identity kernels, a silent codebook.
-The serving twins: `drafter/compute/eager/convolution.py`, `drafter/step/paths.py`. Part of `model.py`.
+Parameter names are z-lab's. Both are initialized to have no effect: identity kernels, and a zero codebook.
+The inference code is `drafter/compute/eager/convolution.py` and `drafter/step/paths.py`. Used by `model.py`.
 
-Shapes: S block size, D width, C groups of neighbouring channels, E rank, V vocabulary, R rows.
+Shapes: S block size, D width, C groups of neighboring channels, E rank, V vocabulary, R rows.
 """
 
 import torch
@@ -16,7 +16,10 @@ SIDES, TAPS = 2, 2  # before and after a sublayer; a row and the one before it
 
 
 class BlockConvolution(nn.Module):
-    """y_t = sum over taps o of (base_o + delta_to of a channel's group) * v_(t-o); 0 before the block."""
+    """Grouped dynamic convolution: y_t = sum over taps o of (base_o + delta_to) * v_(t-o).
+
+    delta is computed per row and group of channels, base is a parameter per channel; v is 0 before the block.
+    """
 
     def __init__(self, width: int, group_size: int) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, SIDES * TAPS * self._groups, bias=False)
 
     def kernels(self, u_xSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[.., S, taps, D] of both sides, from the normed rows that enter the sublayer."""
+        """Return the kernels before and after the sublayer, [.., S, taps, D], from its normed input."""
         delta = self.kernel_projection(u_xSD).unflatten(-1, (SIDES, TAPS, self._groups, 1))
         base = self.base_kernel.to(delta.dtype).view(SIDES, TAPS, self._groups, -1)
         before, after = (base + delta).flatten(-2).unbind(-3)
@@ -39,7 +42,7 @@ class BlockConvolution(nn.Module):
 
 
 class Selector(nn.Module):
-    """What the token before says of a row's token: sum_r A[a]_r (H y)_r G[b]_r."""
+    """Score of token b after token a, given the hidden state y: sum_r A[a]_r (H y)_r G[b]_r."""
 
     def __init__(self, width: int, vocab_size: int, size: SelectorSize) -> None:
         super().__init__()
@@ -49,6 +52,6 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, size.rank, bias=False)
 
     def scores(self, y_RD: torch.Tensor, before_R: torch.Tensor) -> torch.Tensor:
-        """Of every token behind `before`, [R, V]: to be added to the rows' logits."""
+        """Return the scores of all tokens after `before`, [R, V], to be added to the logits."""
         gated_RE = F.embedding(before_R, self.predecessor_codebook) * self.hidden_projection(y_RD)
         return F.linear(gated_RE, self.successor_codebook)

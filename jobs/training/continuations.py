@@ -1,7 +1,6 @@
-"""What the drafter learns from: prompts and what the target itself wrote after them.
+"""Training data of a drafter: prompts with the target's continuations.
 
-How the target is asked is the caller's business (`Generate`); this module keeps the answers and hands them
-out in padded batches.
+The caller generates the continuations (`Generate`); this module stores them and makes padded batches.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-# What a drafter learns from: half as the target speaks, a quarter sharper, a quarter greedy.
+# Sampling temperatures of the training data, used in turn.
 SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 
 
@@ -24,13 +23,13 @@ class Question:
     seed: int
 
 
-# Token ids of the continuations, end token included, in the order of the questions.
+# Returns the token ids of the continuations, including the end token, in the order of the questions.
 Generate = Callable[[Sequence[Question]], list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """`ids` uint32 [tokens]; sequence s is ids[bounds[s]:bounds[s + 1]], generated from its `first[s]`."""
+    """Token sequences: s is ids[bounds[s]:bounds[s + 1]] (uint32), generated from position first[s] on."""
 
     ids: np.ndarray
     bounds: np.ndarray
@@ -45,8 +44,11 @@ class Continuations:
 
     @classmethod
     def of_pairs(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> "Continuations":
-        """Of prompts and answers, both token ids. Answers of fewer than two tokens teach nothing, nor does a
-        sequence's first token: nothing stands before it."""
+        """Make sequences of prompts and answers (token ids).
+
+        Answers of fewer than two tokens are skipped. The first token of a sequence is never a label, since no
+        token precedes it.
+        """
         kept = [(max(1, len(prompt)), [*prompt, *answer]) for prompt, answer in pairs if len(answer) >= 2]
         sequences = [np.array(sequence, dtype=np.uint32) for _, sequence in kept]
         ids = np.concatenate([np.zeros(0, dtype=np.uint32), *sequences])
@@ -63,29 +65,28 @@ class Continuations:
         )
 
     def take(self, chosen: Sequence[int] | np.ndarray) -> "Continuations":
-        """These sequences, in this order."""
         spans = [self.ids[self.bounds[i] : self.bounds[i + 1]] for i in chosen]
         bounds = np.cumsum([0, *map(len, spans)])
         ids = np.concatenate([np.zeros(0, dtype=self.ids.dtype), *spans])
         return Continuations(ids, bounds, self.first[np.asarray(chosen, dtype=np.int64)])
 
     def parted(self, num_held_out: int) -> tuple["Continuations", "Continuations"]:
-        """What is learnt, and some sequences from all over that are not."""
+        """Split into training data and `num_held_out` evenly spaced sequences."""
         held_out = np.linspace(0, len(self) - 1, num_held_out).round().astype(np.int64)
         return self.take(np.setdiff1d(np.arange(len(self)), held_out)), self.take(np.unique(held_out))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens of the longest sequence."""
         return int(np.diff(self.bounds).max(initial=0))
 
     @property
     def digest(self) -> str:
-        """What tells it from other text."""
-        told = hashlib.sha256()
+        """Return the SHA-256 of the data."""
+        digest = hashlib.sha256()
         for part in (self.ids, self.bounds, self.first):
-            told.update(np.ascontiguousarray(part).tobytes())
-        return told.hexdigest()
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,21 +102,21 @@ class Continuations:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """`tokens` int64 [B, T], padded on the right; generated from `first` up to `length`, each [B]."""
+    """`tokens` int64 [B, T], right-padded; positions `first` to `length` (each [B]) are generated."""
 
     tokens: np.ndarray
     first: np.ndarray
     length: np.ndarray
 
     def part(self, worker: int, num_workers: int) -> "PaddedBatch":
-        """What one of several workers takes of it."""
+        """Return the rows of one of several workers."""
         mine = slice(worker, None, num_workers)
         length = self.length[mine]
         return PaddedBatch(self.tokens[mine, : length.max()], self.first[mine], length)
 
 
 class ContinuationReader:
-    """Endless batches of sequences of like length; a new order every epoch."""
+    """Endless batches of sequences of similar length; reshuffled every epoch."""
 
     _SORTED_BATCHES = 16
 
@@ -148,7 +149,7 @@ class ContinuationReader:
         return PaddedBatch(tokens, self._data.first[chosen], length)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[batches, B]: shuffled, sorted by length inside pools of some batches, batches shuffled."""
+        """Return sequence indices [batches, B]: shuffled, sorted by length within pools, batches shuffled."""
         random = np.random.default_rng(epoch)
         num_batches = len(self._data) // self._batch_size
         order = random.permutation(len(self._data))[: num_batches * self._batch_size]

@@ -1,7 +1,6 @@
-"""The training text: the running interpreter's standard library (PSF licence).
+"""Training text: the source files of the running interpreter's standard library (PSF license).
 
-Which files belong, which are held out, and nothing about tokens. The split is a
-hash of the file's relative path, so that it is the same on every machine.
+Selects the files and the held-out ones. The split is a hash of the relative path, the same on every machine.
 """
 
 import hashlib
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests and vendored code are not the library; the packages below are large and of one kind.
+# Tests and vendored code are excluded, and packages that are large and uniform.
 _NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _OF_ONE_KIND = {
     "idlelib",
@@ -30,7 +29,7 @@ _HELD_OUT_BUCKETS = 12
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the library; `path` is relative to it, with forward slashes."""
+    """A file of the library; `path` is relative, with forward slashes."""
 
     path: str
     text: str
@@ -41,12 +40,12 @@ class SourceFile:
 
 
 def is_held_out(path: str) -> bool:
-    """About one file in twelve is never trained on."""
+    """Return whether a file is never trained on; about one in twelve is."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % _HELD_OUT_BUCKETS == 0
 
 
 def library_files(root: Path | None = None) -> list[SourceFile]:
-    """All files of the corpus, held-out ones included, in a stable order."""
+    """Return all files of the corpus, including held-out ones, in a stable order."""
     root = root or Path(sysconfig.get_path("stdlib"))
     return list(_read_files(root))
 

@@ -1,8 +1,8 @@
-"""Losses over a large vocabulary, in chunks of rows that stay in the cache.
+"""Losses over a large vocabulary, computed in chunks of rows that fit into the cache.
 
-Cross-entropy against labels, against a teacher's distribution, or a mixture of both; and beside it the
-distance to the teacher, 1 - sum_v min(p, q), which is the chance that a draft is refused. The gradient is
-made in the same pass: a third of the time of torch's own on a CPU.
+Cross-entropy against labels and a teacher's distribution, and optionally the total variation distance to the
+teacher, 1 - sum_v min(p, q), which is the probability that a draft is rejected. The gradient is computed in
+the same pass, in a third of the time of torch's own on a CPU.
 
 Shapes: R rows, V vocabulary, M rows of the teacher.
 """
@@ -17,9 +17,11 @@ _CPU_CHUNK_ROWS, _GPU_CHUNK_ROWS = 128, 8192
 
 @dataclass(frozen=True)
 class Teacher:
-    """Row r is taught by softmax(`logits_MV`[`rows_R`[r]]), which makes up `share` of its target.
+    """The teacher's distribution for row r is softmax(`logits_MV`[`rows_R`[r]]).
 
-    `distance_share`: of the loss, how much is the distance between the distributions, not cross-entropy.
+    Attributes:
+        share: weight of the teacher's distribution in the cross-entropy; the label has the rest.
+        distance_share: weight of the distance in the loss; the cross-entropy has the rest.
     """
 
     logits_MV: torch.Tensor
@@ -30,8 +32,10 @@ class Teacher:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """`loss_R` carries gradients; the rest is for weights and reports: the label's own
-    cross-entropy, and the overlap sum_v min(p, q) with the teacher, the chance of acceptance."""
+    """Losses by row. Only `loss_R` has a gradient.
+
+    `label_loss_R` is the label's cross-entropy, `overlap_R` is sum_v min(p, q), the acceptance probability.
+    """
 
     loss_R: torch.Tensor
     label_loss_R: torch.Tensor
@@ -84,11 +88,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _distance_grad(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Of 1 - sum_v min(p, q), by the logits of q: only where q < p does more of it help."""
+    """Return the gradient of 1 - sum_v min(p, q) with respect to the logits of q."""
     lacking = q * (q < p)
     return torch.addcmul(-lacking, q, lacking.sum(dim=-1, keepdim=True))
 
 
 def row_losses(logits_RV: torch.Tensor, labels_R: torch.Tensor, teacher: Teacher | None = None) -> RowLosses:
-    """Losses in fp32; logits of any float type, gradients in the same."""
+    """Return fp32 losses; logits may have any float type, and gradients have the same."""
     return RowLosses(*_ChunkedCrossEntropy.apply(logits_RV, labels_R, teacher))

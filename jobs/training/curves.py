@@ -1,7 +1,7 @@
-"""What a run was like, step by step: JSON lines while it runs, and a page that shows them.
+"""Records a run step by step as JSON lines, and draws them on a page.
 
-Also what makes a run by the clock repeatable: a step that was taken after the last snapshot is taken again
-behind a kill, with the time that stands here.
+The record also makes time-limited runs reproducible: a step that is repeated after an interruption uses the
+time recorded here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Row = dict[str, Any]  # Any: JSON values
 
 
 class Curves:
-    """The lines of one run.
+    """The record of one run.
 
     Args:
-        path: a file that is only ever added to; None keeps nothing.
+        path: append-only file; None records nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -42,20 +42,20 @@ class Curves:
                 self._steps[row["step"]] = row
 
     def taken(self, step: int) -> Row | None:
-        """What stands here of a step, if it was taken before."""
+        """Return the record of a step, if an earlier process took it."""
         return self._steps.get(step)
 
     def has_measured(self, step: int) -> bool:
-        """Whether held-out text was asked after so many steps."""
+        """Return whether held-out text was measured after `step` steps."""
         return step in self._measured
 
     @property
     def used_s(self) -> float:
-        """Of the last step that was taken."""
+        """Return the training seconds at the last recorded step."""
         return self._steps[max(self._steps)]["used_s"] if self._steps else 0.0
 
     def add(self, row: Row) -> None:
-        """Of a step, or with "held_out" of a measurement; once of each."""
+        """Record a step, or a measurement if the row has "held_out"; repeated rows are ignored."""
         if row["step"] in (self._measured if "held_out" in row else self._steps):
             return
         if "held_out" in row:
@@ -67,7 +67,7 @@ class Curves:
                 file.write(json.dumps(row) + "\n")
 
     def draw(self, title: str) -> None:
-        """`path` with the ending .html."""
+        """Draw the page beside the record, with the suffix .html."""
         if self._path is not None:
             page = self._path.with_suffix(".html")
             beside = page.with_name(page.name + ".partial")
@@ -82,7 +82,7 @@ def read_rows(path: Path | None) -> list[Row]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """A kill may have come in the middle of one."""
+    """Remove an incomplete last line, left by a killed process."""
     if path.exists():
         content = path.read_bytes()
         if not content.endswith(b"\n"):
@@ -102,8 +102,8 @@ def curves_page(title: str, rows: Sequence[Row]) -> str:
         ("Loss", "", {"training": _means(steps, "loss"), "held out": _means(measured, "loss")}),
         (
             "Tokens per step",
-            "In training: as if drafts stood with their chance at temperature 1. Held out: greedy "
-            "drafts that are what the target said.",
+            "Training: expected from the acceptance probability at temperature 1. Held out: greedy "
+            "drafts that match the target's answer.",
             {
                 "training": _means(steps, "mean_acceptance_length"),
                 "held out": _means(measured, "tokens_per_step"),
@@ -111,10 +111,10 @@ def curves_page(title: str, rows: Sequence[Row]) -> str:
         ),
         (
             "First draft",
-            "Its chance to stand.",
+            "Acceptance probability.",
             {"training": _means(steps, "slot1"), "held out": _means(measured, "accepted")},
         ),
-        ("Learning rate", "As a share of its highest.", {"learning rate": _means(steps, "lr_factor")}),
+        ("Learning rate", "Relative to its maximum.", {"learning rate": _means(steps, "lr_factor")}),
     )
     pictures = [
         Picture(name, name, words, partial(draw_lines, series=shown, x_title="step", y_title=name.lower()))

@@ -1,6 +1,6 @@
-"""Where a prompt may end in a source file, by category.
+"""Positions in a source file at which a prompt may end, by category.
 
-Character offsets from the syntax tree and the comment lines; no tokens yet.
+Character offsets, from the syntax tree and the comment lines.
 """
 
 import ast
@@ -22,14 +22,14 @@ OffsetOf = Callable[[int, int], int]  # (line from 1, byte column from 0) -> cha
 
 @dataclass(frozen=True)
 class Cut:
-    """A prompt of `category` ends before character `offset` of the file."""
+    """End of a prompt of `category`, before character `offset` of the file."""
 
     category: Category
     offset: int
 
 
 def cuts(file: SourceFile) -> Iterator[Cut]:
-    """All places of a file, in no particular order."""
+    """Yield all cuts of a file, in no particular order."""
     try:
         tree = ast.parse(file.text)
     except SyntaxError:
@@ -69,7 +69,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _is_literal(node: ast.List | ast.Tuple | ast.Set) -> bool:
-    """A value of some length; not the left side of an assignment."""
+    """Return whether the node is a value with enough elements, not the target of an assignment."""
     is_value = isinstance(node, ast.Set) or isinstance(node.ctx, ast.Load)
     return is_value and len(node.elts) >= _MIN_LITERAL_ELEMENTS
 
@@ -80,7 +80,7 @@ def _inside_literal(elements: list[ast.expr], offset: OffsetOf) -> Cut:
 
 
 def _comment_cut_lines(text: str) -> Iterator[int]:
-    """0-based number of the second line, before which to cut, of comments of three lines or more."""
+    """Yield the 0-based number of the second line of each comment of at least three lines."""
     run = 0
     for number, line in enumerate(text.split("\n")):
         stripped = line.strip()

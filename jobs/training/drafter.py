@@ -1,6 +1,6 @@
-"""A DFlash drafter in training: blocks cut out of sequences, and the losses of their slots.
+"""Training loss of a DFlash drafter: blocks drawn from sequences, and the losses of their slots.
 
-Features are made anew in every step by running the target over the sequences.
+Features are computed in every step by running the target over the sequences.
 
 Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 slots, V vocabulary.
 """
@@ -26,7 +26,7 @@ def block_loss(
     block_size: int,
     seed: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of random blocks of a batch, by D-PACE's weights; and its figures."""
+    """Return the loss of random blocks of a batch, weighted by D-PACE, and figures for reports."""
     tokens_BT = torch.from_numpy(batch.tokens).to(target.device)
     mask_id = drafter.config.mask_token_id
     blocks = draw_blocks(batch, tokens_BT, settings.num_anchors, block_size, mask_id, seed)
@@ -39,7 +39,7 @@ def block_loss(
 def draw_blocks(
     batch: PaddedBatch, tokens_BT: torch.Tensor, num_anchors: int, block_size: int, mask_id: int, seed: int
 ) -> Blocks:
-    """Random blocks in the generated part of every sequence."""
+    """Draw random blocks from the generated part of every sequence."""
     first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
     anchors_BA = draw_anchors(first_B, length_B, num_anchors, torch.Generator().manual_seed(seed))
     device = tokens_BT.device
@@ -53,10 +53,10 @@ def block_losses(
     blocks: Blocks,
     teaching: Teaching,
 ) -> RowLosses:
-    """The losses of all slots, flattened to rows; of a selector's scores where there is one.
+    """Return the losses of all slots, flattened to rows; with a selector, of its scores.
 
-    Those are judged over the whole vocabulary, each behind the token that stands before it: cheaper than to
-    find the likeliest few, and true of candidates that noise puts among them.
+    The selector's scores are computed over the whole vocabulary, after the true previous token. This is
+    cheaper than finding the top candidates, and it also covers candidates that sampling noise selects.
     """
     features, target_logits_BTV = target.read(tokens_BT)
     selector = drafter.candidate_selector
@@ -77,7 +77,7 @@ def block_losses(
 
 
 def teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """[B * A * N] into [B * T]: the label at a + k is judged by the target's row a + k - 1."""
+    """Return for each slot its row in the target's logits, [B * A * N]: a + k - 1 for the label at a + k."""
     batch, num_tokens = tokens_BT.shape
     slots_N = torch.arange(blocks.labels.shape[-1], device=tokens_BT.device)
     positions_BAN = (blocks.anchors[..., None] + slots_N).clamp(max=num_tokens - 1)
@@ -91,7 +91,7 @@ def report_figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
 
 
 def length_figures(overlap_AN: torch.Tensor) -> dict[str, float]:
-    """Slot 1's chance of acceptance at temperature 1, and the length to expect if slots were accepted so."""
+    """Return slot 1's acceptance probability at temperature 1 and the expected acceptance length."""
     survival = overlap_AN.cumprod(dim=-1).mean(dim=0).tolist()
     length = expected_acceptance_length(survival, len(survival) + 1)
     return {"slot1": survival[0], "mean_acceptance_length": length}

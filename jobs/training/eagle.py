@@ -1,8 +1,8 @@
-"""An EAGLE-3 head in training: losses of the chains that begin in the generated part of a sequence.
+"""Training loss of an EAGLE-3 head (arXiv:2503.01840): chains that start in the generated part of a sequence.
 
-As published, chains are unrolled in training ("training-time test"): from the second depth on a row reads
-what the head made of the depth before, so that it learns from its own mistakes; tokens are the text's. Losses
-are those of `drafter.py`, by depth instead of by slot.
+Chains are unrolled in training, as published ("training-time test"): from the second depth on, a row reads
+the head's own output of the previous depth, so that it learns to correct its errors. The tokens are those of
+the text. Losses are those of `drafter.py`, by depth instead of by slot.
 
 Shapes: B sequences, T tokens, R = T - 1 rows, N depths, V vocabulary.
 """
@@ -21,7 +21,7 @@ from .settings import EagleSettings
 def chain_loss(
     target: FrozenTarget, head: EagleHead, batch: PaddedBatch, settings: EagleSettings
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of all chains that begin in the generated part, by D-PACE's weights; and its figures."""
+    """Return the loss of all chains of a batch, weighted by D-PACE, and figures for reports."""
     device = target.device
     tokens_BT = torch.from_numpy(batch.tokens).to(device)
     first_B, length_B = (torch.from_numpy(x).to(device) for x in (batch.first, batch.length))

@@ -1,11 +1,10 @@
-"""An EAGLE-3 head as a trainable module; parameter names are published ones: its state dict is the file.
+"""An EAGLE-3 head as a trainable module. Parameter names are the published ones, as in the checkpoint.
 
-One Llama layer over [token, feature of the position before]; embedding and head are the target's. It drafts a
-chain: behind the target's newest feature its own output takes the feature's place. The serving head is
-`drafter/eagle3/model.py`.
+One Llama layer over [token embedding, feature of the previous position]; embedding and head are the target's.
+It drafts a chain: after the target's newest feature, its own output replaces the feature. The inference code
+is `drafter/eagle3/model.py`.
 
-Row r begins a chain behind position r: at depth s it reads token r + 1 + s and predicts the next one.
-
+Row r starts a chain after position r: at depth s it reads token r + 1 + s and predicts the next one.
 Shapes: B sequences, R rows of each, D width, F tapped features, H query heads, G key/value heads, E head
 width.
 """
@@ -18,8 +17,6 @@ from .model import GatedMlp, RmsNorm, Rotary
 
 
 class EagleHead(nn.Module):
-    """See the module's text."""
-
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
@@ -29,20 +26,20 @@ class EagleHead(nn.Module):
         self.norm = RmsNorm(width, eps)
 
     def chains(self, features_BRF: torch.Tensor) -> "Chains":
-        """Of every row, from the tapped features of its position."""
+        """Start a chain at every row, from the tapped features of its position."""
         return Chains(self, self.fc(features_BRF))
 
 
 class Chains:
-    """All rows' chains on their way down; every depth sees the rows before its own, and its own chain."""
+    """The chains of all rows. At each depth a row attends to earlier rows at depth 0 and to its own chain."""
 
     def __init__(self, head: EagleHead, hidden_BRD: torch.Tensor) -> None:
         self._head, self._hidden_BRD = head, hidden_BRD
-        self._keys: list[torch.Tensor] = []  # of each depth [B, G, R, E]
+        self._keys: list[torch.Tensor] = []  # per depth, [B, G, R, E]
         self._values: list[torch.Tensor] = []
 
     def step(self, embedded_BRD: torch.Tensor) -> torch.Tensor:
-        """One token further: hidden states [B, R, D] for the target's head."""
+        """Advance all chains by one token; return hidden states [B, R, D] for the target's head."""
         layer, depth = self._head.midlayer, len(self._keys)
         u_BR2D = torch.cat([layer.input_layernorm(embedded_BRD), layer.hidden_norm(self._hidden_BRD)], dim=-1)
         rows_R = torch.arange(u_BR2D.shape[1], device=u_BR2D.device)
@@ -79,7 +76,7 @@ class _ChainAttention(nn.Module):
     def project(
         self, u_BR2D: torch.Tensor, positions_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, H, R, E], keys and values [B, G, R, E]; rotated."""
+        """Return queries [B, H, R, E], keys and values [B, G, R, E], with rotary embedding."""
         q, k, v = (
             project(u_BR2D).unflatten(-1, (-1, self._config.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -90,7 +87,7 @@ class _ChainAttention(nn.Module):
     def attend(
         self, q_BHRE: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> torch.Tensor:
-        """[B, R, D]: over the first depth of the rows up to its own, and the later depths of its own row."""
+        """Attend to depth 0 of the rows up to the own row, and to later depths of the own row; [B, R, D]."""
         group = self._config.num_heads // self._config.num_kv_heads
         q_BGNRE = (q_BHRE * self._config.head_dim**-0.5).unflatten(1, (-1, group))
         num_rows = q_BHRE.shape[2]

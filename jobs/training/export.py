@@ -1,4 +1,4 @@
-"""Trained drafters as checkpoint folders: z-lab's layout, and the original one of EAGLE-3 heads."""
+"""Writes trained drafters as checkpoint folders: z-lab's format, and the original one for EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .model import TrainableDrafter
 
 
 def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw: Json | None = None) -> None:
-    """config.json and model.safetensors (bf16), without embedding and head: those are the target's.
+    """Write config.json and model.safetensors (bf16), without embedding and head, which are the target's.
 
     Args:
-        raw: config.json of the drafter that training began with, whose other keys stay.
+        raw: config.json of the initial drafter, whose other keys are kept.
     """
     config = model.config
     write_checkpoint(folder, as_z_lab(config, raw or _backbone(config, target), target), model)
@@ -33,7 +33,7 @@ def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw
 
 
 def export_eagle_head(model: EagleHead, target: ModelSpec, folder: Path) -> None:
-    """The original layout, which SGLang and vLLM read, without embedding and head: those are the target's."""
+    """Write the original format, which SGLang and vLLM read, without the target's embedding and head."""
     config = model.config
     written = _backbone(config, target) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -76,7 +76,7 @@ def _backbone(config: DrafterConfig | Eagle3Config, target: ModelSpec) -> dict[s
 def write_checkpoint(
     folder: Path, config: dict[str, Any], model: nn.Module, skipped: str | None = None
 ) -> None:
-    """config.json and model.safetensors (bf16), all tensors but the one of that name."""
+    """Write config.json and model.safetensors (bf16) with all tensors except `skipped`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()

@@ -1,8 +1,9 @@
-"""The target as a drafter's training sees it: features, embeddings, logits; no gradients to it.
+"""The frozen target in a drafter's training: features, embeddings and logits.
 
-The engine's own forward, so that any target that is served can be trained for, and a drafter learns from the
-very features that it will get: families, quantised checkpoints, experts. Made of the same plan as an engine;
-all layers in one page group, for nothing is kept between batches.
+It runs the engine's own forward pass, so any supported target can be used (all families, quantized
+checkpoints, experts), and the drafter is trained on the same features as in serving. Built from the same plan
+as an engine, with all layers in one page group, since nothing is kept between batches. Its weights get no
+gradients.
 
 Shapes: B sequences, T tokens, N = B * T rows, D width, V vocabulary.
 """
@@ -32,17 +33,17 @@ from ...drafter.compute.state_memory import StateMemory, StateRows
 
 
 class FrozenTarget:
-    """See the module's text.
+    """Runs the target for training.
 
     Args:
         target: folder or hub id.
-        layer_ids: 0-based blocks whose outputs are features, in the drafter's order.
-        max_tokens: of a sequence.
+        layer_ids: 0-based layers whose outputs are features, in the drafter's order.
+        max_tokens: maximum tokens of a sequence.
 
     Attributes:
-        spec: what the target is.
-        weights: its tensors, read when they are asked for.
-        device, dtype: of what it computes.
+        spec: the target's specification.
+        weights: its tensors, read on access.
+        device, dtype: device and dtype of the computation.
     """
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class FrozenTarget:
         plan = plan_load(EngineConfig.from_dict(settings))
         self.spec, self.device, self.dtype = plan.target, device, plan.dtype
         self.weights = Checkpoints().target(plan, Sharding(plan.target, 0, 1))
-        # Compiled loops and passes have threads of their own, which training's products would wait for.
+        # The compiled backends have their own threads, which would compete with those of training.
         self._backend = TorchBackend() if device.type == "cpu" else make_backend(plan)
         positions = max_tokens + 1
         self._decoder = Decoder(self.weights, layer_ids, positions, SingleRank(), self._backend)
@@ -67,11 +68,11 @@ class FrozenTarget:
 
     @torch.no_grad()
     def read(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tapped features [B, T, taps * D] and logits [B, T, V], in the target's dtype."""
+        """Return tapped features [B, T, taps * D] and logits [B, T, V], in the target's dtype."""
         shape = tokens_BT.shape
         rows = self._rows(*shape)
         assert self._cache is not None
-        with torch.autocast(self.device.type, enabled=False):  # it says itself which dtypes it wants
+        with torch.autocast(self.device.type, enabled=False):  # the engine chooses its dtypes
             hidden_ND, taps_NmD = self._decoder.forward(tokens_BT.flatten(), rows, self._cache)
             logits_NV = self._decoder.logits(hidden_ND)
         assert taps_NmD is not None, "a drafter has taps"
@@ -79,15 +80,16 @@ class FrozenTarget:
 
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., D], as they are lent."""
+        """Return token embeddings as the drafter gets them in serving, [..., D]."""
         return self._decoder.lends.embed(tokens.flatten()).view(*tokens.shape, -1)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head, as it is lent; gradients go through it to `hidden`."""
-        return F.linear(hidden.to(self.dtype).contiguous(), self._head_VD)  # of a slice torch copies the head
+        """Apply the target's head; gradients flow to `hidden`."""
+        # Contiguous, else torch copies the head.
+        return F.linear(hidden.to(self.dtype).contiguous(), self._head_VD)
 
     def _rows(self, num_sequences: int, num_tokens: int) -> PlacedRows:
-        """All tokens of all sequences, each sequence in pages of its own."""
+        """Place all tokens of all sequences, each sequence in its own pages."""
         pages = pages_for(num_tokens, self._page_size)
         self._make_room(num_sequences, pages)
         counts_B = np.full(num_sequences, num_tokens, dtype=np.int64)
@@ -104,7 +106,7 @@ class FrozenTarget:
         )
 
     def _make_room(self, num_sequences: int, pages: int) -> None:
-        """Pages for a batch; states that begin anew."""
+        """Allocate pages for a batch, and fresh recurrent states."""
         cache, states = self._cache, None
         if self.spec.states is not None:
             states = StateMemory(*self.spec.states, num_sequences, 1, self.dtype, self.device)

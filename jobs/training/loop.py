@@ -1,9 +1,9 @@
-"""The loop that all models are trained with: step, report, measure, snapshot, stop at the end of the run.
+"""The training loop of all models: step, report, measure, snapshot, stop at the end of the run.
 
-A killed run goes on from its last snapshot with the same weights, their average, moments and place in the
-data. Steps behind that snapshot are taken again as they were (`curves.py`). Several workers take a step
-together, each with its part of the batch: gradients are averaged, so weights are the same everywhere; worker
-0 alone writes and reports.
+An interrupted run resumes from its last snapshot with the same weights, average, optimizer state and position
+in the data. Steps after the snapshot are repeated identically (`curves.py`). Several workers train
+data-parallel: each computes its part of the batch, and gradients are averaged, so weights are equal on all
+workers. Worker 0 writes and reports.
 """
 
 import os
@@ -28,7 +28,7 @@ SNAPSHOT, CURVES = "snapshot.pt", "curves.jsonl"
 
 
 class Reader(Protocol):
-    """A source of batches that can be moved to a place it named before."""
+    """A source of batches with a position that can be saved and restored."""
 
     @property
     def position(self) -> tuple[int, int]: ...
@@ -46,7 +46,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step's loss may depend on."""
+    """Inputs of the loss besides the batch."""
 
     index: int
     progress: float
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """`loss` carries gradients; `figures` are averaged into the report."""
+    """`loss` has gradients; `figures` are averaged for reports."""
 
     loss: torch.Tensor
     num_tokens: int
@@ -62,12 +62,12 @@ class StepLoss:
 
 
 class TrainingLoop:
-    """Owns where a run stands: steps, tokens, time used. The model and optimizer are its caller's.
+    """Trains a model and owns the state of the run: steps, tokens, time used.
 
     Args:
-        folder: gets `snapshot.pt`, and `curves.jsonl` with `curves.html`.
-        subject: what is trained on what, as text: a snapshot of another subject is refused.
-        workers: that train together.
+        folder: folder for `snapshot.pt`, `curves.jsonl` and `curves.html`.
+        subject: identifies model and data; a snapshot with another subject is refused.
+        workers: communicator of the workers that train together.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class TrainingLoop:
         if snapshot is not None:
             if snapshot["subject"] != subject:
                 raise ConfigError(
-                    f"{self._snapshot_path} is of another run (other data, recipe or number of workers): go "
-                    "on with the same ones, or name another folder.",
+                    f"{self._snapshot_path} is of another run (other data, recipe or number of workers). "
+                    "Resume with the same ones, or give another folder.",
                     param="folder",
                 )
             model.load_state_dict(snapshot["model"])
@@ -114,10 +114,10 @@ class TrainingLoop:
         schedule: Schedule,
         measure: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """Train to the end of the run, earlier processes' steps included.
+        """Train to the end of the run, which includes the steps of earlier processes.
 
         Args:
-            measure: what held-out text says of the model as it is: asked first, last, and at snapshots.
+            measure: measures the model on held-out text; called at the start, the end, and at snapshots.
         """
         budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
         saved_at = time.monotonic()
@@ -125,7 +125,7 @@ class TrainingLoop:
         while (progress := self._progress(length)) < 1.0:
             result = compute_loss(Step(self.step, progress))
             result.loss.backward()
-            self._join_gradients()
+            self._average_gradients()
             nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
             lr_factor = schedule.factor(self.step, progress)
             self.optimizer.step(lr_factor)
@@ -135,7 +135,7 @@ class TrainingLoop:
                 self.tokens + result.num_tokens * self._workers.world_size,
                 self._time_at(self.step, budget),
             )
-            figures = self._joined_figures({"loss": result.loss.item(), **result.figures})
+            figures = self._mean_figures({"loss": result.loss.item(), **result.figures})
             self._note(figures, progress, lr_factor)
             if time.monotonic() - saved_at > self._settings.snapshot_every_s:
                 self._measure(measure)
@@ -163,27 +163,27 @@ class TrainingLoop:
         self._curves.draw(self.name)
 
     def _progress(self, length: Length) -> float:
-        """In [0, 1], of what is kept of the steps before: the same on all workers, and behind a kill."""
+        """Return the progress in [0, 1] from recorded state: equal on all workers and after a restart."""
         if length.steps is not None:
             return min(1.0, self.step / length.steps)
-        assert length.seconds is not None, "a length is one or the other"
+        assert length.seconds is not None, "a length has steps or seconds"
         return min(1.0, self.used_s / length.seconds)
 
     def _time_at(self, step: int, budget: TimeBudget) -> float:
-        """Seconds used when this step ended, by worker 0's clock; if it was taken before, as it was told."""
+        """Return the seconds used at the end of this step, by worker 0's clock, or as recorded before."""
         taken = self._curves.taken(step)
         used_s = torch.tensor(budget.used_s if taken is None else taken["used_s"], dtype=torch.float64)
         return self._workers.broadcast(used_s.to(self._device)).item()
 
-    def _join_gradients(self) -> None:
+    def _average_gradients(self) -> None:
         if self._workers.world_size == 1:
             return
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 self._workers.all_reduce(parameter.grad).div_(self._workers.world_size)
 
-    def _joined_figures(self, figures: dict[str, float]) -> dict[str, float]:
-        """The workers' means."""
+    def _mean_figures(self, figures: dict[str, float]) -> dict[str, float]:
+        """Return the means over workers."""
         if self._workers.world_size == 1:
             return figures
         values = torch.tensor(list(figures.values()), dtype=torch.float32, device=self._device)
@@ -195,21 +195,21 @@ class TrainingLoop:
         return next(self.model.parameters()).device
 
     def _measure(self, measure: Callable[[], dict[str, float]] | None) -> None:
-        """Of the weights as they would be kept: their average, once there is one."""
+        """Measure the average of the weights, which is what is exported."""
         if measure is None or not self._is_first or self._curves.has_measured(self.step):
             return
         with self.average.in_place():
             figures = measure()
         self._curves.add({"step": self.step, "held_out": figures})
-        self._report(f"{self.name} step {self.step}, held out: {_spelled(figures)}")
+        self._report(f"{self.name} step {self.step}, held out: {_format(figures)}")
 
     def _note(self, figures: dict[str, float], progress: float, lr_factor: float) -> None:
         index = self.step - 1
         taken = self._curves.taken(index)
         if taken is not None and taken["loss"] != figures["loss"]:
             self._report(
-                f"{self.name} step {index} was taken before with another loss: threads, processor or "
-                "versions are not what they were, and so the weights will be others, too."
+                f"{self.name} step {index} had another loss before the restart: threads, processor or "
+                "versions have changed, so the weights will differ, too."
             )
         place = {"step": index, "progress": progress, "lr_factor": lr_factor}
         row: Row = {**place, "tokens": self.tokens, "used_s": self.used_s, **figures}
@@ -222,14 +222,14 @@ class TrainingLoop:
         means = {name: float(np.mean(values)) for name, values in self._figures.items()}
         rate = self.tokens / max(self.used_s, 1e-9)
         self._report(
-            f"{self.name} step {self.step} ({progress:.1%}): {_spelled(means)}, {self.tokens} tokens, "
+            f"{self.name} step {self.step} ({progress:.1%}): {_format(means)}, {self.tokens} tokens, "
             f"{rate:.0f}/s"
         )
         self._figures.clear()
 
 
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write beside, sync, then rename: a kill at any moment leaves a whole snapshot."""
+    """Write to a temporary file, sync and rename, so that a kill never leaves a partial snapshot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".partial")
     with beside.open("wb") as file:
@@ -240,11 +240,11 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 
 def load_snapshot(path: Path) -> Snapshot | None:
-    """None when the run has not saved anything yet."""
+    """Return None if the run has no snapshot yet."""
     if not path.exists():
         return None
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _spelled(figures: dict[str, float]) -> str:
+def _format(figures: dict[str, float]) -> str:
     return " ".join(f"{name} {value:.4f}" for name, value in figures.items())

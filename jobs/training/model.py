@@ -1,10 +1,10 @@
-"""The drafter as a trainable module; parameter names are z-lab's, so its state dict is the checkpoint.
+"""A DFlash drafter as a trainable module. Parameter names are z-lab's: its state dict is the checkpoint.
 
-Drafts all blocks of a sequence in one pass. The serving drafter, which pages its
-context K/V, is `drafter/dflash/model.py`; the embedding and the head are the target's.
+Drafts all blocks of a sequence in one pass. The inference code, which keeps context K/V in pages, is
+`drafter/dflash/model.py`; embedding and head are the target's.
 
-Shapes: B sequences, T context tokens, A anchors per sequence, S block size,
-D width, F tapped features, H query heads, G key/value heads, E head width.
+Shapes: B sequences, T context tokens, A anchors per sequence, S block size, D width, F tapped features, H
+query heads, G key/value heads, E head width.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from .conditioning import TAPS, BlockConvolution, Selector
 
 
 class TrainableDrafter(nn.Module):
-    """Block hidden states from tapped features; apply the target's head to get logits.
+    """Computes hidden states of blocks from tapped features; the target's head gives their logits.
 
     Raises:
-        ConfigError: the config asks for a part that is served, but not trained.
+        ConfigError: the configuration has a part that is supported in serving but not in training.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -39,15 +39,16 @@ class TrainableDrafter(nn.Module):
         self.candidate_selector = (
             None if config.selector is None else Selector(width, config.vocab_size, config.selector)
         )
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(
         self, features_BTF: torch.Tensor, blocks_BASD: torch.Tensor, anchors_BA: torch.Tensor
     ) -> torch.Tensor:
-        """[B, A, S, D], final norm applied. Context rows at or after a block's anchor are hidden from it.
+        """Return hidden states after the final norm, [B, A, S, D]; blocks attend to context before their
+        anchor.
 
         Args:
-            blocks_BASD: the target's embeddings, as they are lent.
+            blocks_BASD: the target's embeddings of the blocks.
         """
         num_tokens, block_size = features_BTF.shape[1], blocks_BASD.shape[2]
         context_BTD = self.hidden_norm(self.fc(features_BTF))
@@ -59,7 +60,7 @@ class TrainableDrafter(nn.Module):
         return self.norm(x_BASD)
 
     def logits(self, head: Callable[[torch.Tensor], torch.Tensor], hidden_xD: torch.Tensor) -> torch.Tensor:
-        """[.., V] by the target's head, scaled and capped as this drafter's are."""
+        """Return logits [.., V] from the target's head, with this drafter's scale and soft cap."""
         config = self.config
         z_xV = head(hidden_xD)
         if config.output_multiplier != 1.0:
@@ -70,25 +71,25 @@ class TrainableDrafter(nn.Module):
 
 def _check_trainable(config: DrafterConfig) -> None:
     untrained = {
-        "a head of its own vocabulary (draft_vocab_size)": config.maps_vocabulary,
-        "an embedding of the mask of its own (mask_embedding.pt)": config.mask_embedding,
+        "a head with its own vocabulary (draft_vocab_size)": config.maps_vocabulary,
+        "its own embedding of the mask (mask_embedding.pt)": config.mask_embedding,
         "attention sinks": config.attention_sinks,
         "scaled values (attention_value_scale)": config.attention_value_scale != 1.0,
-        "a rotation of pairs or of a part of its heads": config.rope.permutation() is not None,
+        "interleaved or partial rotary embedding": config.rope.permutation() is not None,
         "convolutions over more than two rows": config.convolutions is not None
         and config.convolutions.num_taps != TAPS,
     }
     for what, is_there in untrained.items():
         if is_there:
             raise ConfigError(
-                f"{config.file}: this drafter has {what}, which Manta serves and cannot train. Begin without "
-                "it: give no drafter to begin with.",
+                f"{config.file}: this drafter has {what}, which Manta can serve but not train. Start without "
+                "an initial drafter.",
                 param="initial",
             )
 
 
 class RmsNorm(nn.Module):
-    """The weight follows the activations' type: torch has no fused norm for a mixture."""
+    """RMSNorm that casts its weight to the activations' dtype; torch's fused norm needs equal dtypes."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -104,16 +105,14 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
-        self._frequencies_C = rope.frequencies()  # no buffer: fp32, whatever the model is cast to
+        self._frequencies_C = rope.frequencies()  # not a buffer: stays fp32 when the model is cast
         self._scale = rope.attention_scale
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [..., rows, heads, E], positions [..., rows]."""
+        """Rotate x [..., rows, heads, E] to positions [..., rows]."""
         self._frequencies_C = self._frequencies_C.to(x.device)
         angles = positions[..., None].float() * self._frequencies_C
-        cos, sin = (
-            (turned * self._scale)[..., None, :].to(x.dtype) for turned in (angles.cos(), angles.sin())
-        )
+        cos, sin = ((part * self._scale)[..., None, :].to(x.dtype) for part in (angles.cos(), angles.sin()))
         first, second = x.split(x.shape[-1] // 2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -156,7 +155,7 @@ def _between(
 
 
 class _BlockAttention(nn.Module):
-    """One softmax over two score matrices: the shared context, and the block itself."""
+    """Attention of a block to the context and to itself, with one softmax over both."""
 
     def __init__(self, config: DrafterConfig, kind: DraftLayer) -> None:
         super().__init__()
@@ -188,7 +187,7 @@ class _BlockAttention(nn.Module):
         block_v_BASGE = self.v_proj(u_BASD).unflatten(-1, (-1, config.head_dim))
         context_v_BTGE = self.v_proj(context_BTD).unflatten(-1, (-1, config.head_dim))
 
-        # [B, G, A, group * S, E]: heads that share K/V lie beside each other as extra rows.
+        # [B, G, A, group * S, E]: heads that share K/V become extra rows.
         q = q_BASHE.view(batch, anchors, block, config.num_kv_heads, group, config.head_dim)
         q = q.permute(0, 3, 1, 4, 2, 5).reshape(batch, config.num_kv_heads, anchors, group * block, -1)
         q = q * config.head_dim**-0.5
@@ -214,13 +213,13 @@ class _BlockAttention(nn.Module):
         return self.o_proj(out.reshape(batch, anchors, block, -1))
 
     def _heads(self, projected: torch.Tensor, norm: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-        """[..., rows, heads, E], normed per head and rotated to its position."""
+        """Return heads [..., rows, heads, E], normed per head and rotated to their position."""
         heads = norm(projected.unflatten(-1, (-1, self._config.head_dim)))
         return self.rotary(heads, positions)
 
 
 class _WeightedSum(torch.autograd.Function):
-    """weights @ values. Torch's own gradient transposes the weights, by far the largest tensor here."""
+    """weights @ values with a gradient that does not transpose the weights, the largest tensor here."""
 
     # Any: autograd's own context type is not public.
     @staticmethod
@@ -237,13 +236,16 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[..., rows, T] and [..., T, E] to [..., rows, E]; equal leading dimensions."""
+    """Multiply [..., rows, T] by [..., T, E]; leading dimensions are equal."""
     return _WeightedSum.apply(weights, values)
 
 
 def context_visibility(positions_BAS: torch.Tensor, num_tokens: int, kind: DraftLayer) -> torch.Tensor:
-    """bool [B, A, 1 or S, T]: strictly before the anchor, whose own features do not exist yet; of a layer
-    with a window what each row has in it."""
+    """Return the visible context of each block, bool [B, A, 1 or S, T].
+
+    Context is visible strictly before the anchor, whose own features do not exist yet, and within a layer's
+    window, which differs by row.
+    """
     context_T = torch.arange(num_tokens, device=positions_BAS.device)
     visible = context_T < positions_BAS[..., :1, None]
     if kind.window is None:
@@ -252,7 +254,7 @@ def context_visibility(positions_BAS: torch.Tensor, num_tokens: int, kind: Draft
 
 
 def block_hidden(block_size: int, kind: DraftLayer, device: torch.device) -> torch.Tensor | None:
-    """bool [S, S], query by key: rows of the own block that a row does not see; None where it sees all."""
+    """Return the block's rows hidden from each row, bool [S, S] (query, key); None if all are visible."""
     if not kind.causal and (kind.window is None or kind.window >= block_size):
         return None
     rows_S = torch.arange(block_size, device=device)
@@ -272,10 +274,10 @@ class GatedMlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, BlockConvolution):  # after its own projection
+    elif isinstance(module, BlockConvolution):  # visited after its projection
         nn.init.zeros_(module.kernel_projection.weight)

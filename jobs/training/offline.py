@@ -1,7 +1,7 @@
-"""What a drafter in training would propose at given places of a text, chosen as the engine chooses.
+"""Drafts of a model in training at given positions of a text, sampled as the engine samples.
 
-Of a whole block, row by row or along the selector's path; or of a chain, each token fed back. Called by
-`evaluate.py`. No pages and no steps: the places are all drafted from in one pass.
+For a whole block by row or along the selector's path, or for a chain with each token fed back. All positions
+are drafted in one pass, without pages or steps. Called by `evaluate.py`.
 
 Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
 """
@@ -25,12 +25,12 @@ from .model import TrainableDrafter
 
 class Proposals(Protocol):
     def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
-        """Drafts [A, N] for the positions behind each anchor, as `question` samples."""
+        """Return drafts [A, N] for the positions after each anchor, sampled like `question`."""
         ...
 
 
 class BlockProposals:
-    """Of a DFlash drafter, with a selector or without."""
+    """Drafts of a DFlash drafter, with or without a selector."""
 
     def __init__(self, target: FrozenTarget, drafter: TrainableDrafter) -> None:
         self._target, self._drafter = target, drafter
@@ -64,7 +64,7 @@ class BlockProposals:
         num_slots = blocks_AS.shape[1] - 1
         rows_AS = torch.arange(blocks_AS.numel(), device=blocks_AS.device).view_as(blocks_AS)
         block = StepRows(
-            positions_N=rows_AS.flatten(),  # a choice asks for no places
+            positions_N=rows_AS.flatten(),  # not used by the selection
             kv_slots=(),
             batches=(),
             token_ids_N=blocks_AS.flatten(),
@@ -84,7 +84,7 @@ class BlockProposals:
 
 
 class ChainProposals:
-    """Of an EAGLE-3 head: `num_drafts` tokens."""
+    """Chains of `num_drafts` tokens of an EAGLE-3 head."""
 
     def __init__(self, target: FrozenTarget, head: EagleHead, num_drafts: int) -> None:
         self._target, self._head, self._num_drafts = target, head, num_drafts
@@ -109,7 +109,7 @@ class ChainProposals:
 def accepted_at(
     proposals: Proposals, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor
 ) -> list[int]:
-    """How many drafts behind each of these places stand."""
+    """Return the number of accepted drafts after each anchor."""
     device = tokens_T.device
     drafts_AN = proposals(question, tokens_T, anchors_A)
     num_drafts = drafts_AN.shape[1]
@@ -121,7 +121,7 @@ def accepted_at(
 
 
 def sampling(question: Question, positions: torch.Tensor) -> SamplingBatch:
-    """For tokens at these absolute positions [rows]."""
+    """Return sampling parameters for tokens at these absolute positions, [rows]."""
     count = len(positions)
     return SamplingBatch.build(
         temperature=np.full(count, question.temperature, dtype=np.float32),

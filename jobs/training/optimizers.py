@@ -1,4 +1,4 @@
-"""What moves the weights in a step: Muon and AdamW as one optimizer, and a running average of the weights."""
+"""Muon and AdamW as one optimizer, and a running average of the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from torch import nn
 # Any: a snapshot is torch.save's own tree of tensors, numbers and containers.
 Snapshot = dict[str, Any]
 
-_TABLES = ("embed", "lm_head", "codebook")  # 2-D, but a row for each token
+_TABLES = ("embed", "lm_head", "codebook")  # 2-D, but with a row per token
 
 
 class HybridOptimizer:
-    """Muon for 2-D weights between hidden layers, AdamW for tables of tokens, norms and all else.
+    """Muon for 2-D weights between hidden layers; AdamW for token tables, norms and the rest.
 
-    Not a torch Optimizer: a holder of two, with one learning-rate factor.
+    Not a torch Optimizer: it holds two of them, with one learning rate factor.
     """
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
@@ -53,9 +53,10 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 class WeightAverage:
-    """A running average of a model's weights: good at any moment, while the weights themselves still wander.
+    """Running average of a model's weights, usable at any time before the learning rate has decayed.
 
-    It forgets over `horizon_steps`; of fewer steps it is their plain mean. `loop.py` moves it in each step.
+    Exponential with a horizon of `horizon_steps`; the plain mean of fewer steps. Updated by `loop.py` in each
+    step.
 
     Args:
         model: its floating-point state is averaged, in its own dtype.
@@ -75,7 +76,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the model be its average for a while."""
+        """Replace the model's weights by the average for the duration of the `with` block."""
         weights = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         self._model.load_state_dict(self.state)
         try:

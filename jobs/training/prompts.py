@@ -1,7 +1,7 @@
-"""Prompts of 30-250 tokens cut out of the corpus.
+"""Prompts of 30 to 250 tokens from the corpus.
 
-`manta drafter train` asks the target these where it is given no data, and `models/recipe/` makes the prompts
-of the shipped pair by the same rules. No model is asked anything here.
+`manta drafter train` uses them if it is given no data; `models/recipe/` makes the prompts of the shipped pair
+by the same rules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 30, 250
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is what the model reads; `messages` is set for chat and renders to `text`."""
+    """`text` is the model's input; chat prompts also have `messages`, which render to `text`."""
 
     id: str
     category: Category
@@ -28,7 +28,7 @@ class Prompt:
 
 
 def all_prompts(files: Iterable[SourceFile], tokenizer: Tokenizer, seed: int) -> Iterator[Prompt]:
-    """Every prompt the files give, each with a random amount of text before the cut."""
+    """Yield all prompts of the files, each with a random amount of text before the cut."""
     random = np.random.default_rng(seed)
     for file in files:
         for cut in cuts(file):
@@ -44,7 +44,7 @@ def all_prompts(files: Iterable[SourceFile], tokenizer: Tokenizer, seed: int) ->
 
 
 def select_prompts(prompts: Iterable[Prompt], per_category: int, seed: int) -> list[Prompt]:
-    """At most `per_category` of each, taken in turns from the files so that no file dominates."""
+    """Select at most `per_category` prompts of each category, round-robin over files."""
     random = np.random.default_rng(seed)
     selected: list[Prompt] = []
     pool = list(prompts)
@@ -63,7 +63,7 @@ def select_prompts(prompts: Iterable[Prompt], per_category: int, seed: int) -> l
 
 
 def _text_before(text: str, offset: int, max_tokens: int, tokenizer: Tokenizer) -> str:
-    """Whole lines before `offset`, as many as fit; empty when fewer than MIN_PROMPT_TOKENS."""
+    """Return as many whole lines before `offset` as fit; empty below MIN_PROMPT_TOKENS."""
     start = text.rfind("\n", 0, offset) + 1
     best = ""
     while True:

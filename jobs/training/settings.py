@@ -1,4 +1,4 @@
-"""Recipes: how a drafter of each kind is trained. What its parts do is said where they are used."""
+"""Recipes: training settings for each kind of drafter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ Head = Literal["dflash", "selector", "dflash2", "eagle3"]
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a slot is taught.
+    """Weights of the parts of the loss.
 
     Attributes:
-        teacher_share: how much of its target is the target's whole distribution, the rest being the token it
-            drew.
-        distance_share: how much of its loss is the chance of being refused at temperature 1.
-        unary_share: weight of its loss without the token before it, for a drafter with a selector: candidates
-            are taken by that.
+        teacher_share: weight of the target's distribution in the cross-entropy; the sampled token has the
+            rest.
+        distance_share: weight of the rejection probability at temperature 1 in the loss.
+        unary_share: with a selector, weight of the loss of the plain logits, which determine the candidates.
     """
 
     teacher_share: float = 0.5
@@ -31,16 +30,16 @@ class Teaching:
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """Of a drafter that drafts blocks.
+    """Settings of a DFlash drafter.
 
     Attributes:
-        num_layers: of a new drafter, 3 if None; one that is trained on gets silent ones behind its own.
-        num_taps: of a new drafter.
-        block_sizes: take turns, step by step; the first is the drafter's own.
-        conv_group_size, selector: DFlash2's parts.
-        batch_size: sequences of a step, on each worker.
-        num_anchors: blocks of a sequence.
-        matrix_lr, other_lr: Muon's, for hidden matrices, and AdamW's, for all else.
+        num_layers: layers of a new drafter, 3 if None; an initial drafter gets more layers up to this number.
+        num_taps: taps of a new drafter.
+        block_sizes: block sizes used in turn, by step; the first is the drafter's own.
+        conv_group_size, selector: DFlash2's parts; None leaves them out.
+        batch_size: sequences per step and worker.
+        num_anchors: blocks per sequence.
+        matrix_lr, other_lr: learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     """
 
     num_layers: int | None = None
@@ -61,14 +60,14 @@ class DrafterSettings:
         return self.block_sizes[0]
 
     def with_blocks(self, block_size: int) -> DrafterSettings:
-        """The same for blocks of so many rows: turns keep their proportion."""
+        """Return the settings for another block size; the other block sizes are scaled."""
         sizes = (max(2, size * block_size // self.block_size) for size in self.block_sizes)
         return replace(self, block_sizes=tuple(dict.fromkeys(sizes)))
 
 
 @dataclass(frozen=True)
 class EagleSettings:
-    """Of an EAGLE-3 head. `depth`: tokens of a chain in training."""
+    """Settings of an EAGLE-3 head; `depth` is the number of tokens of a chain in training."""
 
     depth: int = 5
     num_taps: int = 3
@@ -91,7 +90,7 @@ _SECOND = DrafterSettings(
     teaching=Teaching(distance_share=0.7),
     schedule=Schedule(warmup_steps=30, decay_from=0.3),
 )
-# "selector": DFlash2 without convolutions, which the compiled pass of a CPU does not have.
+# "selector": DFlash2 without convolutions, which the compiled CPU backend does not support.
 RECIPES: Mapping[Head, Settings] = {
     "dflash": _SECOND,
     "selector": replace(_SECOND, selector=_SELECTOR),

@@ -1,6 +1,6 @@
-"""What can be trained: a DFlash drafter, DFlash2's parts with it or not, or an EAGLE-3 head.
+"""The trainable kinds of drafter: DFlash with or without DFlash2's parts, and EAGLE-3 heads.
 
-One way for the loop to train them, for the held-out text to judge them, and for their files to be written.
+Gives the training loop, the measurement on held-out text and the export one interface to all of them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .frozen_target import FrozenTarget
 from .offline import BlockProposals, ChainProposals, Proposals, accepted_at
 from .settings import DrafterSettings, EagleSettings
 
-# Of a batch, in the how manieth step, with this seed: the loss, and figures.
+# (batch, step, seed) -> loss and figures.
 Loss = Callable[[PaddedBatch, int, int], tuple[torch.Tensor, dict[str, float]]]
 
 _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A drafter in training, beside its target.
+class Trainable:
+    """A drafter in training with its target.
 
     Attributes:
-        export: writes a checkpoint folder, of the weights as they are.
+        export: writes a checkpoint folder with the current weights.
     """
 
     target: FrozenTarget
@@ -47,10 +47,10 @@ class Subject:
 
     @torch.no_grad()
     def measure(self, held_out: Continuations) -> dict[str, float]:
-        """ "loss", "accepted" and "tokens_per_step" on some sequences, always the same places of them.
+        """Return "loss", "accepted" and "tokens_per_step" on some held-out sequences at fixed positions.
 
-        Drafts are greedy, and stand as far as they are what the text says: at places drawn evenly from the
-        answers, how often the first stands, and how many tokens a step there brings.
+        Drafts are greedy and accepted while they match the text. "accepted" is the share of positions whose
+        first draft is accepted, "tokens_per_step" the mean acceptance length.
         """
         count = min(len(held_out), _HELD_OUT_SEQUENCES)
         batch = ContinuationReader(held_out, count, pad_id=0).next_batch()
@@ -70,7 +70,7 @@ class Subject:
         }
 
 
-def block_subject(
+def trainable_drafter(
     target: str | Path,
     spec: ModelSpec,
     settings: DrafterSettings,
@@ -78,8 +78,8 @@ def block_subject(
     initial: Path | None,
     max_tokens: int,
     device: torch.device,
-) -> Subject:
-    """A drafter that drafts blocks: `initial`, or a new one with this mask."""
+) -> Trainable:
+    """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
     raw = None
     if initial is None:
         config = drafter_config(spec, settings, mask_token_id)
@@ -93,7 +93,7 @@ def block_subject(
         block_size = settings.block_sizes[step % len(settings.block_sizes)]
         return block_loss(frozen, drafter, batch, settings, block_size, seed)
 
-    return Subject(
+    return Trainable(
         frozen,
         drafter,
         loss,
@@ -102,14 +102,13 @@ def block_subject(
     )
 
 
-def chain_subject(
+def trainable_head(
     target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
-) -> Subject:
-    """A new EAGLE-3 head."""
+) -> Trainable:
     config = eagle_config(spec, settings)
     frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
     head = new_eagle_head(config, frozen.weights).to(device)
-    return Subject(
+    return Trainable(
         frozen,
         head,
         lambda batch, step, seed: chain_loss(frozen, head, batch, settings),

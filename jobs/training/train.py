@@ -1,7 +1,7 @@
-"""One drafter trained for one target that stays as it is: from text to a checkpoint folder.
+"""Trains one drafter for one frozen target, from token sequences to a checkpoint folder.
 
-What is trained on is the caller's choice: `manta drafter train` (`jobs/drafters/train.py`) reads data sets,
-`manta drafter adapt` captured traffic. A run's folder holds all there is of it; who names it again goes on.
+The caller provides the data: `manta drafter train` (`jobs/drafters/train.py`) reads datasets, `manta drafter
+adapt` captured traffic. All state is in the run's folder; calling it again with the same folder resumes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .curves import read_rows
 from .loop import CURVES, LoopSettings, Report, Step, StepLoss, TrainingLoop
 from .optimizers import HybridOptimizer
 from .settings import RECIPES, EagleSettings, Settings
-from .subjects import Subject, block_subject, chain_subject
+from .subjects import Trainable, trainable_drafter, trainable_head
 
-_TUNED_WIDTH = 192  # of the shipped pair, on which recipes' learning rates were found
+_TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left.
+    """Result of a run.
 
     Attributes:
-        drafter: checkpoint folder (z-lab's format; EAGLE-3's own): the average of the last weights.
-        curves: JSON lines, one per step; `curves.html` beside it shows them.
-        num_steps, num_tokens, used_s: of the whole run, earlier processes included.
-        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Subject.measure`).
+        drafter: checkpoint folder (z-lab's format, or EAGLE-3's own) with the averaged weights.
+        curves: JSON lines, one per step; `curves.html` shows them.
+        num_steps, num_tokens, used_s: totals of the run, including earlier processes.
+        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Trainable.measure`).
     """
 
     drafter: Path
@@ -53,7 +53,7 @@ class Trained:
 
     @classmethod
     def read(cls, folder: Path) -> Trained:
-        """Of a run that has come to its end."""
+        """Read the result of a finished run."""
         rows = read_rows(folder / CURVES)
         measured = [row["held_out"] for row in rows if "held_out" in row]
         last = next(row for row in reversed(rows) if "held_out" not in row)
@@ -82,36 +82,40 @@ def train(
     loop_settings: LoopSettings | None = None,
     workers: Communicator | None = None,
 ) -> Trained:
-    """Train until `length` is reached; called with the same folder again, go on where it stopped.
+    """Train until `length` is reached; called again with the same folder, resume.
 
     Args:
         target: folder or hub id.
-        data: sequences of token ids, each with where its answer begins: only answers are learnt. To weigh one
-            kind of text against another, repeat it: `Continuations.join([new, new, old])`.
-        held_out: measured before, while and after; never learnt.
-        folder: gets `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
-        initial: checkpoint folder of a DFlash drafter to begin with; by default layers of the target.
-        settings: the recipe; its learning rates are lowered for targets wider than the one it was found on.
-        mask_token_id: of a new drafter; by default one that the target's tokenizer leaves free.
-        report: gets the lines that tell how far it is.
-        workers: that train together (`workers.py`), each of which calls this.
+        data: token sequences; only the answers have a loss. To weight one kind of text against another,
+            repeat
+            it: `Continuations.join([new, new, old])`.
+        held_out: sequences that are measured before, during and after training, and never trained on.
+        folder: folder for `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
+        initial: checkpoint folder of a DFlash drafter to start from; by default layers of the target.
+        settings: the recipe; its learning rates are scaled down for targets wider than the one it was tuned
+            on.
+        mask_token_id: mask token of a new drafter; by default one that the target's tokenizer does not use.
+        report: called with progress lines.
+        workers: workers that train together (`workers.py`); each of them calls this function.
 
     Raises:
-        ConfigError, CheckpointError: before anything is trained.
+        ConfigError, CheckpointError: invalid input; raised before training starts.
     """
     keep_freed_memory()
     settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
     _check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    subject = _subject(target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device)
-    lr_share = min(1.0, (_TUNED_WIDTH / subject.target.spec.hidden_size) ** 0.5)
+    trainable = _trainable(
+        target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device
+    )
+    lr_share = min(1.0, (_TUNED_WIDTH / trainable.target.spec.hidden_size) ** 0.5)
     optimizer = HybridOptimizer(
-        subject.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
+        trainable.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
     )
     reader = ContinuationReader(data, settings.batch_size * workers.world_size, pad_id=0)
     loop = TrainingLoop(
         "training",
-        subject.model,
+        trainable.model,
         optimizer,
         reader,
         folder,
@@ -124,59 +128,59 @@ def train(
     def compute_loss(step: Step) -> StepLoss:
         batch = reader.next_batch().part(workers.rank, workers.world_size)
         seed = step.index * workers.world_size + workers.rank
-        loss, figures = subject.loss(batch, step.index, seed)
+        loss, figures = trainable.loss(batch, step.index, seed)
         return StepLoss(loss, batch.tokens.size, figures)
 
-    loop.run(compute_loss, length, settings.schedule, lambda: subject.measure(held_out))
-    subject.model.load_state_dict(loop.average.state)
+    loop.run(compute_loss, length, settings.schedule, lambda: trainable.measure(held_out))
+    trainable.model.load_state_dict(loop.average.state)
     if workers.rank == 0:
-        subject.export(folder / "drafter")
-    workers.all_reduce(torch.zeros(1, device=device))  # nobody reads what worker 0 still writes
+        trainable.export(folder / "drafter")
+    workers.all_reduce(torch.zeros(1, device=device))  # barrier: worker 0 has written everything
     return Trained.read(folder)
 
 
 def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -> None:
     if len(data) < batch_size:
         raise ConfigError(
-            f"data: {len(data)} sequences to train on are fewer than the {batch_size} of a step. Give more.",
+            f"data: {len(data)} training sequences are fewer than the {batch_size} of a step. Give more.",
             param="data",
         )
     if not len(held_out):
-        raise ConfigError("held_out: no sequence to measure on. Give more data.", param="held_out")
+        raise ConfigError("held_out: there is no sequence to measure on. Give more data.", param="held_out")
 
 
-def _subject(
+def _trainable(
     target: str | Path,
     settings: Settings,
     initial: Path | None,
     mask_token_id: int | None,
     max_tokens: int,
     device: torch.device,
-) -> Subject:
+) -> Trainable:
     spec, folder = read_target(target)
     if isinstance(settings, EagleSettings):
-        return chain_subject(target, spec, settings, max_tokens, device)
+        return trainable_head(target, spec, settings, max_tokens, device)
     if initial is None and mask_token_id is None:
         tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
         mask_token_id = mask_token(spec, tokenizer)
-    return block_subject(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
+    return trainable_drafter(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
 
 
 def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
-    """What a target is, and its folder."""
+    """Return a target's specification and folder."""
     folder = resolve_checkpoint(str(target), field="target")
     return read_model(folder), folder
 
 
 def machine() -> str:
-    """Return the name of the machine that trains, as cards have it."""
+    """Return the name of the training machine, for cards."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{torch.get_num_threads()} cores of {platform.processor() or platform.machine()}"
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large blocks: mapping them anew for every tensor is a third of a step's time."""
+    """Make glibc keep freed large blocks: mapping them again per tensor takes a third of a step's time."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

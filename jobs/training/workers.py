@@ -1,8 +1,7 @@
-"""A training run on several workers: a Ray Train job over GPUs, or over cores.
+"""Runs training on several workers: a Ray Train job over GPUs or CPU cores.
 
-Each worker runs `train` as one process alone would, and takes its part of every batch. What is trained on
-lies in the run's folder, which all workers must see. A worker that dies takes its group with it; Ray starts
-them again, and they go on from the last snapshot.
+Each worker calls `train` and takes its part of every batch. The data is in the run's folder, which all
+workers must be able to read. If a worker dies, Ray restarts the group, which resumes from the last snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True)
 class Run:
-    """What `train` is told; data and held-out text lie in `folder`."""
+    """Arguments of `train`; training data and held-out text are in `folder`."""
 
     target: str
     folder: Path
@@ -35,8 +34,7 @@ class Run:
     loop_settings: LoopSettings | None = None
 
 
-def run_here(run: Run, **further: Any) -> Trained:  # Any: of `train`
-    """In this process."""
+def run_here(run: Run, **further: Any) -> Trained:  # Any: arguments of `train`
     return train(
         run.target,
         Continuations.load(run.folder / DATA),
@@ -52,10 +50,10 @@ def run_here(run: Run, **further: Any) -> Trained:  # Any: of `train`
 
 
 def run_on_workers(run: Run, num_workers: int, *, use_gpu: bool, cpus_per_worker: int) -> Trained:
-    """On workers of the Ray that this process is connected to.
+    """Train on workers of the Ray cluster that this process is connected to.
 
     Raises:
-        RuntimeError: of Ray Train, when its workers have failed too often.
+        RuntimeError: from Ray Train, if its workers have failed too often.
     """
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -79,5 +77,4 @@ def run_on_workers(run: Run, num_workers: int, *, use_gpu: bool, cpus_per_worker
 
 
 def _run_worker(config: dict[str, Run]) -> None:
-    """One worker's part."""
     run_here(config["run"], workers=joined())

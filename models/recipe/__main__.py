@@ -12,15 +12,17 @@ from .pair import train_pair
 
 def main(
     output_dir: Annotated[
-        Path, typer.Option("-o", "--output", help="Gets target/, drafter/, prompts.jsonl.")
+        Path, typer.Option("-o", "--output", help="Output folder: target/, drafter/, prompts.jsonl.")
     ],
     work_dir: Annotated[
-        Path, typer.Option("--work-dir", help="Snapshots and data; the same one again resumes.")
+        Path, typer.Option("--work-dir", help="Folder of snapshots and data; reuse it to resume.")
     ] = Path("out/train-pair"),
-    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 3.25,
-    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
+    hours: Annotated[float, typer.Option("--hours", help="Time for all stages.")] = 3.25,
+    num_threads: Annotated[
+        int | None, typer.Option("--num-threads", help="Threads of torch on a CPU.")
+    ] = None,
 ) -> None:
-    """Train the pair that ships from the Python standard library's sources; resumable."""
+    """Train the shipped pair from the sources of Python's standard library. A killed run can be resumed."""
     train_pair(output_dir, work_dir, hours, num_threads)
 
 

@@ -1,4 +1,4 @@
-"""The two model cards: where the weights come from, what they cost, how well they do."""
+"""Writes the two model cards: origin of the weights, cost of the training, and quality."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ Made by `models/recipe`.
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Where a training run ended."""
+    """Steps, tokens and seconds of a training run."""
 
     num_steps: int
     num_tokens: int
@@ -94,7 +94,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class PairFacts:
-    """All numbers of both cards. `held_out_loss_alone`: of the target before the drafter joined."""
+    """The numbers of both cards. `held_out_loss_alone`: the target's, before training with the drafter."""
 
     machine: str
     target: RunFacts
@@ -140,7 +140,7 @@ def write_cards(output_dir: Path, facts: PairFacts) -> None:
 
 
 def figures_table(figures: Sequence[Figures]) -> str:
-    """Markdown, one row per category, three columns per temperature."""
+    """Return a Markdown table with a row per category and three columns per temperature."""
     temperatures = sorted({row.temperature for row in figures})
     categories = list(dict.fromkeys(row.category for row in figures))
     by_key = {(row.category, row.temperature): row for row in figures}

@@ -1,8 +1,8 @@
-"""Acceptance of a pair on prompts it has not seen, with all drafts made in every step.
+"""Acceptance of a pair on held-out prompts, with all drafts made in every step.
 
-The target's answers are given; what a drafter would have proposed at every position of
-them (`jobs/training/offline.py`) can be told afterwards, because with equal noise the answer does not
-depend on the drafts. So these figures are those of an engine that never drafts less.
+The target's answers are given. A drafter's proposals at every position of them
+(`jobs/training/offline.py`) can be computed afterwards, because with equal noise the answer does not depend
+on the drafts. So these figures are those of an engine that always drafts a whole block.
 
 Shapes: T tokens, A anchors (one per generated token), N drafts of each.
 """
@@ -25,12 +25,12 @@ REPEAT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one category at one temperature.
+    """The figures of one category at one temperature.
 
     Attributes:
-        repeated_share: of tokens inside an 8-gram the same answer had before.
-        fresh_acceptance_length: the mean up to the first such token of each answer, for repetition is easy to
-            draft; None where no answer gets so far.
+        repeated_share: share of the tokens that are inside an 8-gram which the same answer already had.
+        fresh_acceptance_length: mean acceptance length up to the first such token of each answer, because
+            repetition is easy to draft. None if no answer has a step before it.
     """
 
     category: str
@@ -50,7 +50,7 @@ def evaluate(
     answers: Sequence[list[int]],
     device: torch.device,
 ) -> list[Figures]:
-    """Figures per category and, last, overall; all questions of one temperature."""
+    """Return the figures per category and, last, overall. All questions have the same temperature."""
     rows: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for prompt, question, answer in zip(prompts, questions, answers, strict=True):
         if len(answer) < 2:
@@ -69,14 +69,14 @@ def evaluate(
 def accepted_lengths(
     proposals: Proposals, question: Question, answer: Sequence[int], device: torch.device
 ) -> list[int]:
-    """For each answer token but the last as anchor: how many drafts after it stand."""
+    """Return how many drafts after each answer token but the last are accepted."""
     tokens_T = torch.tensor([*question.prompt_ids, *answer], device=device)
     anchors_A = torch.arange(len(question.prompt_ids), len(tokens_T) - 1, device=device)
     return accepted_at(proposals, question, tokens_T, anchors_A)
 
 
 def count_steps(accepted: Sequence[int]) -> int:
-    """Verify steps to walk an answer whose first token is already there."""
+    """Return the number of verify steps of an answer whose first token is already there."""
     steps, position = 0, 0
     while position < len(accepted):
         steps, position = steps + 1, position + accepted[position] + 1
@@ -101,7 +101,7 @@ def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]])
 
 
 def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
-    """bool [tokens]: inside an 8-gram that occurred earlier in the answer."""
+    """Return bool [tokens]: True inside an 8-gram that occurred earlier in the answer."""
     repeated, seen = np.zeros(len(answer), dtype=bool), set[tuple[int, ...]]()
     for start in range(len(answer) - REPEAT_TOKENS + 1):
         gram = tuple(answer[start : start + REPEAT_TOKENS])
@@ -112,6 +112,6 @@ def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
 
 
 def before_repetition(answer: Sequence[int]) -> list[int]:
-    """The answer up to its first repeated 8-gram; all of it if it has none."""
+    """Return the answer up to its first repeated 8-gram, or all of it if it has none."""
     repeated = repeated_tokens(answer)
     return list(answer[: int(repeated.argmax())] if repeated.any() else answer)

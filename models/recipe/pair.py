@@ -1,9 +1,10 @@
-"""The stages in which the pair is made from nothing but the standard library, on two cores or a GPU.
+"""The stages in which the shipped pair is made from the standard library, on two cores or a GPU.
 
-Corpus and tokenizer -> target -> its surest continuations through this engine -> target and drafter
-together -> continuations again -> drafter -> figures.
-Every stage leaves its result in `work_dir`; a killed run goes on where it was. Here is the order, the clock
-and the engine; the other files of this folder and `jobs/training/` do the work. Called by `__main__.py`.
+Corpus and tokenizer -> target -> its continuations at low temperatures through Manta's engine -> target and
+drafter together -> continuations again -> drafter -> figures.
+Every stage writes its result to `work_dir`; a killed run resumes. This file has the order of the stages, the
+time budget and the engine; the other files of this folder and `jobs/training/` have the rest. Called by
+`__main__.py`.
 """
 
 import shutil
@@ -53,14 +54,14 @@ PROMPTS_PER_CATEGORY = 48
 NUM_QUESTIONS = 9000
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS, HELD_OUT_SEQUENCES = 512, 64
-# What is trained at last: the drafter that grew up with the target, a layer deeper and with a selector.
+# The last stage trains the drafter that was trained with the target, with one more layer and a selector.
 SHIPPED = replace(RECIPES["selector"], num_layers=4)
 TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the hours are divided; the rest is left for the figures."""
+    """Each stage's share of the time; the rest is for the figures."""
 
     target: float = 0.32
     first_continuations: float = 0.04
@@ -76,12 +77,12 @@ def train_pair(
     threads: int | None = None,
     report: Report = lambda line: print(line, flush=True),
 ) -> list[Figures]:
-    """Write `target/`, `drafter/` and `prompts.jsonl` under `output_dir`; returns the held-out figures.
+    """Write `target/`, `drafter/` and `prompts.jsonl` under `output_dir`; return the held-out figures.
 
     Args:
-        work_dir: snapshots and data; give the same one again to go on after a kill.
-        hours: time for all stages together; the learning rates follow the clock.
-        threads: torch's threads on a CPU; its own choice if None.
+        work_dir: snapshots and data; a killed run resumes with the same folder.
+        hours: time for all stages; the learning rates follow the clock.
+        threads: torch's threads on a CPU; None for torch's default.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -90,7 +91,7 @@ def train_pair(
 
 
 class _PairJob:
-    """The stages in order; each reads what the ones before it left on disk."""
+    """The stages in order; each reads the files of the stages before it."""
 
     def __init__(self, output_dir: Path, work_dir: Path, budget_s: float, report: Report) -> None:
         self._output, self._work = output_dir, work_dir
@@ -173,13 +174,14 @@ class _PairJob:
     def _train_together(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, store: TokenStore, data: Continuations
     ) -> None:
-        """The target changes once more here, and is exported again."""
+        """Train target and drafter together and export both; the target is exported for the second time."""
         spec, folder = read_target(self._output / "target")
         config = drafter_config(spec, DrafterSettings(), special_id(tokenizer, MASK))
         whole = Sharding(spec, 0, 1)
         drafter = new_drafter(config, TargetWeights(folder, spec, whole, torch.float32, torch.device("cpu")))
-        # By tokens about as much of each, by sequences four to one. The corpus keeps the target honest;
-        # its own sure answers, which are what the drafter will have to foretell, make it decided.
+        # About equal numbers of tokens of both kinds, four to one by sequences. The corpus keeps the
+        # next-token loss low; the target's own low-temperature answers make its distribution sharper, and
+        # are the text that the drafter will have to predict.
         mixed = Continuations.join([data, data, corpus_sequences(store, len(data) // 2, seed=2)])
         ids = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
         folder, budget_s = self._work / TOGETHER_RUN, self._budget_s * Shares.together
@@ -202,7 +204,6 @@ class _PairJob:
         shutil.copytree(trained.drafter, self._output / "drafter", dirs_exist_ok=True)
 
     def _measure(self, tokenizer: Tokenizer) -> list[Figures]:
-        """Held-out figures of the pair as it was written."""
         target, spec = self._output / "target", read_target(self._output / "target")[0]
         config = check_drafter(self._output / "drafter", facts_of(spec))
         prompts = read_prompts(self._output / "prompts.jsonl")

@@ -1,4 +1,4 @@
-"""Prompts of the shipped pair: kept in files, asked for training data, and asked for the cards' figures."""
+"""Prompts of the shipped pair: their file, questions for training data, answers for the cards' figures."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from ...jobs.training.corpus import SourceFile
 from ...jobs.training.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt, all_prompts, select_prompts
 from .tokens import TokenStore
 
-# What the target learns from while it is trained with the drafter: what it would say at its surest, so that
-# temperature 1 afterwards is about what 0.7 was before. Post-training does this to models of full size.
+# Temperatures of the target's answers from which it learns while it is trained with the drafter. Afterwards
+# its temperature 1 is about what 0.7 was before. Post-training does this to models of full size.
 SURE_TEMPERATURES = (0.5, 0.7)
 EVALUATION_TOKENS = 128
 
@@ -48,7 +48,7 @@ def questions(
     temperatures: Sequence[float],
     seed: int,
 ) -> list[Question]:
-    """Two thirds like the evaluation's prompts, one third cut anywhere in the corpus; shuffled."""
+    """Return shuffled questions: two thirds like the evaluation's prompts, one third cut from the corpus."""
     random = np.random.default_rng(seed)
     per_category = num_questions * 2 // 15
     selected = select_prompts(all_prompts(files, tokenizer, seed), per_category, seed)
@@ -70,7 +70,7 @@ def questions(
 def held_out_answers(
     target_dir: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], temperatures: Sequence[float]
 ) -> list[tuple[list[Question], list[list[int]]]]:
-    """Questions and answers of every temperature; a prompt's seed is its number."""
+    """Return the questions and answers of each temperature. A prompt's seed is its index."""
     encoded = [tuple(tokenizer.encode(prompt.text, add_special_tokens=False).ids) for prompt in prompts]
     with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
         generate = generator(llm, EVALUATION_TOKENS)

@@ -1,7 +1,7 @@
-"""Training of the target: a small, deep and narrow Qwen3, next-token loss over packed windows.
+"""Training of the target: a small, deep and narrow Qwen3, with next-token loss over packed windows.
 
-On a CPU attention is computed as plain bf16 products: torch's fused attention spends more than twice the time
-on AVX-512 without AMX. It is registered with transformers under ATTENTION; a GPU keeps `sdpa`.
+On a CPU, attention is computed as plain bf16 products: torch's fused attention takes more than twice as long
+on AVX-512 without AMX. It is registered with transformers as ATTENTION; a GPU uses `sdpa`.
 """
 
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class Stage:
-    """From progress `start` on: windows of so many tokens."""
+    """The length of windows from training progress `start` (0 to 1) on."""
 
     start: float
     window_tokens: int
 
 
-# Short windows first are cheaper per token.
+# Training begins with short windows, which are cheaper per token.
 STAGES = (Stage(0.0, 256), Stage(0.45, 512), Stage(0.85, 1024))
 
 
@@ -51,7 +51,7 @@ class TargetSettings:
 
 
 def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
-    """18 layers of width 192: every split dimension is even, for tensor parallelism of two."""
+    """Return the configuration: 18 layers of width 192. Every split dimension is even, for tp=2."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
@@ -78,7 +78,7 @@ def train_target(
     report: Report,
     settings: TargetSettings | None = None,
 ) -> Qwen3ForCausalLM:
-    """Train until the budget is used up, going on from the snapshot if there is one."""
+    """Train until the time is used up; resume from the snapshot in `folder` if there is one."""
     settings = settings or TargetSettings()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)  # type: ignore[call-arg]
@@ -97,7 +97,7 @@ def train_target(
 
 
 def export_target(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """config.json and model.safetensors (bf16); the tied head is not stored twice."""
+    """Write config.json and model.safetensors (bf16). The tied head is not stored twice."""
     config = model.config.to_dict() | {
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": "bfloat16",
@@ -112,17 +112,17 @@ def export_target(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 @torch.no_grad()
 def tame_unseen_embedding(model: Qwen3ForCausalLM, token_id: int) -> None:
-    """Give a token that no text contains (the mask) an embedding of common length.
+    """Give a token that no text contains (the mask) an embedding of median norm.
 
-    Training only ever pushes it away from every hidden state; it grows to several times the others,
-    and would drown the rest of a drafter's block. Its logit stays far below all others'.
+    Training only ever pushes it away from every hidden state. Its norm becomes several times that of the
+    others and would dominate a drafter's block. Its logit stays far below all others.
     """
     rows_VD = model.model.embed_tokens.weight
     rows_VD[token_id] *= rows_VD.norm(dim=1).median() / rows_VD[token_id].norm()
 
 
 def next_token_loss(model: Qwen3ForCausalLM, batch_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats; products in bf16, the loss in fp32."""
+    """Return the mean cross-entropy in nats. Products are bf16, the loss is fp32."""
     with torch.autocast(batch_BT.device.type, torch.bfloat16):
         logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
     return row_losses(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten()).loss_R.mean()
@@ -132,7 +132,7 @@ def next_token_loss(model: Qwen3ForCausalLM, batch_BT: torch.Tensor) -> torch.Te
 def held_out_loss(
     model: Qwen3ForCausalLM, store: TokenStore, window_tokens: int, device: torch.device
 ) -> float:
-    """Mean loss in nats per token over the held-out documents, packed as in training."""
+    """Return the mean loss in nats per token of the held-out documents, packed as in training."""
     reader = WindowReader(store)
     num_batches = len(store.ids) // (4 * window_tokens)
     losses = [
@@ -152,7 +152,7 @@ def products_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, E], key and value [B, G, T, E]; returns [B, T, H, E]. Full causal windows only."""
+    """Attend within causal windows: query [B, H, T, E], key and value [B, G, T, E]; returns [B, T, H, E]."""
     assert query.shape[2] == key.shape[2], "training windows have no cache"
     batch, heads, tokens, _width = query.shape
     kv_heads = key.shape[1]

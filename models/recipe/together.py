@@ -1,9 +1,9 @@
-"""Target and drafter trained together: the target learns to foretell, the drafter to read it.
+"""Trains target and drafter together, so that the target's hidden states contain more about later tokens.
 
-A small target trained on next tokens alone keeps little about later ones in its hidden
-states, and what it memorised no small drafter can follow. Here the draft's loss reaches
-the target through its tapped features, and the target's next-token distribution is drawn
-a little towards the drafter's first slot. The next-token loss goes on as before.
+A small target trained only on next tokens has little about later tokens in its hidden states, and a small
+drafter cannot follow what it memorised. Here the draft loss reaches the target through its tapped features,
+and the target's next-token distribution is pulled slightly towards that of the drafter's first slot. The
+next-token loss continues as before.
 
 Shapes: B sequences, T tokens, A anchors, N slots, V vocabulary.
 """
@@ -27,9 +27,13 @@ from ...jobs.training.optimizers import HybridOptimizer
 
 @dataclass(frozen=True)
 class TogetherSettings:
-    """`draft_share` and `pull_share` weigh the two losses beside the next-token loss. `block_stages`:
-    (progress, rows of a block); while the first slots are poor the last ones weigh nothing, and short
-    blocks cost half as much."""
+    """Settings of training target and drafter together.
+
+    Attributes:
+        block_stages: (progress, rows of a block). While the first slots are poor the last ones have no
+            weight, and short blocks cost half as much.
+        draft_share, pull_share: weights of these losses relative to the next-token loss.
+    """
 
     batch_size: int = 8
     num_anchors: int = 48
@@ -55,14 +59,14 @@ def train_together(
     report: Report,
     settings: TogetherSettings | None = None,
 ) -> None:
-    """Change both models in place; `data` is text of the corpus and of the target, mixed.
+    """Train both models in place. `data` mixes sequences of the corpus and of the target.
 
-    Afterwards the target's text has changed: let it write anew and train the drafter on that alone.
+    Afterwards the target answers differently: generate its text again and train the drafter on that alone.
     """
     settings = settings or TogetherSettings()
     pair = nn.ModuleDict({"target": target.float(), "drafter": drafter}).to(device)
     mask_row = torch.tensor([mask_id], device=device)
-    # No text holds the mask: left alone, its embedding is only ever pushed away (`tame_unseen_embedding`).
+    # No text contains the mask: the loss would only push its embedding away (`tame_unseen_embedding`).
     target.model.embed_tokens.weight.register_hook(lambda grad: grad.index_fill(0, mask_row, 0.0))
     optimizer = HybridOptimizer(pair, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = ContinuationReader(data, settings.batch_size, pad_id)
@@ -102,7 +106,7 @@ def _losses(
     weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
     draft_loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
 
-    # The target's own row at the anchor against the first slot, which knows the same text.
+    # The target's row at the anchor is compared with the first slot, which has seen the same text.
     first_rows = rows_R.view_as(blocks.labels)[..., 0].flatten()
     slot_rows = torch.arange(len(rows_R), device=rows_R.device).view_as(blocks.labels)[..., 0].flatten()
     slot_teacher = Teacher(q_RV.detach(), slot_rows, share=1.0)

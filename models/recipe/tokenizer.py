@@ -1,6 +1,6 @@
-"""The pair's tokenizer: byte-level BPE, split as Qwen2 splits, with a ChatML template.
+"""The pair's tokenizer: byte-level BPE, split like Qwen2's, with a ChatML template.
 
-Writes the Hugging Face files; reading them back is transformers' or tokenizers' business.
+This file writes the Hugging Face files; transformers or tokenizers read them.
 """
 
 import json
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Special tokens take the last ids, as in Qwen's own files."""
+    """Train a tokenizer on `texts`. Special tokens have the last ids, as in Qwen's files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -54,14 +54,13 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of one of SPECIAL_TOKENS."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, f"{token} is not in the vocabulary"
     return token_id
 
 
 def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json."""
+    """Write tokenizer.json, tokenizer_config.json, special_tokens_map.json and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     special_tokens = {"eos_token": IM_END, "pad_token": END_OF_TEXT}

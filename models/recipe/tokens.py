@@ -1,8 +1,7 @@
-"""Documents as token ids, and the windows a training step reads.
+"""Documents as token ids, and the windows of a training step.
 
-A `TokenStore` is flat: all ids in one array and the bounds of its pieces in another.
-Windows are cut from the pieces in a new order every epoch; epoch and step name
-them fully, so a resumed run reads on where it stopped.
+A `TokenStore` has all ids in one array and the bounds of its pieces in another. Windows are cut from the
+pieces in a new order every epoch. Epoch and offset identify them, so a resumed run continues at the next one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,10 +22,10 @@ _CORPUS_SEQUENCE_TOKENS, _CORPUS_FIRST_TOKENS = 280, 40
 
 @dataclass(frozen=True)
 class TokenStore:
-    """`ids` uint16 [tokens]; piece p is ids[bounds[p]:bounds[p + 1]].
+    """Token ids in pieces: `ids` uint16 [tokens]; piece p is ids[bounds[p]:bounds[p + 1]].
 
-    A document ends in <|endoftext|>; a long one is several pieces, or a single
-    file would be all that many steps in a row get to see.
+    A document ends with <|endoftext|>. A long one is split into several pieces; otherwise many steps in a
+    row would consist of a single file.
     """
 
     ids: np.ndarray
@@ -37,7 +36,7 @@ class TokenStore:
         return len(self.bounds) - 1
 
     def shuffled(self, seed: int) -> np.ndarray:
-        """All ids, pieces in a random order: uint16 [tokens]."""
+        """Return all ids with the pieces in a random order: uint16 [tokens]."""
         order = np.random.default_rng(seed).permutation(self.num_pieces)
         return np.concatenate([self.ids[self.bounds[p] : self.bounds[p + 1]] for p in order])
 
@@ -52,7 +51,7 @@ class TokenStore:
 
 
 def corpus_texts(files: Iterable[SourceFile]) -> Iterator[str]:
-    """Every document of the corpus: the files themselves, then the chats made from each."""
+    """Yield every document of the corpus: each file, followed by the chats made from it."""
     for file in files:
         yield file.text
         for messages in chat_samples(file):
@@ -69,7 +68,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenStore:
 
 
 def corpus_sequences(corpus: TokenStore, count: int, seed: int) -> Continuations:
-    """Pieces of the corpus in the same form, as if all but their beginning had been generated."""
+    """Return pieces of the corpus as continuations, as if all but the beginning had been generated."""
     ids = corpus.shuffled(seed)[: count * _CORPUS_SEQUENCE_TOKENS]
     num_sequences = len(ids) // _CORPUS_SEQUENCE_TOKENS
     bounds = np.arange(num_sequences + 1) * _CORPUS_SEQUENCE_TOKENS
@@ -78,7 +77,7 @@ def corpus_sequences(corpus: TokenStore, count: int, seed: int) -> Continuations
 
 
 class WindowReader:
-    """Endless batches of windows; `position` (epoch, offset) is all there is to resume."""
+    """Yields batches of windows without end. `position` (epoch, offset) is its whole state."""
 
     def __init__(self, store: TokenStore) -> None:
         self._store = store
@@ -93,7 +92,7 @@ class WindowReader:
         self._ids = self._store.shuffled(self._epoch)
 
     def next_batch(self, num_windows: int, window_tokens: int) -> np.ndarray:
-        """int64 [num_windows, window_tokens]; an epoch's last incomplete batch is dropped."""
+        """Return int64 [num_windows, window_tokens]. An epoch's last incomplete batch is dropped."""
         size = num_windows * window_tokens
         if self._offset + size > len(self._ids):
             self.seek((self._epoch + 1, 0))

@@ -1,14 +1,13 @@
-"""Benchmarks of Manta against itself and against others, for its developers. They are not in the wheel.
+"""Benchmarks of Manta against itself and other systems, for its developers; not in the wheel.
 
     python tests/benchmarks NAME ...
 
-`cli.py` has the commands. What users measure on models of their own is `manta bench` (`jobs/bench/`); the
-parts that both share are there.
+`cli.py` has the commands. `manta bench` (`jobs/bench/`) is for users' own models; shared parts are there.
 """
 
 import sys
 
 import ray.cloudpickle
 
-# Ray's workers cannot import this package: what they run of it is sent with its code.
+# Ray's workers cannot import this package, so its code is sent by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python put this folder first, whose files are named like other modules; the package is in the one above.
+    # Python puts this folder first, whose files shadow other modules; the package is in the parent folder.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from benchmarks.cli import main
 

@@ -1,9 +1,9 @@
-"""The bar of `manta drafter adapt`: the shipped drafter, a new kind of text, twenty minutes on a CPU.
+"""Benchmark of `manta drafter adapt`: the shipped drafter, a new kind of text, twenty minutes on a CPU.
 
     python tests/benchmarks adapt -o docs/benchmarks/adapt-cpu.json
 
-JSON logs are the new text (`drafters/json_logs.py`); replayed are prompts from the files that the pair was
-trained on. Neither holds a prompt of models/prompts.jsonl, on which the shipped categories are measured.
+JSON logs are the new text (`json_logs.py`); prompts from the pair's training files are replayed. Neither
+contains a prompt of models/prompts.jsonl, on which the shipped categories are measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
 
 
 def write_replay(path: Path) -> None:
-    """Prompts of the shipped categories, from files that are not held out."""
+    """Write prompts of the shipped categories, from files that are not held out."""
     from manta.jobs.training import corpus
     from manta.jobs.training.prompts import all_prompts, select_prompts
     from manta.models.recipe.prompts import write_prompts
@@ -42,7 +42,7 @@ def write_replay(path: Path) -> None:
 
 
 def run(minutes: float, work: Path) -> dict[str, Any]:
-    """Adapt, and measure what the gate has not seen. The figures, `met` among them."""
+    """Adapt, measure on text that the gate has not used, and return the figures with `met`."""
     options = AdaptOptions(
         drafter=str(_DRAFTER),
         target=str(_TARGET),
@@ -74,11 +74,15 @@ def run(minutes: float, work: Path) -> dict[str, Any]:
 
 
 def main(
-    minutes: Annotated[float, typer.Option("--minutes", help="For answers and training.")] = 20.0,
-    work: Annotated[Path, typer.Option("--work-dir", help="The same one again resumes.")] = Path("out/adapt"),
+    minutes: Annotated[
+        float, typer.Option("--minutes", help="Minutes for generating answers and training.")
+    ] = 20.0,
+    work: Annotated[Path, typer.Option("--work-dir", help="Work folder; the same one resumes.")] = Path(
+        "out/adapt"
+    ),
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
 ) -> None:
-    """Adapt the shipped drafter to JSON logs; end with 1 if the bar is missed."""
+    """Adapt the shipped drafter to JSON logs; exit code 1 if the bar is missed."""
     work.mkdir(parents=True, exist_ok=True)
     figures = {"provenance": provenance(), **run(minutes, work)}
     if output is not None:
@@ -87,6 +91,6 @@ def main(
         [name, f"{found['before']:.2f}", f"{found['after']:.2f}", f"{found['gain']:+.1%}"]
         for name, found in figures["unseen"]["tokens_per_step"].items()
     ]
-    print_table("tokens per step on text that nobody has seen", ["text", "before", "after", "gain"], rows)
+    print_table("tokens per step on unseen text", ["text", "before", "after", "gain"], rows)
     if not figures["met"]:
         raise typer.Exit(1)

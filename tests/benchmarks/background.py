@@ -1,8 +1,8 @@
-"""`benchmarks background`: what online requests notice of a batch that runs beside them.
+"""`benchmarks background`: the effect of a running batch on online requests.
 
-A server's requests come as users do, in an open loop (a Poisson process), once alone and once while a batch
-of `/v1/batches` takes what they leave; both in turns, the same requests at the same moments. The bar is a p95
-time per token of at most 1.1 times what it is alone (`docs/decisions/background.md`).
+Requests arrive in an open loop (a Poisson process), once alone and once while a batch of `/v1/batches` uses
+the remaining capacity; both alternate, with the same requests at the same times. The bar: p95 time per token
+at most 1.1 times that without the batch (`docs/decisions/background.md`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask, Asks
+from manta.jobs.bench.load.asks import LoadRequest, RequestSource
 from manta.jobs.bench.load.latencies import describe
 from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import begin_with
+from manta.jobs.bench.turns import rotated
 from manta.jobs.client import ServerClient
 from manta.jobs.tables import print_table
 
@@ -48,7 +48,7 @@ SIDES = ("alone", "beside")
 
 
 def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Figures:
-    """Measure on a server of that config, print a table, and write the figures if asked. Returns them."""
+    """Measure on a new server, print tables, write the figures if requested, and return them."""
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         storage = Path(scratch) / "batches"
@@ -60,35 +60,35 @@ def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Fi
 
 
 def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | None) -> list[Figures]:
-    """Both sides at each rate, on a server whose batches are kept in `storage`."""
+    """Measure both sides at each rate on a server that stores its batches in `storage`."""
     target = find_server(url)
     rows = read_rows(options.prompts, options.num_prompts)
-    asks = Asks(rows, options.max_tokens, options.temperature)
-    greedy = Asks(rows, options.max_tokens, 0.0)
+    source = RequestSource(rows, options.max_tokens, options.temperature)
+    greedy = RequestSource(rows, options.max_tokens, 0.0)
     content = batch_lines(target, [greedy[number] for number in range(options.lines)])
     file = FileStore(Storage.open(str(storage), field="storage")).upload("lines.jsonl", "batch", content)
-    asyncio.run(send(target, [asks[i] for i in range(WARM_UP)], Arrivals(1e3), WARM_UP, STREAM_TIMEOUT_S))
+    asyncio.run(send(target, [source[i] for i in range(WARM_UP)], Arrivals(1e3), WARM_UP, STREAM_TIMEOUT_S))
     batches = _Batches(url, file.id, _endpoint(greedy[0]))
-    return [_measure(target, asks, batches, rate, options, watch) for rate in options.rates]
+    return [_measure(target, source, batches, rate, options, watch) for rate in options.rates]
 
 
-def batch_lines(target: Target, asks: Sequence[Ask]) -> bytes:
-    """A batch's input that asks for these; those of the first one's endpoint."""
-    url, lines = _endpoint(asks[0]), []
-    for ask in asks:
-        if _endpoint(ask) == url:
-            body = {name: value for name, value in target.body(ask).items() if name != "stream_options"}
-            lines.append({"custom_id": str(ask.number), "method": "POST", "url": url, "body": body})
+def batch_lines(target: Target, requests: Sequence[LoadRequest]) -> bytes:
+    """Return the input of a batch with these requests, limited to the endpoint of the first."""
+    url, lines = _endpoint(requests[0]), []
+    for request in requests:
+        if _endpoint(request) == url:
+            body = {name: value for name, value in target.body(request).items() if name != "stream_options"}
+            lines.append({"custom_id": str(request.number), "method": "POST", "url": url, "body": body})
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def _endpoint(ask: Ask) -> str:
-    return "/v1/chat/completions" if isinstance(ask.prompt, Chat) else "/v1/completions"
+def _endpoint(request: LoadRequest) -> str:
+    return "/v1/chat/completions" if isinstance(request.prompt, Chat) else "/v1/completions"
 
 
 def _measure(
     target: Target,
-    asks: Asks,
+    source: RequestSource,
     batches: _Batches,
     rate: float,
     options: BackgroundOptions,
@@ -97,8 +97,8 @@ def _measure(
     done: dict[str, list[_SidePass]] = {name: [] for name in SIDES}
     for number in range(options.rounds):
         first = number * options.num_requests
-        chosen = [asks[first + i] for i in range(options.num_requests)]
-        for name in begin_with(SIDES, number):
+        chosen = [source[first + i] for i in range(options.num_requests)]
+        for name in rotated(SIDES, number):
             say(f"{rate:g} requests/s, round {number + 1}/{options.rounds}: {name}")
             with batches.running() if name == "beside" else nullcontext():
                 before = batches.tokens_of_engine()
@@ -116,7 +116,7 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _SidePass:
-    """A side's turn: what clients saw, and all tokens that the engine brought out meanwhile."""
+    """A side's turn: the clients' results, and all tokens that the engine generated meanwhile."""
 
     load: ServedPass
     tokens: float
@@ -127,7 +127,6 @@ class _SidePass:
 
 
 def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
-    """Of all rounds together."""
     replies = [reply for each in passes for reply in each.load.replies]
     together = ServedPass(sum(each.load.seconds for each in passes), replies)
     batch = statistics.median(each.batch_tokens_per_s for each in passes)
@@ -135,7 +134,7 @@ def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
 
 
 def _ratios(alone: Sequence[_SidePass], beside: Sequence[_SidePass]) -> Figures:
-    """Beside a batch by alone: medians over rounds; None where a round has no such time."""
+    """Return latencies with a batch divided by those without: medians over rounds; None if undefined."""
     rounds = [
         tuple(describe([reply.waits for reply in side.load.replies if reply.whole]) for side in both)
         for both in zip(alone, beside, strict=True)
@@ -150,7 +149,7 @@ def _ratios(alone: Sequence[_SidePass], beside: Sequence[_SidePass]) -> Figures:
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """A table per rate; below it the ratio that the bar is for."""
+    """Print a table per rate, and the ratio that the bar applies to."""
     for point in points:
         rows = [
             [
@@ -166,7 +165,7 @@ def print_points(points: Sequence[Figures]) -> None:
         print_table(f"{point['request_rate']:g} requests/s; times in ms", columns, rows)
         ratio = point["ratios"]["tpot_p95"]
         if ratio is not None:
-            print(f"p95 time per token beside a batch: {ratio:.2f} x what it is alone (bar {BAR})")
+            print(f"p95 time per token with a batch: {ratio:.2f} x that without (bar {BAR})")
         for side in point["sides"]:
             for kind, number in side["failures"].items():
                 print(f"{side['side']}: {number} failed: {kind}")
@@ -174,9 +173,10 @@ def print_points(points: Sequence[Figures]) -> None:
 
 
 class _Batches:
-    """Batches of one input file, one after the other.
+    """Runs batches of one input file.
 
-    Each question has its own connection: the server closes one that is idle while a side is measured.
+    Each request has its own connection, since the server closes connections that are idle during a
+    measurement.
     """
 
     def __init__(self, url: str, file_id: str, endpoint: str) -> None:
@@ -185,14 +185,14 @@ class _Batches:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A batch that answers lines, cancelled at the end. Raises MantaError if it had ended before."""
+        """Run a batch within the `with` block and cancel it. Raises MantaError if it ended too early."""
         path = f"/v1/batches/{self._ask('/v1/batches', self._body)['id']}"
         self._wait(path, START_TIMEOUT_S, lambda batch: batch["request_counts"]["completed"] > 0)
         try:
             yield
             if (status := self._ask(path)["status"]) in ENDED:
                 raise MantaError(
-                    f"The batch was {status} before the online requests had ended: give it more --lines."
+                    f"The batch was {status} before the online requests had finished. Give it more --lines."
                 )
         finally:
             if self._ask(path)["status"] not in ENDED:
@@ -200,7 +200,7 @@ class _Batches:
                 self._wait(path, END_TIMEOUT_S, lambda batch: batch["status"] in ENDED)
 
     def tokens_of_engine(self) -> float:
-        """That have come out since the server's start."""
+        """Return the tokens generated since the server's start."""
         with ServerClient(self._url) as client:
             lines = client.text("/metrics").splitlines()
         wanted = ("vllm:generation_tokens_total ", "vllm:generation_tokens_total{")

@@ -1,9 +1,8 @@
-"""`benchmarks batch`: what a batch job costs over the bare engine, and what others take for the same rows.
+"""`benchmarks batch`: the overhead of a batch job over the engine, and other systems on the same rows.
 
-A job, `manta.LLM`, HTTP against a server of ours, and Ray Data with an actor of Hugging Face `generate`, in
-turns: each round every side runs alone over the same rows, and who begins moves on. Greedy, the same number
-of tokens of every row, no prefix reused. Besides, a job of two engines, for how busy it keeps them. Medians
-over rounds count.
+A job, `manta.LLM`, HTTP to our server, and Ray Data with Hugging Face `generate` alternate: in each round
+every side runs alone over the same rows, in rotating order. Greedy, with a fixed number of tokens per row and
+without prefix cache. A job with two engines shows how busy they are kept. Medians over rounds are reported.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.bench.turns import ratios, rotated
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
 from .options import BatchBenchOptions
 
-GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on how many follow
+GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on the number of rows
 LEAST_GENERATED = 16
-LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
+LOOK_EVERY_S = 1.0  # to count the processes of a side's Ray, which end with it
 
 
 class Side(Protocol):
@@ -48,7 +47,7 @@ class Side(Protocol):
 
 
 def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures:
-    """Measure, print a table, and write the figures if asked. Returns them."""
+    """Measure, print a table, write the figures if requested, and return them."""
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     prompts = _prompts(config, options)
     sides = _sides(config, options)
@@ -56,7 +55,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
     watch = Watch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         for number in range(options.rounds):
-            for name in begin_with(list(sides), number):
+            for name in rotated(list(sides), number):
                 say(f"round {number + 1}/{options.rounds}: {sides[name].name}")
                 work = Work(_share(prompts, name), options.max_tokens, Path(scratch))
                 with watch.open():
@@ -67,7 +66,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
 
 
 def print_point(point: Figures) -> None:
-    """The table; below it what disturbed."""
+    """Print the table, and a warning if the machine was not idle."""
     columns = ["side", "rows", "tok/s", "the job is", "identical", "first row after s", "engines busy"]
     table = [
         [
@@ -97,13 +96,13 @@ def _sides(config: EngineConfig, options: BatchBenchOptions) -> Mapping[str, Sid
 
 
 def _prompts(config: EngineConfig, options: BatchBenchOptions) -> list[Prompt]:
-    """The file's prompts, as often as it takes; ids of their own."""
+    """Return the file's prompts, repeated as needed, with unique ids."""
     distinct = encode_prompts(read_prompts(options.prompts, options.rows), load_tokenizer(config))
     return [(f"{i:07d}", distinct[i % len(distinct)][1]) for i in range(options.rows)]
 
 
 def _share(prompts: Sequence[Prompt], name: str) -> Sequence[Prompt]:
-    """What a side runs over: all, but for the slow one, whose rows are spread over all."""
+    """Return the rows of a side: all, or an evenly spaced sample for `generate`."""
     if name != "generate":
         return prompts
     count = min(len(prompts), max(LEAST_GENERATED, round(GENERATE_SHARE * len(prompts))))
@@ -146,7 +145,7 @@ def _side_figures(
 
 
 def _same(found: Pass, reference: Sequence[Pass] | None) -> bool | None:
-    """Whether the answers are those of `manta.LLM`; None where one of both does not tell."""
+    """Return whether the answers equal those of `manta.LLM`; None if unknown."""
     if reference is None or found.token_ids is None:
         return None
     return found.token_ids == reference[-1].token_ids

@@ -1,7 +1,7 @@
-"""Who runs the same rows in `benchmarks batch`: a batch job, `manta.LLM`, HTTP, and `generate` on Ray Data.
+"""Sides of `benchmarks batch`: a batch job, `manta.LLM`, HTTP, and `generate` on Ray Data.
 
-Each takes its turn alone: its models are loaded for it and leave with it. Its time is that from the first
-row's start to the last one's end, so that loading does not count; a job's start is a figure of its own.
+Each runs alone and loads its models for its turn. Its time is from the start of the first row to the end of
+the last, without loading; the start of a job is a separate figure.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from manta.jobs.generate import open_llm
 from manta.jobs.ray_session import join_or_start_ray
 
 from .contender_server import OpenAIServer
-from .contenders import HuggingFaceGenerate, TransformersTarget, Way
+from .contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget
 from .own_server import manta_serve, write_settings
 
 POLL_S = 0.02
 WARM_UP_TOKENS = 8
 GENERATE_AT_ONCE = 8
-SURPLUS = 1.25  # requests at once over HTTP, of those that the engine runs: none waits for the client
+SURPLUS = 1.25  # HTTP concurrency relative to max_num_seqs, so that the engine never waits for the client
 
 
 @dataclass
@@ -43,8 +43,8 @@ class JobPass(Pass):
     """A pass of a batch job.
 
     Attributes:
-        first_row_s: from the command's start until a result was on disk.
-        busy_share: of the engines' time between their first and their last row; None where that is not told.
+        first_row_s: seconds from the start of the command until a result was on disk.
+        busy_share: share of the engines' time between their first and last row; None if unknown.
     """
 
     first_row_s: float = 0.0
@@ -53,7 +53,7 @@ class JobPass(Pass):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The rows of a pass, and where its files are."""
+    """The rows of a pass and the folder for its files."""
 
     prompts: Sequence[Prompt] = field(repr=False)
     max_tokens: int
@@ -65,7 +65,7 @@ class Work:
 
 
 class JobSide:
-    """`manta batch`, a process of its own."""
+    """`manta batch` in its own process."""
 
     def __init__(self, config: EngineConfig, engines: int = 1) -> None:
         self._config, self._engines = config, engines
@@ -104,7 +104,7 @@ class JobSide:
 
 
 class LlmSide:
-    """`manta.LLM` in this process, all rows in one call."""
+    """`manta.LLM` in this process with all rows in one call."""
 
     name = "manta.LLM"
 
@@ -120,7 +120,7 @@ class LlmSide:
 
 
 class HttpSide:
-    """`manta serve`, and a client that asks for each row."""
+    """`manta serve` with a client that sends each row."""
 
     name = "HTTP"
 
@@ -130,13 +130,13 @@ class HttpSide:
     def run(self, work: Work) -> Pass:
         with manta_serve(self._config, work.scratch) as url:
             at_once = int(SURPLUS * self._config.max_num_seqs)
-            (run,) = OpenAIServer(url).ways(at_once).values()
+            (run,) = OpenAIServer(url).setups(at_once).values()
             run(work.token_ids[: self._config.max_num_seqs], WARM_UP_TOKENS)
             return run(work.token_ids, work.max_tokens)
 
 
 class GenerateSide:
-    """Ray Data with one actor that runs Hugging Face `generate` in batches, in the faster of its dtypes."""
+    """Ray Data with one actor that runs Hugging Face `generate` in batches, in its faster dtype."""
 
     name = "Ray Data, Hugging Face generate"
 
@@ -173,38 +173,41 @@ class GenerateSide:
 
 
 class _GenerateActor:
-    """`map_batches`' callable. Its first batch chooses the dtype, before the clock runs."""
+    """Callable for `map_batches`. The first batch chooses the dtype, before the measurement starts."""
 
     def __init__(
         self, folder: str, device: str, dtypes: Sequence[str], num_threads: int, max_tokens: int
     ) -> None:
         torch.set_num_threads(num_threads)
         target = TransformersTarget(Path(folder), torch.device(device))
-        self._ways = HuggingFaceGenerate(target, dtypes).ways(GENERATE_AT_ONCE)
+        self._setups = HuggingFaceGenerate(target, dtypes).setups(GENERATE_AT_ONCE)
         self._dtypes = dtypes
         self._max_tokens = max_tokens
-        self._way: Way | None = None
+        self._setup: ContenderSetup | None = None
 
     def __call__(self, batch: Any) -> Any:  # Any: a pandas frame
         prompts = [list(map(int, prompt)) for prompt in batch["prompt"]]
-        if self._way is None:
-            self._way = self._fastest(prompts)
+        if self._setup is None:
+            self._setup = self._fastest(prompts)
         begin_s = time.time()
-        done = self._ways[self._way](prompts, self._max_tokens)
+        done = self._setups[self._setup](prompts, self._max_tokens)
         assert done.token_ids is not None
         answers = [np.asarray(answer) for answer in done.token_ids]
         return batch[["row"]].assign(answer=answers, begin_s=begin_s, end_s=time.time())
 
-    def _fastest(self, prompts: list[list[int]]) -> Way:
-        def speed(way: Way) -> float:
-            self._ways[way](prompts, 1)  # loads
-            return self._ways[way](prompts, WARM_UP_TOKENS).tokens_per_s
+    def _fastest(self, prompts: list[list[int]]) -> ContenderSetup:
+        def speed(setup: ContenderSetup) -> float:
+            self._setups[setup](prompts, 1)  # loads the model
+            return self._setups[setup](prompts, WARM_UP_TOKENS).tokens_per_s
 
-        return max((Way(dtype, GENERATE_AT_ONCE, "sdpa, dynamic cache") for dtype in self._dtypes), key=speed)
+        return max(
+            (ContenderSetup(dtype, GENERATE_AT_ONCE, "sdpa, dynamic cache") for dtype in self._dtypes),
+            key=speed,
+        )
 
 
 def _run(command: Sequence[str], log: Path, output: Path) -> float:
-    """Run a job to its end; when (monotonic) its first result was in the output."""
+    """Run a job; return the monotonic time at which its first result was in the output."""
     first_s = None
     storage = Storage.open(str(output), field="output")
     with log.open("wb") as file:
@@ -219,19 +222,19 @@ def _run(command: Sequence[str], log: Path, output: Path) -> float:
             process.kill()
             process.wait()
     if process.returncode != 0:
-        raise MantaError(f"manta batch ended with exit code {process.returncode}:\n{log_tail(log)}")
+        raise MantaError(f"manta batch exited with code {process.returncode}:\n{log_tail(log)}")
     return time.monotonic() if first_s is None else first_s
 
 
 def _has_results(output: Storage) -> bool:
-    """A segment or a part is there."""
+    """Return whether the output has a segment or a part."""
     return bool(output.entries("_manta/pending", recursive=True)) or any(
         entry.name.startswith("part-") for entry in output.entries()
     )
 
 
 def _answers(output: Path, work: Work) -> list[list[int]]:
-    """Token ids in the order of the rows."""
+    """Return the token ids in the order of the rows."""
     found: dict[str, list[int]] = {}
     for part in sorted(output.glob("part-*.jsonl")):
         with part.open(encoding="utf-8") as lines:

@@ -1,9 +1,9 @@
-"""`benchmarks busy`: how much of its speed the engine keeps beside busy processes, or below a CPU quota.
+"""`benchmarks busy`: the share of its speed that the engine keeps with busy processes or a CPU quota.
 
-For each mode, turns on an idle machine alternate with turns in *company*: processes that compute without
-end, started for the turn, or a quota. So idle and busy speeds are of the same prompts and the same minutes.
-What is kept is held against the fair share, which a scheduler that treats all threads alike leaves to the
-engine's. In this process, without Ray.
+For each mode, turns on an idle machine alternate with turns with *pressure*: busy processes, started for the
+turn, or a quota. Idle and busy speeds are thus for the same prompts at nearly the same time. The kept share
+is compared with the fair share, which a scheduler that treats all threads equally gives to the engine's
+threads. Runs in this process, without Ray.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import LEAST_GROUPS, begin_with, prompts_per_turn, ratios, split_evenly
+from manta.jobs.bench.turns import LEAST_GROUPS, prompts_per_turn, ratios, rotated, split_evenly
 from manta.jobs.tables import print_table
 
 from .busy_processes import busy_processes
@@ -44,8 +44,8 @@ STATES = ("idle", "busy")
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """What the engine shares the machine with in its busy turns: processes, or a quota."""
+class CpuPressure:
+    """The disturbance in busy turns: processes, or a quota."""
 
     processes: int = 0
     quota: float | None = None
@@ -56,19 +56,19 @@ class Company:
             return f"quota of {self.quota:g} cores"
         return f"{self.processes} busy process{'es' if self.processes > 1 else ''}"
 
-    def present(self) -> AbstractContextManager[object]:
+    def applied(self) -> AbstractContextManager[object]:
         return busy_processes(self.processes) if self.group is None else self.group.entered()
 
     def fair_share(self, threads: int, cores: int) -> float:
-        """Of its idle speed, what is left to the engine where all threads that want to run get alike."""
-        alone = min(1.0, cores / threads)  # what each of its threads has of a core
+        """Return the share of its idle speed that the engine has if all runnable threads get equal time."""
+        alone = min(1.0, cores / threads)  # share of a core of each of its threads
         if self.quota is not None:
             return min(1.0, self.quota / (threads * alone))
         return min(1.0, cores / (threads + self.processes)) / alone
 
 
 def run_busy(config: EngineConfig, options: BusyOptions) -> Figures:
-    """Measure, print a table, and write the figures if asked. Returns them."""
+    """Measure, print a table, write the figures if requested, and return them."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: bench busy runs with a drafter and without. Give --spec-model.",
@@ -77,11 +77,11 @@ def run_busy(config: EngineConfig, options: BusyOptions) -> Figures:
     rows = read_prompts(options.prompts, options.num_prompts)
     points: list[Figures] = []
     with ExitStack() as stack:
-        quotas = [Company(quota=q, group=stack.enter_context(quota_group(q))) for q in options.cpu_quotas]
-        companies = [*(Company(processes=count) for count in options.busy), *quotas]
+        quotas = [CpuPressure(quota=q, group=stack.enter_context(quota_group(q))) for q in options.cpu_quotas]
+        pressures = [*(CpuPressure(processes=count) for count in options.busy), *quotas]
         prompts = encode_prompts(rows, load_tokenizer(config))
         for requests in options.concurrency:
-            points += _measure(config, options, prompts, requests, companies)
+            points += _measure(config, options, prompts, requests, pressures)
     print_points(points)
     return record(config, options, points)
 
@@ -91,67 +91,68 @@ def _measure(
     options: BusyOptions,
     prompts: Sequence[Prompt],
     requests: int,
-    companies: Sequence[Company],
+    pressures: Sequence[CpuPressure],
 ) -> list[Figures]:
-    """Both modes at one concurrency, in every company."""
+    """Measure both modes at one concurrency with every pressure."""
     points: list[Figures] = []
     with open_engines(config, requests, [config.dtype]) as engines:
         runs = {mode: EngineRun(llm, prompts, options.max_tokens) for (mode, _), llm in engines.items()}
         dtypes = {mode: llm.info.dtype for (mode, _), llm in engines.items()}
         turns = _turns(runs, len(prompts), requests, options.max_tokens)
-        for company in companies:
-            say(f"{requests} request(s), {company}")
+        for pressure in pressures:
+            say(f"{requests} request(s), {pressure}")
             watch = Watch()
             with watch.open():
-                passes = _take_turns(runs, turns, company, options.rounds)
+                passes = _take_turns(runs, turns, pressure, options.rounds)
             facts = {"requests": requests, "prompts_per_turn": turns[0].stop}
-            points.append({**facts, **_figures(config, company, passes, dtypes, watch.found.as_json())})
+            points.append({**facts, **_figures(config, pressure, passes, dtypes, watch.found.as_json())})
     return points
 
 
 def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens: int) -> list[slice]:
-    """As long as the slower mode's idle speed makes them."""
+    """Return turns whose length is determined by the slower mode's idle speed."""
     least = slice(requests * LEAST_GROUPS)
     for run in runs.values():
-        run(least)  # what happens once does not count
+        run(least)  # warm-up
     slowest = min(run(least).tokens_per_s for run in runs.values())
     return split_evenly(count, prompts_per_turn(requests, slowest, max_tokens), requests)
 
 
 def _take_turns(
-    runs: Mapping[str, EngineRun], turns: Sequence[slice], company: Company, rounds: int
+    runs: Mapping[str, EngineRun], turns: Sequence[slice], pressure: CpuPressure, rounds: int
 ) -> dict[tuple[str, str], list[SteppedPass]]:
-    """By mode and state, a turn per round, the second of two; all of a round are over the same prompts."""
+    """Return by mode and state one turn per round, after a warm-up turn over the same prompts."""
     passes: dict[tuple[str, str], list[SteppedPass]] = {(m, state): [] for m in MODES for state in STATES}
     for number in range(rounds):
-        for mode in begin_with(MODES, number):
-            for state in begin_with(STATES, number // len(MODES)):
+        for mode in rotated(MODES, number):
+            for state in rotated(STATES, number // len(MODES)):
                 run, turn = runs[mode], turns[number % len(turns)]
-                with company.present() if state == "busy" else nullcontext():
-                    run(turn)  # how many threads find a core is learned anew
+                with pressure.applied() if state == "busy" else nullcontext():
+                    run(turn)  # the engine adapts its number of threads
                     passes[mode, state].append(run(turn))
     return passes
 
 
 def _figures(
     config: EngineConfig,
-    company: Company,
+    pressure: CpuPressure,
     passes: Mapping[tuple[str, str], list[SteppedPass]],
     dtypes: Mapping[str, str],
     idleness: Figures,
 ) -> Figures:
     cores = owned_cores()
     threads = config.num_threads or cores
-    fair_share = company.fair_share(threads, cores)
+    fair_share = pressure.fair_share(threads, cores)
     expected = [done.token_ids for done in passes["on", "idle"]]
     return {
-        "busy_processes": company.processes,
-        "cpu_quota": company.quota,
+        "busy_processes": pressure.processes,
+        "cpu_quota": pressure.quota,
         "threads": threads,
         "cores": cores,
         "fair_share": round(fair_share, 4),
         **{
-            mode: {"dtype": dtypes[mode]} | _side(passes[mode, "idle"], passes[mode, "busy"], fair_share)
+            mode: {"dtype": dtypes[mode]}
+            | _mode_figures(passes[mode, "idle"], passes[mode, "busy"], fair_share)
             for mode in MODES
         },
         "idle_speedup": round(statistics.median(ratios(passes["on", "idle"], passes["off", "idle"])), 3),
@@ -161,7 +162,7 @@ def _figures(
     }
 
 
-def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: float) -> Figures:
+def _mode_figures(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: float) -> Figures:
     kept = ratios(busy, idle)
     share = statistics.median(kept)
     return {
@@ -178,7 +179,7 @@ def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: 
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """A line per mode and company, the fair share beside what was kept."""
+    """Print a line per mode and pressure with the kept and the fair share."""
     columns = [
         "requests",
         "beside",
@@ -193,7 +194,7 @@ def print_points(points: Sequence[Figures]) -> None:
     rows = [
         [
             str(point["requests"]),
-            str(Company(point["busy_processes"], point["cpu_quota"])),
+            str(CpuPressure(point["busy_processes"], point["cpu_quota"])),
             NAMES[mode],
             f"{point[mode]['idle_tokens_per_s']:.1f}",
             f"{point[mode]['busy_tokens_per_s']:.1f}",
@@ -205,5 +206,5 @@ def print_points(points: Sequence[Figures]) -> None:
         for point in points
         for mode in MODES
     ]
-    print_table("speed beside others", columns, rows)
+    print_table("speed on a busy machine", columns, rows)
     print_warning([point["idleness"] for point in points])

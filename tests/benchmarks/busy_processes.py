@@ -1,7 +1,7 @@
-"""Processes that do nothing but take CPU time, for as long as a block runs. Used by `busy.py`.
+"""Runs processes that only use CPU time, for the duration of a `with` block. Used by `busy.py`.
 
-They belong to the session of their parent: Linux may share out time by session first, and then a hundred busy
-processes of another session take no more from us than one.
+They are in the session of their parent: Linux may divide CPU time by session first, and then a hundred busy
+processes of another session take no more than one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from manta.cluster.errors import MantaError
 
 START_TIMEOUT_S = 60.0
-# `while True: pass`, but one whose parent was killed ends too.
+# `while True: pass` that ends if its parent was killed.
 _PROGRAM = """
 import os, sys
 print(flush=True)
@@ -28,7 +28,7 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[tuple[int, ...]]:
-    """`count` processes at work, one thread each; their ids. Whatever happens, none is left behind."""
+    """Run `count` processes with one thread each; yield their ids. None is left behind after an error."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -40,7 +40,7 @@ def busy_processes(count: int) -> Iterator[tuple[int, ...]]:
         for process in processes:
             process.kill()
         for process in processes:
-            with process:  # waits, and closes its pipe
+            with process:  # waits and closes its pipe
                 pass
 
 
@@ -49,12 +49,12 @@ def _start() -> subprocess.Popen[bytes]:
         [sys.executable, "-c", _PROGRAM, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Ctrl-C reaches them too, and is no news
+        stderr=subprocess.DEVNULL,  # hides the traceback of Ctrl-C
     )
 
 
 def _await_start(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None, "a pipe was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     if not ready or not process.stdout.read(1):
         raise MantaError(f"A busy process (pid {process.pid}) did not start within {START_TIMEOUT_S:.0f} s.")

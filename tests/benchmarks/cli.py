@@ -27,7 +27,7 @@ from .options import (
 from .simulate import cli as simulate
 
 app = typer.Typer(
-    help="Benchmarks of Manta against itself and against others.",
+    help="Benchmarks of Manta against itself and other systems.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark. Errors end with exit code 1, signals as in a shell."""
+    """Run one benchmark. Errors exit with code 1, signals with the usual codes of a shell."""
     try:
         app(sys.argv[1:] if arguments is None else arguments, prog_name="benchmarks")
     except MantaError as error:
@@ -48,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @app.callback()
 def _stoppable(context: typer.Context) -> None:
-    # SIGTERM ends a benchmark as Ctrl-C does: the servers and processes that it measures end with it.
+    # SIGTERM, like Ctrl-C, also stops the servers and processes that are measured.
     context.with_resource(StopSignals())
 
 
 @app.command()
 @with_flags
 def compare(options: CompareOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure DFlash against plain decoding, Hugging Face generate, an unbatched DFlash loop and a server.
+    """Compare DFlash with plain decoding, Hugging Face generate, an unbatched DFlash loop and a server.
 
-    Greedy, the same tokens of the same prompts, each contender in its fastest dtype and setting.
+    Greedy decoding of the same prompts; each contender uses its fastest dtype and setting.
     """
     from .compare import run_compare
 
@@ -67,9 +67,9 @@ def compare(options: CompareOptions, config: EngineConfig, model_: Model = None)
 @app.command()
 @with_flags
 def busy(options: BusyOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure what speed is left beside busy processes or below a CPU quota, against the fair share.
+    """Measure the speed with busy processes or a CPU quota against the fair share.
 
-    Speculation on and off; turns on an idle machine alternate with turns in company. The engine's own dtype.
+    With and without speculation, in the engine's own dtype; turns on an idle and a busy machine alternate.
     """
     from .busy import run_busy
 
@@ -79,9 +79,9 @@ def busy(options: BusyOptions, config: EngineConfig, model_: Model = None) -> No
 @app.command()
 @with_flags
 def batch(options: BatchBenchOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure a batch job against manta.LLM, HTTP, and Ray Data over Hugging Face generate, on the same rows.
+    """Compare a batch job with manta.LLM, HTTP, and Ray Data with Hugging Face generate, on the same rows.
 
-    Each side runs alone, in turns. Besides: how soon a job answers its first row, how busy its engines are.
+    Sides run alone and alternate. Also measures the time to a job's first row, and how busy its engines are.
     """
     from .batch import run_batch_bench
 
@@ -91,9 +91,9 @@ def batch(options: BatchBenchOptions, config: EngineConfig, model_: Model = None
 @app.command()
 @with_flags
 def background(options: BackgroundOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure what online requests notice of a batch that runs beside them on a server of its own.
+    """Measure the effect of a batch on the latency of online requests of the same server.
 
-    Requests come as a Poisson process, the same ones alone and beside the batch, in turns.
+    Requests are a Poisson process; the same requests run with and without the batch, alternating.
     """
     from .background import run_background_bench
 
@@ -103,9 +103,9 @@ def background(options: BackgroundOptions, config: EngineConfig, model_: Model =
 @app.command("shared-drafter")
 @with_flags
 def shared_drafter(options: SharedDrafterOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure engines that share one drafter against engines with a drafter each: speed, queue, fairness.
+    """Compare engines that share a drafter with engines that have their own: speed, queueing, fairness.
 
-    The same closed load at each engine. A drafter for all, a split one each, a colocated one each: in turns.
+    The same closed load at each engine; a shared drafter, split ones and colocated ones alternate.
     """
     from .shared_drafter import run_shared_drafter
 
@@ -115,9 +115,9 @@ def shared_drafter(options: SharedDrafterOptions, config: EngineConfig, model_: 
 @app.command("serve-tax")
 @with_flags
 def serve_tax(options: ServeTaxOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure what Ray, HTTP, Serve and HAProxy take of the bare engine's speed, and CPU time by process.
+    """Measure the overhead of Ray, HTTP, Serve and HAProxy over the engine, and CPU time by process.
 
-    Streams at 1, 8 and 32 at once unless --max-concurrency says otherwise. Each side runs alone, in turns.
+    1, 8 and 32 concurrent streams by default. Sides run alone and alternate.
     """
     from .serve_tax import run_serve_tax
 
@@ -127,7 +127,7 @@ def serve_tax(options: ServeTaxOptions, config: EngineConfig, model_: Model = No
 @app.command()
 @with_flags
 def scale(options: ScaleOptions, settings: Settings, model_: Model = None) -> None:
-    """Drive a server's replicas up and down by load; no request may fail. Drawn over time."""
+    """Scale a server's replicas up and down by load; no request may fail. Plots the course over time."""
     from .scale import run_scale
 
     run_scale(settings, options)
@@ -136,7 +136,7 @@ def scale(options: ScaleOptions, settings: Settings, model_: Model = None) -> No
 @app.command()
 @with_flags
 def grammars(options: GrammarOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure what holding answers to schemas costs of a step."""
+    """Measure the share of structured outputs in the time of a step."""
     from .grammars import run_grammars
 
     run_grammars(config, options)
@@ -144,23 +144,25 @@ def grammars(options: GrammarOptions, config: EngineConfig, model_: Model = None
 
 @app.command()
 def widen(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Gets target/ and drafter/.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for target/ and drafter/.")],
     target: Annotated[Path, typer.Option("--target", help="Target checkpoint.")] = Path("models/target"),
     drafter: Annotated[Path, typer.Option("--drafter", help="Drafter checkpoint.")] = Path("models/drafter"),
     hidden: Annotated[
         int,
-        typer.Option("--hidden", help="Width of both; 4, 16, 64, ... times theirs is exact in any dtype."),
+        typer.Option(
+            "--hidden", help="Hidden size of both; exact in any dtype at 4, 16, 64, ... times theirs."
+        ),
     ] = 3072,
-    inter: Annotated[int, typer.Option("--inter", help="Inner width of both.")] = 17408,
+    inter: Annotated[int, typer.Option("--inter", help="Intermediate size of both.")] = 17408,
     heads: Annotated[int, typer.Option("--heads", help="Query heads of both.")] = 64,
     kv_heads: Annotated[int, typer.Option("--kv-heads", help="K/V heads of both.")] = 16,
-    layers: Annotated[int, typer.Option("--layers", help="Of the target.")] = 36,
-    drafter_layers: Annotated[int, typer.Option("--drafter-layers", help="Of the drafter.")] = 5,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the target.")] = 36,
+    drafter_layers: Annotated[int, typer.Option("--drafter-layers", help="Layers of the drafter.")] = 5,
 ) -> None:
-    """Write a pair as large as asked for that answers and drafts as the given one does.
+    """Write a larger pair that gives the same answers and drafts as the given one.
 
-    A real acceptance at a real cost: `manta bench -m OUTPUT/target --spec-model OUTPUT/drafter`. By default
-    the blocks of the pair that ships grow to the size of Qwen3-8B's (16 GB on the disk).
+    This combines real acceptance with real cost: `manta bench -m OUTPUT/target --spec-model OUTPUT/drafter`.
+    By default the layers of the shipped pair grow to the size of Qwen3-8B's (16 GB on disk).
     """
     from .widen import Width, widen_pair
 

@@ -1,9 +1,9 @@
-"""`benchmarks compare`: DFlash in Manta against what else could decode the same target on this machine.
+"""`benchmarks compare`: DFlash in Manta against other ways to decode the same target on this machine.
 
-Plain decoding in Manta, Hugging Face `generate`, a straightforward unbatched DFlash loop, and any
-OpenAI-compatible server given by its URL. Every contender continues the same token ids, greedily, by the
-same number of tokens, in the fastest of its ways, found by short trials. Contenders take turns (`turns.py`);
-medians over rounds count. Outputs are compared with those of `generate` in fp32, one prompt at a time.
+Plain decoding in Manta, Hugging Face `generate`, an unbatched DFlash loop, and any OpenAI-compatible server.
+All contenders continue the same token ids greedily by the same number of tokens, in their fastest
+configuration, found by short trials. Contenders alternate (`turns.py`); medians over rounds are reported.
+Outputs are compared with those of `generate` in fp32, one prompt at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from manta.jobs.bench.turns import prompts_per_turn, ratios, run_rounds, split_e
 from manta.jobs.tables import decimals, print_table
 
 from .contender_server import OpenAIServer
-from .contenders import Contender, DFlashLoop, HuggingFaceGenerate, Prompts, Runner, TransformersTarget, Way
+from .contenders import (
+    Contender,
+    ContenderSetup,
+    DFlashLoop,
+    HuggingFaceGenerate,
+    Prompts,
+    Runner,
+    TransformersTarget,
+)
 from .options import CompareOptions
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
@@ -49,7 +57,7 @@ TRIAL_PROMPTS = 2
 
 
 def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
-    """Measure, print a table per concurrency, and write the figures if asked. Returns them."""
+    """Measure, print a table per concurrency, write the figures if requested, and return them."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: compare measures decoding with a drafter. Give --spec-model.",
@@ -76,13 +84,15 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
 
 
 class EngineContender:
-    """An engine of ours per dtype; the engine batches."""
+    """Our engine, one per dtype."""
 
     def __init__(self, name: str, engines: Mapping[str, LLM]) -> None:
         self.name, self._engines = name, engines
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(dtype, requests): partial(self._run, llm) for dtype, llm in self._engines.items()}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {
+            ContenderSetup(dtype, requests): partial(self._run, llm) for dtype, llm in self._engines.items()
+        }
 
     def _run(self, llm: LLM, prompts: Prompts, max_tokens: int) -> Pass:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -90,47 +100,46 @@ class EngineContender:
 
 
 class _Side:
-    """A contender in one comparison: the way it runs in, and what its passes measured."""
+    """A contender in one comparison: its configuration and its passes."""
 
     def __init__(self, contender: Contender, requests: int, num_threads: int) -> None:
         self.name = contender.name
         self._here = not isinstance(contender, OpenAIServer)
         self._num_threads = num_threads
-        self._ways = contender.ways(requests)
-        self._way = next(iter(self._ways))
-        self._trial: dict[Way, float] = {}
+        self._setups = contender.setups(requests)
+        self._setup = next(iter(self._setups))
+        self._trial: dict[ContenderSetup, float] = {}
         self.passes: list[Pass] = []
 
     def choose_way(self, prompts: Prompts, max_tokens: int) -> None:
-        """Try all ways, keep the fastest, and warm it up at full length."""
-        torch.set_num_threads(self._num_threads)  # all get as many; Manta's engines set theirs at every step
-        for way, run in self._ways.items():
-            say(f"{self.name}: {way}")
-            run(prompts[: way.at_once], min(WARM_UP_TOKENS, max_tokens))
-            trial = run(prompts[: max(TRIAL_PROMPTS, way.at_once)], min(TRIAL_TOKENS, max_tokens))
-            self._trial[way] = trial.tokens_per_s
-        self._way = max(self._trial, key=lambda way: self._trial[way])
-        self._ways[self._way](prompts[: self._way.at_once], max_tokens)
+        """Try all configurations, select the fastest, and warm it up at full length."""
+        torch.set_num_threads(self._num_threads)  # equal for all; Manta's engines set theirs at every step
+        for setup, run in self._setups.items():
+            say(f"{self.name}: {setup}")
+            run(prompts[: setup.at_once], min(WARM_UP_TOKENS, max_tokens))
+            trial = run(prompts[: max(TRIAL_PROMPTS, setup.at_once)], min(TRIAL_TOKENS, max_tokens))
+            self._trial[setup] = trial.tokens_per_s
+        self._setup = max(self._trial, key=lambda setup: self._trial[setup])
+        self._setups[self._setup](prompts[: self._setup.at_once], max_tokens)
 
     def take_turn(self, prompts: Prompts, max_tokens: int, watch: Watch, turn: slice) -> Pass:
-        """Watched unless a server does the work: that would count as others."""
+        """Run a turn; watched unless a server does the work, which would count as other processes."""
         torch.set_num_threads(self._num_threads)
         with watch.open() if self._here else nullcontext():
-            return self._ways[self._way](prompts[turn], max_tokens)
+            return self._setups[self._setup](prompts[turn], max_tokens)
 
     @property
     def trial_tokens_per_s(self) -> float:
-        """Of the chosen way."""
-        return self._trial[self._way]
+        return self._trial[self._setup]
 
     def figures(self, first: _Side, reference: list[list[int]]) -> Figures:
         last = self.passes[-1]
         same = None if last.token_ids is None else _num_equal(last.token_ids, reference)
         return {
             "name": self.name,
-            "dtype": self._way.dtype,
-            "at_once": self._way.at_once,
-            "detail": self._way.detail,
+            "dtype": self._setup.dtype,
+            "at_once": self._setup.at_once,
+            "detail": self._setup.detail,
             "tokens_per_s": round(statistics.median(p.tokens_per_s for p in self.passes), 2),
             "rounds_tokens_per_s": [round(p.tokens_per_s, 2) for p in self.passes],
             "tokens": last.tokens,
@@ -138,7 +147,7 @@ class _Side:
             "ratio": round(statistics.median(ratios(first.passes, self.passes)), 3),
             "identical": None if same is None else same == len(reference),
             "identical_prompts": same,
-            "trial_tokens_per_s": {str(way): round(speed, 1) for way, speed in self._trial.items()},
+            "trial_tokens_per_s": {str(setup): round(speed, 1) for setup, speed in self._trial.items()},
         }
 
 
@@ -149,7 +158,7 @@ def _measure(
     requests: int,
     options: CompareOptions,
 ) -> Figures:
-    """All contenders at one concurrency; the first is what the others are compared with."""
+    """Measure all contenders at one concurrency; the others are compared with the first."""
     for side in sides:
         side.choose_way(prompts, options.max_tokens)
     slowest = min(side.trial_tokens_per_s for side in sides)
@@ -174,13 +183,13 @@ def _measure(
 
 
 def print_point(point: Figures) -> None:
-    """The table of one concurrency; below it who gave fewer tokens than asked, and what disturbed."""
+    """Print the table of one concurrency, missing tokens, and a warning if the machine was not idle."""
     columns = ["contender", "dtype", "how", "tok/s", "mean acceptance length", "DFlash is", "identical"]
     rows = [
         [
             side["name"],
             side["dtype"] or "-",
-            str(Way(None, side["at_once"], side["detail"])),
+            str(ContenderSetup(None, side["at_once"], side["detail"])),
             f"{side['tokens_per_s']:.1f}",
             decimals(side["mean_acceptance_length"]),
             f"{side['ratio']:.2f}x",
@@ -191,7 +200,10 @@ def print_point(point: Figures) -> None:
     print_table(f"{point['requests']} request(s), {point['prompts']} prompts", columns, rows)
     for side in point["contenders"]:
         if side["tokens"] != point["tokens"]:
-            print(f"{side['name']} gave {side['tokens']} of {point['tokens']} tokens; tokens/s counts those.")
+            print(
+                f"{side['name']} returned {side['tokens']} of {point['tokens']} tokens; "
+                "tokens/s counts the returned ones."
+            )
     print_warning([point["idleness"]])
 
 
@@ -206,7 +218,7 @@ def _num_equal(answers: list[list[int]], reference: list[list[int]]) -> int:
 
 
 def _transformers_contenders(plan: LoadPlan, dtypes: Sequence[str]) -> tuple[HuggingFaceGenerate, DFlashLoop]:
-    assert plan.drafter_folder is not None, "speculation was asked for"
+    assert plan.drafter_folder is not None, "run_compare checks that there is a drafter"
     target = TransformersTarget(plan.target_folder, plan.device)
     return HuggingFaceGenerate(target, dtypes), DFlashLoop(target, plan.drafter_folder, dtypes)
 

@@ -1,8 +1,8 @@
 """A contender behind a URL: any server with OpenAI's `/v1/models` and `/v1/completions`.
 
-Prompts go as token ids, so that no tokenizer of the server's stands between; it must serve the same target.
-Without streaming, as many requests at once as asked, each on a connection of its own that is kept. Asked
-once at the beginning, so that a wrong address or model is said before anything is loaded.
+Prompts are sent as token ids, without the server's tokenizer; it must serve the same target. Requests are not
+streamed; each concurrent one has its own persistent connection. A first request checks address and model
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from manta.cluster.errors import ConfigError, MantaError, UnreachableError, show
 from manta.jobs.bench.passes import Pass
 from manta.jobs.client import Answer, Json, ServerClient, split_url
 
-from .contenders import Prompts, Runner, Way
+from .contenders import ContenderSetup, Prompts, Runner
 
-# vLLM's and llama.cpp's; what refuses unknown fields is asked without. A prefix cache would answer from the
-# round before.
+# Fields of vLLM and llama.cpp; left out for servers that reject unknown fields. A prefix cache would reuse
+# the previous round.
 EXTRAS: Json = {"ignore_eos": True, "return_token_ids": True, "cache_prompt": False}
 
 
@@ -29,10 +29,10 @@ class OpenAIServer:
     """The server at `url`.
 
     Args:
-        model: name in its API; the first that it lists if absent.
+        model: its name in the API; by default the first listed one.
 
     Raises:
-        ConfigError: it cannot be reached, or does not complete prompts of token ids.
+        ConfigError: the server cannot be reached, or does not complete prompts of token ids.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
@@ -45,8 +45,8 @@ class OpenAIServer:
     def name(self) -> str:
         return f"{self._model} at {self._address}"
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(None, requests): partial(self._run, requests)}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {ContenderSetup(None, requests): partial(self._run, requests)}
 
     def _run(self, at_once: int, prompts: Prompts, max_tokens: int) -> Pass:
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -66,7 +66,6 @@ class OpenAIServer:
     def _work(
         self, waiting: queue.SimpleQueue[int], prompts: Prompts, max_tokens: int, answers: dict[int, Json]
     ) -> None:
-        """Ask for whatever waits, until nothing does."""
         with ServerClient(self._url) as client:
             while True:
                 try:
@@ -98,7 +97,7 @@ class OpenAIServer:
             ) from None
 
     def _accepted_extras(self) -> Json:
-        """Those of EXTRAS that the server takes: all or none."""
+        """Return EXTRAS if the server accepts them, else nothing."""
         answer = Answer(0, {})
         with ServerClient(self._url) as client:
             for extras in (EXTRAS, {}):
@@ -122,6 +121,6 @@ class OpenAIServer:
 
 
 def _token_ids(answers: Sequence[Json]) -> list[list[int]] | None:
-    """None unless the server told those of every answer."""
+    """Return the token ids of all answers; None if the server does not return them."""
     found = [answer["choices"][0].get("token_ids") for answer in answers]
     return None if None in found else found

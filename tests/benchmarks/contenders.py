@@ -1,7 +1,7 @@
-"""What Manta is compared with on the same machine: Hugging Face `generate`, and a plain DFlash loop.
+"""Contenders in this process: Hugging Face `generate`, and an unbatched DFlash loop.
 
-A contender knows the ways in which it can run at a number of concurrent requests; `compare.py` tries
-them, keeps the fastest and measures it. Contenders behind a URL are in `contender_server.py`.
+A contender lists its configurations for a concurrency; `compare.py` tries them, selects the fastest and
+measures it. `contender_server.py` has contenders behind a URL.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from .dflash_loop import LoopDrafter, dflash_loop
 
 Prompts = Sequence[list[int]]
-Runner = Callable[[Prompts, int], Pass]  # prompts and tokens of each
+Runner = Callable[[Prompts, int], Pass]  # arguments: prompts, tokens per answer
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a contender runs.
+class ContenderSetup:
+    """A configuration of a contender.
 
     Attributes:
-        dtype: None where that is a server's own affair.
-        at_once: requests that it works on together.
-        detail: what else can be chosen, in words.
+        dtype: None for a server.
+        at_once: concurrent requests.
+        detail: further choices, as text.
     """
 
     dtype: str | None
@@ -45,18 +45,16 @@ class Way:
 
 
 class Contender(Protocol):
-    """Something that continues prompts greedily, as many tokens as asked, whatever they are."""
+    """Continues prompts greedily by a fixed number of tokens."""
 
     @property
     def name(self) -> str: ...
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        """What may be tried where `requests` may run at once."""
-        ...
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]: ...
 
 
 class TransformersTarget:
-    """The target as transformers loads it, once per dtype, on one device."""
+    """The target loaded by transformers, once per dtype, on one device."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._folder, self.device = folder, device
@@ -65,36 +63,38 @@ class TransformersTarget:
     def load(self, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
         if dtype not in self._models:
             model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=getattr(torch, dtype))
-            model.generation_config = GenerationConfig()  # the checkpoint's would end at an end of sequence
+            model.generation_config = GenerationConfig()  # the checkpoint's config would stop at EOS
             self._models[dtype] = model.to(self.device).eval()  # type: ignore[arg-type]  # its decorator hides self
         model = self._models[dtype]
         model.set_attn_implementation(attention)
         return model
 
     def drop(self, dtype: str) -> None:
-        """Forget the weights of a dtype."""
+        """Release the weights of a dtype."""
         self._models.pop(dtype, None)
 
 
 class HuggingFaceGenerate:
-    """`generate` at its best: either attention, any cache; in batches padded on the left or one by one."""
+    """Hugging Face `generate` with any attention and cache, in left-padded batches or one by one."""
 
     name = "Hugging Face generate"
 
     def __init__(self, target: TransformersTarget, dtypes: Sequence[str]) -> None:
         self._target, self._dtypes = target, dtypes
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        # A static cache is for compiled graphs; on a CPU it only makes every step attend to its whole length.
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        # A static cache is for compiled graphs; on a CPU every step would attend to its whole length.
         caches = ("dynamic",) if self._target.device.type == "cpu" else ("dynamic", "static")
         choices = product(sorted({requests, 1}), self._dtypes, ("sdpa", "eager"), caches)
         return {
-            Way(dtype, size, f"{attention}, {cache} cache"): partial(self._run, size, dtype, attention, cache)
+            ContenderSetup(dtype, size, f"{attention}, {cache} cache"): partial(
+                self._run, size, dtype, attention, cache
+            )
             for size, dtype, attention, cache in choices
         }
 
     def reference(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        """What all outputs are compared with: fp32, one prompt at a time."""
+        """Return the reference outputs: fp32, one prompt at a time."""
         answer = self._run(1, "float32", "sdpa", "dynamic", prompts, max_tokens)
         if "float32" not in self._dtypes:
             self._target.drop("float32")
@@ -122,7 +122,7 @@ class HuggingFaceGenerate:
 
 
 class DFlashLoop:
-    """`dflash_loop`, one request after the other."""
+    """`dflash_loop`, one request at a time."""
 
     name = "unbatched DFlash loop"
 
@@ -130,8 +130,8 @@ class DFlashLoop:
         self._target, self._folder, self._dtypes = target, drafter, dtypes
         self._drafters: dict[str, LoopDrafter] = {}
 
-    def ways(self, requests: int) -> Mapping[Way, Runner]:
-        return {Way(dtype, 1): partial(self._run, dtype) for dtype in self._dtypes}
+    def setups(self, requests: int) -> Mapping[ContenderSetup, Runner]:
+        return {ContenderSetup(dtype, 1): partial(self._run, dtype) for dtype in self._dtypes}
 
     def _run(self, dtype: str, prompts: Prompts, max_tokens: int) -> Pass:
         target = self._target.load(dtype)
@@ -149,7 +149,7 @@ class DFlashLoop:
 
 
 def _padded(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, padded on the left to one length."""
+    """Return token ids and attention mask, left-padded to equal length."""
     longest = max(map(len, prompts))
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""A CPU quota for a while: a control group that this process enters and leaves. Used by `busy.py`."""
+"""A temporary CPU quota: a control group that this process enters and leaves. Used by `busy.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from manta.actors.control_groups import ControlGroup
 from manta.cluster.errors import ConfigError
 
-PERIOD_US = 100_000  # the kernel's own default
+PERIOD_US = 100_000  # the kernel's default
 
 
 class QuotaGroup:
-    """A group with a quota that this process may enter and leave. Made by `quota_group`."""
+    """A control group with a quota. Made by `quota_group`."""
 
     def __init__(self, home: ControlGroup, folder: Path, cores: float) -> None:
         self._home, self._folder = home, folder
@@ -27,7 +27,7 @@ class QuotaGroup:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """All threads of this process stand below the quota."""
+        """Apply the quota to all threads of this process for the duration of the `with` block."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         try:
             yield
@@ -37,15 +37,15 @@ class QuotaGroup:
 
 @contextmanager
 def quota_group(cores: float) -> Iterator[QuotaGroup]:
-    """A new group, below or beside our own, with a quota of `cores`, removed at the end.
+    """Create a group with a quota of `cores`, and remove it at the end of the `with` block.
 
     Raises:
-        ConfigError: the system does not let this process make one.
+        ConfigError: the system does not allow it.
     """
     home = ControlGroup.of_this_process()
     if home is None:
-        raise _cannot(cores, "no control groups that share out CPU time are mounted")
-    # In version 2 only leaves hold processes: the new group stands beside ours, but for the root's.
+        raise _cannot(cores, "no control groups for CPU time are mounted")
+    # In version 2 only leaves contain processes: the new group is a sibling of ours, except below the root.
     is_inner = home.version == 1 or home.folder == home.mount
     folder = (home.folder if is_inner else home.folder.parent) / f"manta-{os.getpid()}-{cores:g}"
     try:
@@ -55,7 +55,7 @@ def quota_group(cores: float) -> Iterator[QuotaGroup]:
     try:
         try:
             group = QuotaGroup(home, folder, cores)
-            with group.entered():  # whether that is allowed too, before anything is measured
+            with group.entered():  # checks the permission before anything is measured
                 pass
         except OSError as error:
             raise _cannot(cores, str(error)) from None

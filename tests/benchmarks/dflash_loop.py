@@ -1,12 +1,12 @@
-"""A straightforward DFlash loop on transformers' modules: what one writes from the paper, unbatched.
+"""A straightforward unbatched DFlash loop on transformers' modules, as one would write it from the paper.
 
-An honest contender, as z-lab's own `dflash_generate`: one request at a time, greedy, K/V of the target and of
-the drafter's context kept in `DynamicCache`s that are cropped to what was accepted. Nothing that Manta
-computes with is used, only its reading of a drafter's files. The tests' oracle, which keeps nothing and
-computes all anew, is another thing.
+A fair contender, like z-lab's `dflash_generate`: one request at a time, greedy, with K/V of the target and of
+the drafter's context in `DynamicCache`s that are cropped to the accepted tokens. Uses none of Manta's
+computation, only its reader of drafter files. The tests' oracle is different: it keeps nothing and recomputes
+everything.
 
-Legend: T context rows that are new, S block rows, m taps, H hidden, V vocabulary. Tensors lead with a batch
-dimension of 1, as transformers' modules want it.
+Legend: T new context rows, S block rows, m taps, H hidden, V vocabulary. Tensors have a leading batch
+dimension of 1, as transformers' modules expect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t")
 
 @dataclass(frozen=True, slots=True)
 class LoopAnswer:
-    """New tokens, the verify steps they took, and the drafts that stood."""
+    """New tokens, number of verify steps, and number of accepted drafts."""
 
     token_ids: list[int]
     num_steps: int
@@ -46,7 +46,7 @@ class LoopAnswer:
 def dflash_loop(
     target: PreTrainedModel, drafter: LoopDrafter, prompt: list[int], max_tokens: int
 ) -> LoopAnswer:
-    """Exactly `max_tokens` greedy tokens behind `prompt`; an end of sequence ends nothing."""
+    """Decode exactly `max_tokens` tokens greedily after `prompt`, ignoring end-of-sequence tokens."""
     target_cache, drafter_cache = DynamicCache(), DynamicCache()
     tokens, end = list(prompt), len(prompt) + max_tokens
     num_steps = num_accepted = 0
@@ -88,10 +88,10 @@ class LoopDrafter(nn.Module):
 
     Args:
         folder: checkpoint in z-lab's or Speculators' format.
-        target: lends embedding and head; gives dtype and device.
+        target: provides embedding, head, dtype and device.
 
     Raises:
-        ConfigError: of a drafter that is more than such modules and a mask.
+        ConfigError: the drafter has parts that these modules do not support.
     """
 
     def __init__(self, folder: Path, target: PreTrainedModel) -> None:
@@ -112,12 +112,12 @@ class LoopDrafter(nn.Module):
         names = [*self.state_dict(), *(name for name in OPTIONAL if name in files.shapes)]
         weights = {name: _cast(files.get(name), target) for name in names}
         own = {name: weights.pop(name, None) for name in OPTIONAL}
-        self.load_state_dict(weights, assign=True)  # the rotation's frequencies stay fp32
+        self.load_state_dict(weights, assign=True)  # rotary frequencies stay fp32
         self._selector = None if config.selector is None else _Selector.read(files, config.selector, target)
         self._embedding_VH = _or(own["embed_tokens.weight"], target.get_input_embeddings())
         self._head_VH = _or(own["lm_head.weight"], target.get_output_embeddings())
         scale = config.input_embedding_scale
-        if scale is None:  # as the target scales its own
+        if scale is None:  # the target's own scale
             scale = getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0)
             scale = float(torch.tensor(scale, dtype=target.dtype))
         self._embed_scale = scale
@@ -125,14 +125,15 @@ class LoopDrafter(nn.Module):
         self._mask_H = _cast(_mask_embedding(folder), target) if config.mask_embedding else None
 
     def taps(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """[1, T, m * H] of transformers' `hidden_states`, whose entry 0 is the embedding."""
+        """Return the taps [1, T, m * H] of transformers' `hidden_states`, whose entry 0 is the embedding."""
         return torch.cat([hidden_states[i + 1] for i in self.config.target_layer_ids], dim=-1)
 
     def drafts(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> list[int]:
-        """The likeliest token of each slot behind `anchor`; with a selector behind the one before it.
+        """Return the most likely token of each slot after `anchor`; a selector also uses the previous token.
 
         Args:
-            taps: [1, T, m * H] of the tokens before the anchor that `cache` does not hold yet; it then does.
+            taps: [1, T, m * H] of the tokens before the anchor that are not in `cache` yet; they are added to
+                it.
         """
         y_XH = self.hidden(taps, anchor, num_drafts, cache)
         logits_XV = self.logits(y_XH)
@@ -141,7 +142,7 @@ class LoopDrafter(nn.Module):
         return self._selector.path(y_XH, logits_XV, anchor)
 
     def hidden(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> Tensor:
-        """What the head reads [num_drafts, H] of the slots behind `anchor`; see `drafts`."""
+        """Return the head's input [num_drafts, H] for the slots after `anchor`; see `drafts`."""
         c = self.hidden_norm(self.fc(taps))
         x = self._inputs(anchor, num_drafts)
         begin = cache.get_seq_length()
@@ -154,7 +155,7 @@ class LoopDrafter(nn.Module):
         return self.norm(x)[0, 1:]
 
     def _inputs(self, anchor: int, num_drafts: int) -> Tensor:
-        """[1, S, H]: the anchor's embedding, then the mask's."""
+        """Return the inputs [1, S, H]: the anchor's embedding, then the mask's."""
         device = self._embedding_VH.device
         anchor_H = functional.embedding(torch.tensor(anchor, device=device), self._embedding_VH)
         mask_H = self._mask_H
@@ -164,20 +165,20 @@ class LoopDrafter(nn.Module):
         return rows * self._embed_scale
 
     def logits(self, y: Tensor) -> Tensor:
-        """[.., V] in the target's vocabulary."""
+        """Return logits [.., V] in the target's vocabulary."""
         z = functional.linear(y, self._head_VH) * self.config.output_multiplier
         if (cap := self.config.logit_softcap) is not None:
             z = cap * torch.tanh(z / cap)
         if not self.config.maps_vocabulary:
             return z
-        assert self._d2t_V is not None, "a drafter with a vocabulary of its own maps it"
+        assert self._d2t_V is not None, "a drafter with its own vocabulary has d2t"
         full = z.new_full((len(z), self.config.vocab_size), float("-inf"))
         return full.index_copy_(1, torch.arange(z.shape[1], device=z.device) + self._d2t_V, z)
 
 
 @dataclass(frozen=True, slots=True)
 class _Selector:
-    """DFlash2's: of the likeliest tokens of a slot the one that the token before it speaks for most."""
+    """DFlash2's selector: chooses among a slot's top tokens given the previous token."""
 
     hidden_EH: Tensor
     predecessors_VE: Tensor
@@ -203,7 +204,7 @@ class _Selector:
 
 
 def _beyond_qwen3(config: DrafterConfig) -> str | None:
-    """What a drafter has that transformers' Qwen3 has not."""
+    """Return a part of the drafter that transformers' Qwen3 lacks, or None."""
     has = {
         "convolutions": config.convolutions is not None,
         "attention sinks": config.attention_sinks,
@@ -222,7 +223,7 @@ def _run_layer(
     cache: DynamicCache,
     mask: Tensor | None,
 ) -> Tensor:
-    """Qwen3's block: queries of the block's rows x [1, S, H], keys also of new context rows c [1, T, H]."""
+    """Run a Qwen3 layer: queries of rows x [1, S, H], keys also of new context rows c [1, T, H]."""
     attention, (cos, sin) = layer.self_attn, rotation
     heads = (-1, attention.head_dim)
     u = layer.input_layernorm(x)
@@ -245,7 +246,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _mask(kind: DraftLayer, context: int, end: int, device: torch.device) -> Tensor | None:
-    """[1, 1, S, end], True where a row of the block sees a key; None where it sees all."""
+    """Return the mask [1, 1, S, end], True where a row sees a key; None if it sees all."""
     if not kind.causal and kind.window is None:
         return None
     rows, keys = torch.arange(context, end, device=device)[:, None], torch.arange(end, device=device)
@@ -256,7 +257,7 @@ def _mask(kind: DraftLayer, context: int, end: int, device: torch.device) -> Ten
 
 
 def _qwen3_config(config: DrafterConfig, rotary_dim: int = 0) -> Qwen3Config:
-    """Shape and rotation, or the rotation of heads of `rotary_dim` dimensions (0 is all)."""
+    """Return the configuration for layers, or for a rotary embedding of `rotary_dim` dimensions (0: all)."""
     left = ("max_position_embeddings", *(["partial_rotary_factor"] if rotary_dim else []))
     rope = {name: value for name, value in config.rope.scaling.items() if name not in left}
     return Qwen3Config(
@@ -275,12 +276,12 @@ def _qwen3_config(config: DrafterConfig, rotary_dim: int = 0) -> Qwen3Config:
 
 
 def _cast(tensor: Tensor, target: PreTrainedModel) -> Tensor:
-    """To the target's device, weights also to its dtype."""
+    """Move to the target's device; floating-point tensors also get its dtype."""
     return tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
 
 
 def _or(own: Tensor | None, lender: nn.Module | None) -> Tensor:
-    """The drafter's own matrix, else the target's."""
+    """Return the drafter's own matrix, or the target's."""
     lent = own if own is not None or lender is None else lender.weight
     assert isinstance(lent, Tensor), "a causal language model has an embedding and a head"
     return lent

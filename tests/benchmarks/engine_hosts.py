@@ -1,7 +1,6 @@
-"""Engines for `benchmarks shared-drafter`: each in a process of its own, as a replica is.
+"""Engines for `benchmarks shared-drafter`, each in its own process, as in a replica.
 
-`open_hosts` starts them under Ray and ends them. What they are asked, and what is made of it, is
-`shared_drafter.py`'s.
+`open_hosts` starts and stops them under Ray; `shared_drafter.py` uses them.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
 from manta.cluster.plan import DrafterUse
-from manta.jobs.bench.load.asks import Asks
+from manta.jobs.bench.load.asks import RequestSource
 from manta.jobs.bench.sweep.driver import Driver
 from ray.exceptions import RayTaskError
 
 OPEN_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 30.0
-SPARE_S = 60.0  # beyond the seconds of a turn, for the steps that end it
+SPARE_S = 60.0  # time for the last steps of a turn
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one engine did while its load was held.
+    """Result of one engine's turn under constant load.
 
     Attributes:
-        seconds: that it was held.
-        tokens: that came out within them.
-        blocks: of tokens, one for each request and step that brought it any.
-        steps: of the engine.
-        draft_s: of those steps, in which the target waited for drafts, or made them itself.
-        drafter: what it had of a drafter in a process of its own.
+        seconds: duration.
+        tokens: tokens generated within it.
+        blocks: number of (request, step) pairs with tokens.
+        steps: steps of the engine.
+        draft_s: time of these steps spent on drafting or waiting for drafts.
+        drafter: use of a drafter in another process.
     """
 
     seconds: float
@@ -47,19 +46,19 @@ class Turn:
 
 
 class EngineHost:
-    """Becomes a Ray actor; `open` first."""
+    """A Ray actor with an engine; call `open` first."""
 
     _driver: Driver
-    _asks: Asks
+    _source: RequestSource
 
-    def open(self, config: EngineConfig, asks: Asks) -> None:
-        """Raises PlacementError, and what loading raises."""
-        self._driver, self._asks = Driver(config, RayExecutor(config)), asks
+    def open(self, config: EngineConfig, source: RequestSource) -> None:
+        """Load the engine. Raises PlacementError and the errors of loading."""
+        self._driver, self._source = Driver(config, RayExecutor(config)), source
 
     def run(self, at_once: int, seconds: float) -> Turn:
-        """A closed loop over the same requests each time."""
+        """Run a closed loop over the same requests as in every call."""
         before = self._driver.engine.stats()
-        (done,) = self._driver.hold(self._asks, (at_once,), seconds)
+        (done,) = self._driver.hold(self._source, (at_once,), seconds)
         after = self._driver.engine.stats()
         return Turn(
             seconds=done.seconds,
@@ -67,7 +66,7 @@ class EngineHost:
             blocks=done.sums().num_blocks,
             steps=after.steps - before.steps,
             draft_s=after.step_seconds["draft"] - before.step_seconds["draft"],
-            drafter=_grown(before.drafter_use, after.drafter_use),
+            drafter=_difference(before.drafter_use, after.drafter_use),
         )
 
     def close(self) -> None:
@@ -75,16 +74,16 @@ class EngineHost:
 
 
 class Hosts:
-    """Engines of one kind, the first ones of which may be asked alone."""
+    """Engines of one kind; a call can use only the first ones."""
 
-    def __init__(self, config: EngineConfig, asks: Asks, count: int) -> None:
+    def __init__(self, config: EngineConfig, source: RequestSource, count: int) -> None:
         actor = ray.remote(EngineHost).options(num_cpus=0)
         # Any: handles of dynamically wrapped classes have no static methods.
         self._actors: list[Any] = [actor.remote() for _ in range(count)]
-        _results([host.open.remote(config, asks) for host in self._actors], OPEN_TIMEOUT_S)
+        _results([host.open.remote(config, source) for host in self._actors], OPEN_TIMEOUT_S)
 
     def run(self, count: int, at_once: int, seconds: float) -> list[Turn]:
-        """The first `count` of them at the same time."""
+        """Run the first `count` engines at the same time."""
         turns = [host.run.remote(at_once, seconds) for host in self._actors[:count]]
         return _results(turns, seconds + SPARE_S)
 
@@ -99,9 +98,9 @@ class Hosts:
 
 
 @contextmanager
-def open_hosts(config: EngineConfig, asks: Asks, count: int) -> Iterator[Hosts]:
-    """So many engines, until the end of the block. Raises PlacementError where they have no room."""
-    hosts = Hosts(config, asks, count)
+def open_hosts(config: EngineConfig, source: RequestSource, count: int) -> Iterator[Hosts]:
+    """Open `count` engines for the `with` block. Raises PlacementError if they do not fit."""
+    hosts = Hosts(config, source, count)
     try:
         yield hosts
     finally:
@@ -109,7 +108,7 @@ def open_hosts(config: EngineConfig, asks: Asks, count: int) -> Iterator[Hosts]:
 
 
 def _results(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # Any: what the calls return
-    """An error of ours as it was, not wrapped."""
+    """Return the results; a MantaError is raised without Ray's wrapper."""
     try:
         return ray.get(list(calls), timeout=timeout_s)
     except RayTaskError as error:
@@ -118,7 +117,7 @@ def _results(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # 
         raise
 
 
-def _grown(before: DrafterUse, after: DrafterUse) -> DrafterUse:
+def _difference(before: DrafterUse, after: DrafterUse) -> DrafterUse:
     return DrafterUse(
         after.steps - before.steps, after.queue_s - before.queue_s, after.served_s - before.served_s
     )

@@ -1,8 +1,7 @@
-"""`benchmarks grammars`: what holding answers to schemas costs of a step.
+"""`benchmarks grammars`: the share of structured outputs in the time of a step.
 
-Requests with schemas run to their end in this process, without Ray. The two doors through which grammars come
-into a step are clocked in these very steps: the walk with its masks (`GrammarStates.guide`), and the masks'
-application to logits (`StepOperators.mask_tokens`). What is told is their share of the steps' time.
+Requests with schemas run in this process, without Ray. Both calls through which grammars enter a step are
+timed: computing masks (`GrammarStates.guide`) and applying them to logits (`StepOperators.mask_tokens`).
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ SCHEMAS: tuple[dict[str, Any], ...] = (  # Any: JSON
 
 
 def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, float]:
-    """Measure, print, and write the figures."""
+    """Measure, print, write the figures if requested, and return them."""
     asked = [
         StructuredOutputsParams(json=SCHEMAS[i % len(SCHEMAS)], disable_any_whitespace=True)
         for i in range(options.requests)
     ]
     plan = plan_load(config)
     if make_grammars(plan) is None:
-        raise ConfigError("model: it has no tokenizer, or names no end-of-sequence token.", param="model")
+        raise ConfigError("model: it has no tokenizer or no end-of-sequence token.", param="model")
     doors: list[tuple[type, str]] = [
         (GrammarStates, "guide"),
         (type(make_step_operators(plan)), "mask_tokens"),
@@ -75,7 +74,7 @@ def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, flo
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Of all requests once: means over its steps."""
+    """Means over the steps of one round of all requests."""
 
     step_s: float
     grammars_s: float
@@ -95,7 +94,7 @@ def _rounds(
     prompts = [f"Make up example {i} as JSON:" for i in range(len(asked))]
     rounds: list[_Round] = []
     with open_llm(config) as llm, ExitStack() as clocks:
-        llm.generate(prompts, params, use_tqdm=False)  # loops are compiled, states of the lexers made
+        llm.generate(prompts, params, use_tqdm=False)  # warm-up: compiles loops and lexer states
         clock = [clocks.enter_context(_clocked(kind, name)) for kind, name in doors]
         for _ in range(options.rounds):
             before, spent, begin_s = llm.stats().steps, sum(map(sum, clock)), time.perf_counter()
@@ -108,20 +107,20 @@ def _rounds(
 
 @contextmanager
 def _clocked(kind: type, name: str) -> Iterator[list[float]]:
-    """Seconds of each call of a method, while this lasts."""
+    """Record the seconds of each call of a method within the `with` block."""
     seconds: list[float] = []
-    as_it_was = inspect.getattr_static(kind, name)
+    original = inspect.getattr_static(kind, name)
     call = getattr(kind, name)
 
-    def timed(*args: Any, **kwargs: Any) -> Any:  # Any: whatever the method takes and gives
+    def timed(*args: Any, **kwargs: Any) -> Any:  # Any: arguments and result of the method
         begin_s = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
             seconds.append(time.perf_counter() - begin_s)
 
-    setattr(kind, name, staticmethod(timed) if isinstance(as_it_was, staticmethod) else timed)
+    setattr(kind, name, staticmethod(timed) if isinstance(original, staticmethod) else timed)
     try:
         yield seconds
     finally:
-        setattr(kind, name, as_it_was)
+        setattr(kind, name, original)

@@ -1,7 +1,7 @@
-"""Requests to a server over HTTP when they are due, the stream of each, and what its clients saw.
+"""Sends requests to a server over HTTP at their arrival times, and records each stream.
 
-Used by `background.py`. The client is a few lines over sockets (`streams.py`), so that it is not what is
-measured. Connections are kept and used again, as many as requests are open at once.
+Used by `background.py`. The client is small (`streams.py`), so that its cost is negligible. Connections are
+reused; there are as many as concurrent requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from manta.actors.prompts import Chat
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask
+from manta.jobs.bench.load.asks import LoadRequest
 from manta.jobs.bench.load.latencies import Waits, describe
 from manta.jobs.bench.passes import Figures
 from manta.jobs.client import HEALTH_TIMEOUT_S, ServerClient
@@ -27,21 +27,20 @@ from .streams import Stream, StreamClient
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Manta server, and what it calls its model."""
+    """A Manta server and the name of its model."""
 
     url: str
     model: str
 
-    def body(self, ask: Ask) -> dict[str, Any]:  # Any: JSON
-        """Return the body of a request."""
-        chat = isinstance(ask.prompt, Chat)
-        prompt = {"messages": list(ask.prompt.messages)} if chat else {"prompt": ask.prompt}
+    def body(self, request: LoadRequest) -> dict[str, Any]:  # Any: JSON
+        chat = isinstance(request.prompt, Chat)
+        prompt = {"messages": list(request.prompt.messages)} if chat else {"prompt": request.prompt}
         return {
             "model": self.model,
             **prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed & 0x7FFFFFFF,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed & 0x7FFFFFFF,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
@@ -58,30 +57,28 @@ def find_server(url: str) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a request."""
-
-    ask: Ask
+    request: LoadRequest
     stream: Stream
 
     @property
     def num_tokens(self) -> int:
-        """As the server says; where it does not, events that brought text."""
-        told = self.stream.usage.get("completion_tokens")
-        return len(self.stream.token_times_s) if told is None else int(told)
+        """Return the server's count, or else the number of events with text."""
+        reported = self.stream.usage.get("completion_tokens")
+        return len(self.stream.token_times_s) if reported is None else int(reported)
 
     @property
     def whole(self) -> bool:
-        """It ended well, with something in it."""
+        """Return whether the stream was complete and not empty."""
         return self.stream.end == "whole" and bool(self.stream.token_times_s)
 
     @property
     def waits(self) -> Waits:
-        """Of a whole one; from when it was sent."""
+        """Return the latencies of a complete stream, from the time it was sent."""
         return Waits.of(self.stream.asked_s, self.stream.token_times_s, self.num_tokens)
 
     @property
     def failure(self) -> str | None:
-        """The kind of it, None if it ended well."""
+        """Return the kind of failure; None if the stream was complete."""
         if self.whole:
             return None
         if self.stream.end == "whole":
@@ -95,46 +92,48 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ServedPass:
-    """All requests of a point, and the seconds from the first to the end of the last."""
+    """All answers of a point, and the seconds from the first request to the end of the last."""
 
     seconds: float
     replies: Sequence[Reply]
 
 
 async def send(
-    target: Target, asks: Sequence[Ask], arrivals: Arrivals, at_once: int | None, timeout_s: float
+    target: Target, requests: Sequence[LoadRequest], arrivals: Arrivals, at_once: int | None, timeout_s: float
 ) -> ServedPass:
-    """Ask for all of them, and wait for all.
+    """Send all requests and wait for all answers.
 
     Args:
-        arrivals: when they come; with an infinite rate, and `at_once`, it is a closed loop.
-        at_once: most that are open together; others wait at the client, and have not asked yet (as with
-            vLLM's --max-concurrency).
+        arrivals: arrival times; an infinite rate with `at_once` is a closed loop.
+        at_once: maximum concurrent requests; others wait in the client and are not sent yet (as with vLLM's
+            --max-concurrency).
     """
     gate = nullcontext() if at_once is None else asyncio.Semaphore(at_once)
     idle: list[StreamClient] = []
     replies: list[Reply] = []
 
-    async def run(ask: Ask) -> None:
+    async def run(request: LoadRequest) -> None:
         async with gate:
             client = idle.pop() if idle else StreamClient(target.url, timeout_s=timeout_s)
-            replies.append(Reply(ask, await client.ask(target.body(ask))))
+            replies.append(Reply(request, await client.ask(target.body(request))))
             idle.append(client)
 
     begin_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for ask, offset_s in zip(asks, arrivals.offsets_s(len(asks), seed=len(asks)), strict=True):
+        for request, offset_s in zip(
+            requests, arrivals.offsets_s(len(requests), seed=len(requests)), strict=True
+        ):
             if (wait_s := begin_s + offset_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            group.create_task(run(ask))
+            group.create_task(run(request))
     seconds = time.monotonic() - begin_s
     for client in idle:
         client.close()
-    return ServedPass(seconds, sorted(replies, key=lambda reply: reply.ask.number))
+    return ServedPass(seconds, sorted(replies, key=lambda reply: reply.request.number))
 
 
 def pass_figures(done: ServedPass) -> Figures:
-    """Return what the clients saw. Tokens and times are of requests that ended well."""
+    """Return the clients' figures; tokens and latencies are those of complete streams."""
     whole = [reply for reply in done.replies if reply.whole]
     waits = [reply.waits for reply in whole]
     tokens = sum(reply.num_tokens for reply in whole)

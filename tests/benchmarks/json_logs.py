@@ -1,7 +1,7 @@
-"""JSON logs of made-up services, the same for the same seed: a kind of text that a drafter has not seen.
+"""Synthetic JSON logs of services, reproducible by seed: a kind of text that the drafter has not seen.
 
-A prompt is the beginning of a service's log, whole lines and part of the next; what follows is the target's
-to write. For `manta drafter adapt`'s benchmark and its tests.
+A prompt is the beginning of a service's log, with whole lines and part of the next; the target continues it.
+Used by the benchmark of `manta drafter adapt` and its tests.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _ROUTES = ("/", "/api/v1/items", "/api/v1/items/{id}", "/api/v2/users/{id}/order
 
 @dataclass(frozen=True)
 class _Service:
-    """How one service logs: its fields in their order."""
+    """The log format of a service: its fields in order."""
 
     name: str
     fields: tuple[str, ...]
 
 
 def write_logs(path: Path, num_prompts: int, seed: int = 0) -> None:
-    """JSONL with `id`, `category` and `prompt`."""
+    """Write JSONL with `id`, `category` and `prompt`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for number, prompt in zip(range(num_prompts), log_prompts(seed), strict=False):
@@ -60,7 +60,6 @@ def write_logs(path: Path, num_prompts: int, seed: int = 0) -> None:
 
 
 def log_prompts(seed: int) -> Iterator[str]:
-    """Without an end."""
     chance = random.Random(seed)
     while True:
         lines = _lines(chance)

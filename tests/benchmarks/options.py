@@ -1,17 +1,19 @@
-"""What the benchmarks can be asked for; their flags are made of it. Imports neither torch nor Ray."""
+"""Options of the benchmarks; their flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from manta.actors.http.settings import parse_replicas
 from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.config import one_of
 from manta.cluster.errors import ConfigError
-from manta.cluster.flag import NO_FLAG, Flag
+from manta.cluster.flag import NO_FLAG, Flag, Size
+from manta.cluster.planner.gpus import GPUS
 from manta.jobs.bench.load.arrivals import Arrivals
 from manta.jobs.bench.options import Loads, RunOptions, Temperature
 
@@ -25,10 +27,10 @@ Sides = Annotated[tuple[str, ...], Flag("--side")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(RunOptions):
-    """What is compared.
+    """Options of `compare`.
 
     Attributes:
-        num_prompts: prompts of the file, spread evenly; `generate` is slow.
+        num_prompts: number of prompts, taken evenly from the file; few, since `generate` is slow.
         server: URL of an OpenAI-compatible server of the same target.
         server_model: name of the target there; by default the first that the server lists.
     """
@@ -41,19 +43,19 @@ class CompareOptions(RunOptions):
         RunOptions.__post_init__(self)
         if self.server_model is not None and self.server is None:
             raise ConfigError(
-                f"server_model={self.server_model!r} names a model of a server: give --server too.",
+                f"server_model={self.server_model!r} names a model of a server: give --server, too.",
                 param="server",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyOptions(RunOptions):
-    """What is measured.
+    """Options of `busy`.
 
     Attributes:
-        busy: busy processes beside the engine, each of which wants one core; may be repeated; 1, 2 and 4 by
-            default, none with --cpu-quota.
-        cpu_quotas: CPU quota in cores, as 1.5; may be repeated. Needs root on Linux.
+        busy: number of busy processes, each of which uses one core; may be repeated; by default 1, 2 and 4,
+            or none with --cpu-quota.
+        cpu_quotas: CPU quota in cores, such as 1.5; may be repeated. Needs root on Linux.
     """
 
     num_prompts: int = 24
@@ -73,12 +75,12 @@ class BusyOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchBenchOptions(RunOptions):
-    """What is compared.
+    """Options of `batch`.
 
     Attributes:
-        rows: rows of the dataset: the file's prompts, repeated.
-        sides: what takes part; may be repeated.
-        engines: engines of the job that is to keep them busy.
+        rows: rows of the dataset, which are the file's prompts, repeated.
+        sides: side to run; may be repeated.
+        engines: engines of the job that measures how busy they are.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 20
@@ -99,13 +101,13 @@ class BatchBenchOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundOptions(RunOptions):
-    """What is measured.
+    """Options of `background`.
 
     Attributes:
-        rates: online requests per second; may be repeated, a point each.
+        rates: online requests per second; may be repeated, one point each.
         num_requests: online requests of each side in a round.
-        lines: lines of the batch, which must not end before the requests do.
-        max_tokens: tokens of a request on average: from half of it to half more.
+        lines: lines of the batch, enough that it ends after the requests.
+        max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
         temperature: temperature of online requests; 0 is greedy. The batch is greedy.
     """
 
@@ -127,14 +129,14 @@ class BackgroundOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDrafterOptions(RunOptions):
-    """What is measured.
+    """Options of `shared-drafter`.
 
     Attributes:
-        concurrency: requests at once at each engine; may be repeated, a point each.
-        engines: engines at once, on this machine; may be repeated, a point each.
-        sides: what takes part.
-        rounds: rounds of turns of each side; the median counts.
-        seconds: seconds of a side's turn in a round.
+        concurrency: concurrent requests per engine; may be repeated, one point each.
+        engines: number of engines on this machine; may be repeated, one point each.
+        sides: placements of the drafter to compare.
+        rounds: turns of each side; the median is reported.
+        seconds: duration of a turn.
         temperature: 0 is greedy.
     """
 
@@ -156,18 +158,18 @@ class SharedDrafterOptions(RunOptions):
 
     @property
     def points(self) -> list[tuple[int, int]]:
-        """(engines, requests at each)."""
+        """Return (engines, requests per engine) of each point."""
         return [(engines, requests) for requests in self.concurrency for engines in self.engines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeTaxOptions(RunOptions):
-    """What is measured.
+    """Options of `serve-tax`. Every combination of concurrency and temperature is a point.
 
     Attributes:
-        concurrency: streams that are open at once; may be repeated.
-        temperatures: 0 is greedy; may be repeated. A point is one of these with one of `concurrency`.
-        sides: what takes part; may be repeated.
+        concurrency: concurrent streams; may be repeated.
+        temperatures: sampling temperature; 0 is greedy; may be repeated.
+        sides: side to run; may be repeated.
     """
 
     concurrency: Loads = (1, 8, 32)
@@ -190,22 +192,21 @@ class ServeTaxOptions(RunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleOptions:
-    """What is run.
+    """Options of `scale`.
 
     Attributes:
-        replicas: the fewest and the most replicas, between which the load drives them.
-        rules: rules of the policy; quicker than those that save money.
+        replicas: bounds of the number of replicas.
+        rules: settings of the scaling policy, faster than the defaults.
         few: clients at the lowest load.
-        many: clients at once at the height of the load; by default a quarter more than it takes to want the
-            most replicas.
-        hold_s: seconds that each load lasts after the replicas are as many as they should be.
-        timeout_s: seconds for them to become as many.
-        max_tokens: tokens of every request.
+        many: clients at the highest load; by default 25 % more than needed for the maximum of replicas.
+        hold_s: seconds of each load after the number of replicas is reached.
+        timeout_s: seconds in which the number of replicas must be reached.
+        max_tokens: output tokens of a request.
         output: JSON file for the figures.
-        plot: SVG or PNG of it over time.
+        plot: SVG or PNG of the course over time.
     """
 
-    # The flag is one text; a tuple alone would be a flag that may be repeated.
+    # With a parser the flag takes one text; otherwise a tuple is a flag that may be repeated.
     replicas: Annotated[tuple[int, int], Flag(metavar="LEAST:MOST", parser=parse_replicas)] = (1, 3)
     rules: Annotated[ScalingRules, NO_FLAG] = QUICK_RULES
     few: Annotated[int, NO_FLAG] = 1
@@ -219,17 +220,17 @@ class ScaleOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.replicas[0] < self.replicas[1]:
             raise ConfigError(
-                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3 or 0:3.",
+                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, such as 1:3 or 0:3.",
                 param="replicas",
             )
         if self.few < 1 or (self.many is not None and self.many <= self.few):
             raise ConfigError(f"many={self.many} must be more than few={self.few}.", param="many")
 
     def height(self, slots: int) -> int:
-        """Clients at the height of the load, for replicas of so many slots.
+        """Return the clients at the highest load, for replicas with `slots` concurrent requests.
 
         Raises:
-            ConfigError: the policy would not want the most replicas for the clients that were asked for.
+            ConfigError: the given number of clients is too small for the maximum of replicas.
         """
         enough = math.floor((self.replicas[1] - 1) * slots * self.rules.load_high) + 1
         if self.many is None:
@@ -237,7 +238,7 @@ class ScaleOptions:
         if self.many < enough:
             raise ConfigError(
                 f"many={self.many} clients do not fill {self.replicas[1]} replicas of max_num_seqs={slots}: "
-                f"send {enough} at least (--clients), or fewer slots (--max-num-seqs).",
+                f"use at least {enough} --clients, or a smaller --max-num-seqs.",
                 param="many",
             )
         return self.many
@@ -245,12 +246,12 @@ class ScaleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarOptions:
-    """What is measured.
+    """Options of `grammars`.
 
     Attributes:
-        requests: requests at once, each with a schema.
-        max_tokens: tokens of every request.
-        rounds: repetitions; the median counts.
+        requests: concurrent requests, each with a schema.
+        max_tokens: output tokens of a request.
+        rounds: repetitions; the median is reported.
         output: JSON file for the figures.
     """
 
@@ -267,16 +268,16 @@ class GrammarOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions:
-    """What is compared.
+    """Options of `simulate-validate`.
 
     Attributes:
         prompts: JSONL with `prompt` or `messages`.
-        num_prompts: prompts of the file, asked again in turn.
-        concurrency: requests at once; may be repeated.
-        requests: requests that are counted at each load; as many, and the clients again, warm up.
-        max_tokens: tokens of every answer.
+        num_prompts: number of prompts, used cyclically.
+        concurrency: concurrent requests; may be repeated.
+        requests: measured requests at each load, after a warm-up of as many requests plus the concurrency.
+        max_tokens: output tokens of a request.
         temperature: 0 is greedy.
-        spread: spread of requests' hardness, see cluster/planner/texts.py.
+        spread: standard deviation of requests' hardness, see cluster/planner/texts.py.
         output: JSON file for the figures.
     """
 
@@ -294,3 +295,113 @@ class ValidateOptions:
             raise ConfigError(
                 "requests, max_tokens, num_prompts and concurrency must be at least 1.", param="requests"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Options of `simulate-fleet`: traffic of a day, a replica, and the scaling policies.
+
+    Attributes:
+        trace: JSONL of arrival_s, prompt_tokens, output_tokens, instead of synthetic traffic.
+        peak_per_s: requests/s at the peak of the day.
+        bursts: sudden rises in a day.
+        prompt_tokens: mean length of prompts.
+        output_tokens: mean length of answers.
+        hours: hours to simulate, from the quietest one on.
+        seed: seed of the traffic.
+        replicas: bounds of the number of replicas.
+        start_s: seconds from the decision to start a replica until it serves.
+        max_num_seqs: concurrent requests of a replica.
+        kv_tokens: tokens that the K/V pages of a replica hold.
+        step_ms: minimum time of a verify pass.
+        row_ms: time of a row in a verify pass that is bound by rows.
+        draft_ms: time of a drafter's pass.
+        acceptance: conditional acceptance probability of each draft.
+        model: target of an engine on GPUs, which is simulated instead of using the times, --acceptance and
+            --kv-tokens.
+        drafter: drafter of this engine.
+        gpu: kind of its GPUs.
+        tp: GPUs of a replica.
+        method: a method of `manta simulate node`; by default dflash with a drafter, else plain.
+        acceptance_length: mean acceptance length, as node's --acceptance.
+        spread: standard deviation of requests' hardness.
+        scaling: settings of our policy, such as '{"load_high": 0.8}'.
+        target_ongoing_requests: settings of Ray's policy to compare with; 2 is its default; may be repeated.
+        ray: also simulate Ray's policy, which is slow for large fleets.
+        output: JSON file for the figures.
+    """
+
+    trace: Path | None = None
+    peak_per_s: Annotated[float, Flag("--peak")] = 20.0
+    bursts: int = 12
+    prompt_tokens: float = 800.0
+    output_tokens: float = 2500.0
+    hours: float = 24.0
+    seed: int = 0
+    replicas: Annotated[tuple[int, int], Flag(metavar="LEAST:MOST", parser=parse_replicas)] = (1, 100)
+    start_s: float = 60.0
+    max_num_seqs: int = 16
+    kv_tokens: Size = 200_000
+    step_ms: float = 25.0
+    row_ms: float = 0.2
+    draft_ms: float = 3.0
+    acceptance: float = 0.75
+    model: Annotated[str | None, Flag("-m")] = None
+    drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "b300"
+    tp: int = 1
+    method: str | None = None
+    acceptance_length: str = "4.0"
+    spread: float = 0.5
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    target_ongoing_requests: tuple[float, ...] = (2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0)
+    ray: bool = True
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.acceptance < 1.0:
+            raise ConfigError(f"acceptance={self.acceptance:g} must lie in [0, 1).", param="acceptance")
+        if self.start_s < 0.0:
+            raise ConfigError(f"start_s={self.start_s:g} must be 0 or more seconds.", param="start_s")
+        if self.max_num_seqs < 1 or self.kv_tokens < 1:
+            raise ConfigError("max_num_seqs and kv_tokens must be at least 1.", param="max_num_seqs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Options of `simulate-policy`.
+
+    Attributes:
+        model: targets: folders or Hugging Face ids, whose configurations are enough; may be repeated.
+        drafter: DFlash drafter of each target, in the same order.
+        gpu: kind of the GPUs.
+        tp: tensor-parallel ranks of the engine; may be repeated.
+        acceptance: mean acceptance length of the whole block, see `parse_acceptance`; may be repeated.
+        spread: standard deviation of requests' hardness; 0: equal. See `cluster/planner/texts.py`.
+        contexts: tokens of prompts; may be repeated.
+        concurrency: concurrent requests; may be repeated.
+        output_tokens: tokens of an answer.
+        output: JSON file for the figures.
+    """
+
+    model: Annotated[tuple[str, ...], Flag("-m")]
+    drafter: Annotated[tuple[str, ...], Flag("--drafter --spec-model")]
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
+    tp: tuple[int, ...] = (1,)
+    acceptance: tuple[str, ...] = ("4.0",)
+    spread: float = 0.5
+    contexts: Annotated[tuple[Size, ...], Flag("--context")] = (1024, 8192, 65536)
+    concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
+    output_tokens: int = 192
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        if len(self.model) != len(self.drafter):
+            raise ConfigError(
+                f"drafter: {len(self.drafter)} for {len(self.model)} target(s). Give --drafter once for each "
+                "--model.",
+                param="drafter",
+            )
+        for name in ("tp", "contexts", "concurrency"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ConfigError(f"{name}={list(getattr(self, name))} must be at least 1.", param=name)

@@ -1,4 +1,4 @@
-"""`manta serve` of a config, as a side of a benchmark; and a config as a file that commands read."""
+"""Runs `manta serve` with a config, as a side of a benchmark, and writes configs for `--config`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manta.jobs.commands import manta, server
 
 @contextmanager
 def manta_serve(config: EngineConfig, scratch: Path, *flags: str) -> Iterator[str]:
-    """Ready, at the URL that is given; its log is in `scratch`."""
+    """Run a server within the `with` block; yield its URL. Its log is in `scratch`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = str(write_settings(config, scratch))
@@ -25,7 +25,7 @@ def manta_serve(config: EngineConfig, scratch: Path, *flags: str) -> Iterator[st
 
 
 def write_settings(config: EngineConfig, scratch: Path) -> Path:
-    """For `--config`: all of the engine's settings."""
+    """Write all of the engine's settings to a file for `--config`; return its path."""
     path = scratch / "engine.json"  # JSON is YAML
     write_json(path, {name: value for name, value in asdict(config).items() if value is not None})
     return path

@@ -1,8 +1,8 @@
-"""CPU time and memory of this process and of all below it, by what each process is: who pays for a token.
+"""CPU time and memory of this process and its descendants, by role.
 
-Processes are known by their command, as Ray and HAProxy name them. Ray's own are its daemons, its agents and
-Serve's controller and proxy. Linux only: elsewhere nothing is found. Read by `serve_tax.py` and
-`soak_serve.py`; the machine's clocks are `cpu_clocks.py`'s.
+Processes are identified by their command, as Ray and HAProxy name them. The role "ray" covers its daemons,
+its agents, and Serve's controller and proxy. Linux only: empty on other systems. Used by `serve_tax.py` and
+`soak_serve.py`; the machine's clocks are in `cpu_clocks.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class RoleClocks:
-    """CPU seconds so far, by process id, of each with its role."""
+    """Role and CPU seconds so far, by process id."""
 
     seconds: Mapping[int, tuple[str, float]]
 
     def since(self, before: RoleClocks) -> dict[str, float]:
-        """Seconds of CPU between the two, by role; all of ROLES."""
+        """Return the CPU seconds between two readings for all of ROLES."""
         spent: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         for pid, (role, now_s) in self.seconds.items():
             spent[role] += now_s - before.seconds.get(pid, (role, 0.0))[1]
@@ -35,7 +35,6 @@ class RoleClocks:
 
 
 def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
-    """Of this process and its descendants, now."""
     if not (proc / "stat").exists():
         return RoleClocks({})
     processes = read_processes(proc)
@@ -48,18 +47,17 @@ def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
 
 
 def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
-    """Resident memory now, by role; all of ROLES."""
+    """Return the resident memory for all of ROLES."""
     found: dict[str, int] = dict.fromkeys(ROLES, 0)
     for pid, (role, _) in read_role_clocks(proc).seconds.items():
         try:
             found[role] += int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found
 
 
 def role_of(pid: int, command: str) -> str:
-    """One of ROLES."""
     if pid == os.getpid():
         return "client"
     program = command.split(" ", 1)[0]
@@ -73,5 +71,5 @@ def role_of(pid: int, command: str) -> str:
 def _command(proc: Path, pid: int) -> str:
     try:
         return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""

@@ -1,10 +1,10 @@
-"""`benchmarks scale`: the number of replicas follows the load on real Serve, and no request fails for it.
+"""`benchmarks scale`: the number of replicas follows the load on real Serve, without failing requests.
 
-Clients that ask one request after the other, streamed: few, many until the most replicas serve, few again
-until the fewest do; where that may be none, nobody until there is none, and few again. Drawn over time:
-replicas that serve, start and end, and how long the first token took. Replicas share this machine's cores, so
-that a second one need not make anything faster here: this is about life and death of replicas, not about
-speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`simulate/fleet.py`).
+Clients send one streamed request after another: few clients, then many until the maximum of replicas serve,
+then few until the minimum do; if the minimum is 0, no clients until there are no replicas, and few again. The
+plot shows serving, starting and stopping replicas and the time to first token. Replicas share this machine's
+cores, so more of them need not be faster: the benchmark is about starting and stopping them. The policy is in
+`cluster/autoscaling.py`, a simulated fleet in `simulate/fleet.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from manta.jobs.tables import print_table
 from .options import ScaleOptions
 
 LOOK_S = 0.5
-WINDOW_S = 5.0  # over which first tokens are summed up
-SPARE_CPUS = 2  # for what Serve may need besides replicas; entries in Ray's book, not cores
+WINDOW_S = 5.0  # window of the percentiles of first tokens
+SPARE_CPUS = 2  # Ray resources for Serve besides replicas, not cores
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, seconds since the beginning. `first_s`: None where no token came; `error`: why not all."""
+    """A request; times since the beginning. `first_s` is None without tokens, `error` without failure."""
 
     begin_s: float
     first_s: float | None
@@ -48,7 +48,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Replicas that serve, that start and that end, and the clients at that time."""
+    """Number of serving, starting and stopping replicas, and of clients, at a time."""
 
     at_s: float
     serving: int
@@ -59,18 +59,16 @@ class Moment:
 
 @dataclass
 class Seen:
-    """What the watchers wrote down."""
-
     moments: list[Moment] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
 
 
 class Clients:
-    """Threads that ask one request after the other. Their number may change while they do.
+    """Threads that send one request after another; their number can change.
 
     Args:
-        url: of the server.
-        body: of every request.
+        url: URL of the server.
+        body: body of every request.
     """
 
     def __init__(self, url: str, body: Mapping[str, Any], begin_s: float, seen: Seen) -> None:
@@ -83,8 +81,8 @@ class Clients:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def become(self, count: int) -> None:
-        """So many from now on; those too many end with the requests that they have."""
+    def resize(self, count: int) -> None:
+        """Change the number of clients; surplus ones finish their request."""
         gone = self._threads[count:]
         del self._threads[count:]
         for _, stop in gone:
@@ -114,11 +112,11 @@ class Clients:
         return Asked(begin_s - self._begin_s, first_s, error)
 
 
-def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  # Any: settings are plain data.
-    """Serve, load, watch; print a table, write what was asked for. Returns the figures.
+def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  # Any: plain data
+    """Run the server and the load, print tables, write the requested files, and return the figures.
 
     Raises:
-        MantaError: the replicas did not become as many as they should in time, or a request failed.
+        MantaError: the number of replicas was not reached in time, or a request failed.
     """
     least, most = options.replicas
     args = {
@@ -156,25 +154,25 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
 
 
 def _load(server: Server, application: str, model: str, options: ScaleOptions) -> Seen:
-    """Few clients, many, few."""
+    """Run the phases: few clients, many, few."""
     (least, most), many = options.replicas, options.many
-    assert many is not None, "known since the engines' slots are"
+    assert many is not None, "run_scale sets the number of clients"
     begin_s, seen = time.monotonic(), Seen()
     body = {"model": model, "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
     clients = Clients(server.url, body, begin_s, seen)
     with ExitStack() as stack:
         stack.enter_context(_watched(application, begin_s, clients, seen))
-        stack.callback(clients.become, 0)
+        stack.callback(clients.resize, 0)
         fewest = max(least, 1)
         phases = [(options.few, fewest), (many, most), (options.few, fewest)]
         if least == 0:
             phases += [(0, 0), (options.few, 1)]
         for count, replicas in phases:
             say(f"{count} client(s), until {replicas} replica(s) serve")
-            clients.become(count)
+            clients.resize(count)
             _await(seen, replicas, options.timeout_s)
             if replicas == 0:
-                await_ready(server.url, LOOK_S)  # it sleeps and is well
+                await_ready(server.url, LOOK_S)  # healthy without replicas
             time.sleep(options.hold_s)
     return seen
 
@@ -184,13 +182,13 @@ def _await(seen: Seen, replicas: int, timeout_s: float) -> None:
     while not seen.moments or seen.moments[-1].serving != replicas:
         if time.monotonic() > deadline_s:
             last = seen.moments[-1] if seen.moments else None
-            raise MantaError(f"There were not {replicas} replicas within {timeout_s:.0f} s, but: {last}.")
+            raise MantaError(f"{replicas} replicas were not reached within {timeout_s:.0f} s; last: {last}.")
         time.sleep(LOOK_S)
 
 
 @contextmanager
 def _watched(application: str, begin_s: float, clients: Clients, seen: Seen) -> Iterator[None]:
-    """Write down the replicas' number while the block runs."""
+    """Record the number of replicas within the `with` block."""
     from manta.actors.replica import DEPLOYMENT
     from ray import serve
 
@@ -220,7 +218,7 @@ def _watched(application: str, begin_s: float, clients: Clients, seen: Seen) -> 
 
 
 def summary(seen: Seen) -> Figures:
-    """Replicas and first tokens over time. A request counts in the window in which it was asked."""
+    """Return replicas and first tokens over time; a request counts in the window in which it was sent."""
     moments = [m for i, m in enumerate(seen.moments) if i == 0 or _state(m) != _state(seen.moments[i - 1])]
     return {
         "requests": len(seen.asked),

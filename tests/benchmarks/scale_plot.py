@@ -1,4 +1,4 @@
-"""The picture of `benchmarks scale`: replicas and clients above, the first token's p95 below, over time."""
+"""Plot of `benchmarks scale`: replicas and clients over time, and the p95 time to first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from manta.jobs.pictures.plots import COLORS, GRAY, TEAL, new_figure, save_figur
 
 
 def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `scale.run_scale`
-    """Write the picture to `path` (SVG or PNG by suffix)."""
     moments, windows, end_s = figures["moments"], figures["windows"], figures["seconds"]
     at_s = [*(moment["at_s"] for moment in moments), end_s]
     window_s = windows[1]["at_s"] - windows[0]["at_s"] if len(windows) > 1 else 0.0
@@ -18,7 +17,7 @@ def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of 
     above, below = figure.subplots(2, sharex=True)
     for axes, name, color, label in (
         (above.twinx(), "clients", GRAY, "clients"),
-        (above, "serving", TEAL, "replicas that serve"),
+        (above, "serving", TEAL, "serving replicas"),
     ):
         values = [moment[name] for moment in moments]
         axes.step(at_s, [*values, values[-1]], where="post", color=color)

@@ -1,10 +1,10 @@
-"""`benchmarks serve-tax`: what stands between the engine and a client, what it costs, and who pays.
+"""`benchmarks serve-tax`: the overhead of each layer between the engine and a client, and its CPU time.
 
-The same streams from the bare engine, from the engine with its worker in an actor, from the application
-below uvicorn, and from Ray Serve behind HAProxy (`serve_tax_sides.py`). Sides take turns: each round every
-side runs alone, through all points, and who begins moves on. The tax of a side is what it loses of the bare
-engine's speed in the same round; medians over rounds count. CPU time is told by process, per 1,000 tokens
-(`process_clocks.py`): where the engine runs in this process, its time is the client's.
+The same streams from the bare engine, from the engine with its worker in an actor, from the application under
+uvicorn, and from Ray Serve behind HAProxy (`serve_tax_sides.py`). Sides alternate: in each round every side
+runs alone through all points, in rotating order. The tax of a side is its loss of speed against the bare
+engine in the same round; medians over rounds are reported. CPU time is reported by process, per 1,000 tokens
+(`process_clocks.py`); if the engine runs in this process, its time counts as the client's.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.bench.turns import ratios, rotated
 from manta.jobs.tables import NO_FIGURE, print_table
 
 from .options import ServeTaxOptions
 from .process_clocks import ROLES, read_role_clocks
 from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
 
-LEAST_STREAMS = 8  # of a point: one stream after the other where one is open at once
-MOST_GROUPS = 4  # of streams that are open at once: at a point's end places stand empty
+LEAST_STREAMS = 8  # minimum number of streams of a point
+MOST_GROUPS = 4  # streams of a point as a multiple of the concurrency, which drops at the end
 MOST_STREAMS = 64
 WARM_UP_TOKENS = 32
-LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
+LOOK_EVERY_S = 1.0  # to count the processes of a side's Ray, which end with it
 
 
 @dataclass
 class TaxPass(Pass):
-    """One side over the streams of a point.
+    """A pass of a side over the streams of a point.
 
     Attributes:
-        first_s: from asking to the first token, by stream.
-        cpu_s: of all processes of the side, by role.
+        first_s: time to first token of each stream.
+        cpu_s: CPU time of the side's processes by role.
     """
 
     first_s: list[float] = field(default_factory=list)
@@ -61,9 +61,9 @@ class TaxPass(Pass):
 
 
 def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
-    """Measure, print a table per point, and write the figures if asked. Returns them."""
+    """Measure, print a table per point, write the figures if requested, and return them."""
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
-    _check_seats(config, options)
+    _check_concurrency(config, options)
     prompts = encode_prompts(read_prompts(options.prompts, options.num_prompts), load_tokenizer(config))
     passes: dict[tuple[int, float], dict[str, list[TaxPass]]] = {
         point: {side: [] for side in options.sides} for point in options.points
@@ -71,7 +71,7 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
     watch = Watch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-tax-") as scratch:
         for number in range(options.rounds):
-            for side in begin_with(list(options.sides), number):
+            for side in rotated(list(options.sides), number):
                 say(f"round {number + 1}/{options.rounds}: {NAMES[side]}")
                 with watch.open():
                     done = asyncio.run(_run_side(side, config, options, prompts, Path(scratch)))
@@ -85,7 +85,7 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
 
 
 def print_point(point: Figures) -> None:
-    """The table of one point: speed, first token, and CPU by process."""
+    """Print the table of one point: speed, time to first token, and CPU time by process."""
     columns = ["side", "tok/s", "of engine", "first ms", "identical", *ROLES, "together"]
     rows = [
         [
@@ -106,7 +106,6 @@ def print_point(point: Figures) -> None:
 async def _run_side(
     side: str, config: EngineConfig, options: ServeTaxOptions, prompts: Sequence[Prompt], scratch: Path
 ) -> dict[tuple[int, float], TaxPass]:
-    """All points of a side, which lives only for them."""
     found: dict[tuple[int, float], TaxPass] = {}
     async with SIDES[side](config, scratch) as asker:
         for streams, temperature in options.points:
@@ -131,7 +130,7 @@ async def _measure(asker: Asker, questions: Sequence[Question], streams: int) ->
 
 
 async def _ask_all(asker: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
-    """In the order of the questions. The first failure is raised."""
+    """Return the replies in the order of the questions; raises the first failure."""
     replies: dict[int, Reply] = {}
     waiting = iter(enumerate(questions))
 
@@ -182,7 +181,7 @@ def _side_figures(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] |
     }
 
 
-def _check_seats(config: EngineConfig, options: ServeTaxOptions) -> None:
+def _check_concurrency(config: EngineConfig, options: ServeTaxOptions) -> None:
     if (most := max(options.concurrency)) > config.max_num_seqs:
         raise ConfigError(
             f"{most} streams at once would wait for each other: max_num_seqs={config.max_num_seqs}. Raise "

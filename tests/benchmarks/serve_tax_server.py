@@ -1,8 +1,8 @@
-"""The bare ASGI side of `benchmarks serve-tax`: the same application below uvicorn, in a process of its own.
+"""The ASGI side of `benchmarks serve-tax`: the same application under uvicorn, in its own process.
 
     python tests/benchmarks/serve_tax_server.py settings.json PORT
 
-The worker is an actor, as in a replica; no Serve and no HAProxy. Ends with SIGTERM or Ctrl-C.
+The worker is an actor, as in a replica; no Serve and no HAProxy. Ends on SIGTERM or Ctrl-C.
 """
 
 from __future__ import annotations

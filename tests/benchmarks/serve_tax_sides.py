@@ -1,11 +1,11 @@
-"""Who answers in `benchmarks serve-tax`: the bare engine, and then one thing after the other before it.
+"""Sides of `benchmarks serve-tax`: the bare engine, and one more layer each.
 
-    engine   in this process, nothing between
+    engine   in this process
     actor    the same with its worker in a Ray actor
-    asgi     that below uvicorn, in a process of its own, asked over HTTP
+    asgi     the application under uvicorn in its own process, over HTTP
     serve    `manta serve`: Ray Serve behind HAProxy
 
-Each is opened alone: its models are loaded for it and leave with it. All answer the same `Question`s.
+Each runs alone and loads its models for its turn. All answer the same `Question`s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .streams import StreamClient
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A stream to be asked for; every side answers it with the same tokens."""
+    """A request for a stream; every side returns the same tokens."""
 
     prompt: list[int] = field(repr=False)
     max_tokens: int
@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Its tokens, and the seconds until the first ones."""
+    """Tokens of a stream, and the time to first token."""
 
     token_ids: list[int] = field(repr=False)
     first_s: float
@@ -59,15 +59,13 @@ Ask = Callable[[Question], Awaitable[Reply]]
 
 
 class Asker(Protocol):
-    """A side that is ready."""
-
     def worker(self) -> AbstractAsyncContextManager[Ask]:
-        """For one of those that ask at once: what to ask with."""
+        """Return the function with which one of the concurrent workers sends requests."""
         ...
 
 
 class EngineAsker:
-    """Streams of an `AsyncEngine` in this process."""
+    """Sends requests to an `AsyncEngine` in this process."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -93,7 +91,7 @@ class EngineAsker:
 
 
 class HttpAsker:
-    """Streams over HTTP, each worker on a connection that it keeps."""
+    """Sends requests over HTTP, with a persistent connection per worker."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model

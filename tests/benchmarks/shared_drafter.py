@@ -1,14 +1,14 @@
-"""`benchmarks shared-drafter`: what engines lose that share one drafter, against each having its own.
+"""`benchmarks shared-drafter`: engines that share one drafter against engines with their own.
 
-One, two, three engines on this machine, all under the same closed load at the same time, with
+One, two and three engines on this machine, all under the same closed load at the same time, with
 
     shared      one drafter process for all of them
     split       a drafter process each
-    colocated   a drafter each, in the target's own process
+    colocated   a drafter each, in the target's process
 
-All engines are there from the beginning, in processes of their own (`engine_hosts.py`), and idle when it is
-not their turn. At each number of engines sides take turns, the first of which does not count: what steps cost
-and bring is learned in it. Medians over rounds count.
+All engines are started first, in their own processes (`engine_hosts.py`), and are idle outside their turn. At
+each number of engines the sides alternate; the first turn is a warm-up, in which step costs and acceptance
+are learned. Medians over rounds are reported.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.placement import Topology, total
 from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.load.asks import Asks, encode_rows
+from manta.jobs.bench.load.asks import RequestSource, encode_rows
 from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import begin_with
+from manta.jobs.bench.turns import rotated
 from manta.jobs.ray_session import join_or_start_ray
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
@@ -37,28 +37,28 @@ from .options import SharedDrafterOptions
 from .options import SharedDrafterSide as Side
 
 LOOK_EVERY_S = 1.0
-Runs = Callable[[int, int, float], list[Turn]]  # engines, requests at once at each, seconds
+Runs = Callable[[int, int, float], list[Turn]]  # arguments: engines, requests per engine, seconds
 
 
 def run_shared_drafter(config: EngineConfig, options: SharedDrafterOptions) -> Figures:
-    """Measure, print a table per point, and write the figures if asked. Returns them.
+    """Measure, print a table per point, write the figures if requested, and return them.
 
     Raises:
-        ConfigError: nothing drafts.
-        PlacementError: there is no room for so many engines beside each other.
+        ConfigError: there is no drafter.
+        PlacementError: the engines do not fit on this machine.
     """
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *options.concurrency))
     configs: dict[Side, EngineConfig] = {side: _with_drafter(config, side) for side in options.sides}
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
-    asks = Asks(rows, options.max_tokens, options.temperature)
+    source = RequestSource(rows, options.max_tokens, options.temperature)
     started_here = join_or_start_ray(num_cpus=_num_cpus(configs, options), log_to_driver=False)
     try:
         with ExitStack() as opened:
             runs: dict[Side, Runs] = {}
             for side, of_side in configs.items():
                 say(f"{side}: {max(options.engines)} engine(s) load")
-                runs[side] = opened.enter_context(open_hosts(of_side, asks, max(options.engines))).run
+                runs[side] = opened.enter_context(open_hosts(of_side, source, max(options.engines))).run
             points = measure(runs, options)
     finally:
         if started_here:
@@ -70,10 +70,10 @@ def run_shared_drafter(config: EngineConfig, options: SharedDrafterOptions) -> F
 
 
 def measure(runs: Mapping[Side, Runs], options: SharedDrafterOptions) -> list[Figures]:
-    """Figures of every point.
+    """Measure every point.
 
     Args:
-        runs: of each side, ready.
+        runs: function that runs a turn, by side.
     """
     return [_measure(runs, engines, requests, options) for engines, requests in options.points]
 
@@ -88,7 +88,7 @@ def _measure(
     with watch.open():
         for number in range(options.rounds):
             say(f"{engines} engine(s), {requests} request(s) at each: round {number + 1}/{options.rounds}")
-            for side in begin_with(list(runs), number):
+            for side in rotated(list(runs), number):
                 done[side].append(runs[side](engines, requests, options.seconds))
     return {
         "engines": engines,
@@ -120,13 +120,15 @@ def _side_figures(
 
 
 def _tokens_per_s(turns: Sequence[Turn]) -> float:
-    """Of an engine, in the mean over those that ran together."""
     return statistics.fmean(turn.tokens / turn.seconds for turn in turns)
 
 
 def _drafter_figures(rounds: Sequence[Sequence[Turn]], steps: int) -> Figures:
-    """Of drafters in processes of their own: what share of the steps was drafted, what queue and work took of
-    a step, and in what share of the time they worked, which for several drafters may be more than 1."""
+    """Return figures of drafters in other processes.
+
+    Share of steps with drafts, queueing and work time per step, and the share of time in which they worked,
+    which exceeds 1 for several drafters.
+    """
     uses = [turn.drafter for each in rounds for turn in each]
     served_s = sum(use.served_s for use in uses)
     seconds = sum(max(turn.seconds for turn in each) for each in rounds)
@@ -139,7 +141,7 @@ def _drafter_figures(rounds: Sequence[Sequence[Turn]], steps: int) -> Figures:
 
 
 def print_point(point: Figures) -> None:
-    """The table of one point; times are of a step."""
+    """Print the table of one point; times are per step."""
     columns = ["drafter", "tok/s each", "of colocated", "tok/step", "draft ms", "drafted", "queue ms"]
     columns += ["work ms", "busy", "fairness"]
     rows = [
@@ -166,8 +168,7 @@ def _with_drafter(config: EngineConfig, side: Side) -> EngineConfig:
     spec = config.speculative_config
     if spec is None or spec.model is None:
         raise ConfigError(
-            "speculative_config is missing: what is measured is a drafter that engines share. Give "
-            "--spec-model.",
+            "speculative_config is missing: this compares placements of a drafter. Set --spec-model.",
             param="speculative_config",
         )
     changed: SpeculativeConfig = replace(spec, placement=side)
@@ -175,7 +176,7 @@ def _with_drafter(config: EngineConfig, side: Side) -> EngineConfig:
 
 
 def _num_cpus(configs: Mapping[Side, EngineConfig], options: SharedDrafterOptions) -> int:
-    """Entries in the books of a Ray that is started here, which are no cores: room for all engines."""
+    """Return the CPU resources of a Ray that is started here, enough for all engines (not cores)."""
     topologies = [Topology.of(config, {}) for config in configs.values()]
     shared = [topology.worker_resources for topology in topologies if topology.shared_drafter]
     bundles = [*shared, *(b for each in topologies for b in each.worker_bundles() * max(options.engines))]

@@ -1,8 +1,8 @@
-"""`make soak-batch`: millions of rows through a batch job, and what memory that took. No model computes.
+"""`make soak-batch`: millions of rows through a batch job, and its memory. No model computes.
 
-The whole job is real but for its executor, which is simulated: files, survey, leases, engine actors on Ray,
-scheduler, segments, parts, ledger. Prompts are token ids, so that no tokenizer stands in between. At the end
-every row must be there once, and the driver's memory must have stayed below 2 GB, an engine actor's below 1.
+Everything is real except for the executor, which is simulated: files, survey, leases, engine actors on Ray,
+scheduler, segments, parts, ledger. Prompts are token ids, so no tokenizer is needed. Every row must be in the
+output exactly once, with at most 2 GB of memory in the driver and 1 GB in an engine actor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from manta.jobs.tables import print_table
 
 DRIVER_BYTES = 2 * 2**30
 ENGINE_BYTES = 1 * 2**30
-ROWS_PER_GROUP = 65_536  # and in memory, while rows are made
+ROWS_PER_GROUP = 65_536  # also the rows in memory while they are made
 ROWS_PER_FILE = 1_000_000
 PROMPT_TOKENS = 8
 LOOK_EVERY_S = 0.5
@@ -45,10 +45,10 @@ _PROC = Path("/proc")
 
 @dataclass
 class Memory:
-    """The most resident memory (bytes) that processes have had: Linux's own high-water marks.
+    """Peak resident memory of processes in bytes (Linux's VmHWM).
 
     Attributes:
-        engines: by process id.
+        engines: peaks of engine actors by process id.
     """
 
     driver: int = 0
@@ -56,14 +56,14 @@ class Memory:
 
 
 def run_soak(model: Path, rows: int, engines: int, folder: Path) -> Figures:
-    """Make the rows, answer them, count them.
+    """Make the rows, run the job and check its output.
 
     Args:
-        model: a checkpoint that the job can look at; it is not loaded.
-        folder: for input and output; must not exist, or be empty.
+        model: a checkpoint for the job; its weights are not loaded.
+        folder: folder for input and output, which must be missing or empty.
 
     Raises:
-        MantaError: a row is missing, or there twice; the job failed.
+        MantaError: the job failed, or a row is missing or repeated.
     """
     make_rows(folder / "in", rows)
     config = EngineConfig(model=str(model), skip_tokenizer_init=True, device="cpu", max_num_seqs=256)
@@ -90,7 +90,7 @@ def run_soak(model: Path, rows: int, engines: int, folder: Path) -> Figures:
 
 
 def simulated(config: EngineConfig) -> Executor:
-    """What each engine actor runs in place of a model."""
+    """Return the executor of each engine actor."""
     info = ExecutorInfo(
         num_pages=(config.max_num_seqs * 8,),
         page_size=16,
@@ -105,7 +105,7 @@ def simulated(config: EngineConfig) -> Executor:
 
 
 def make_rows(folder: Path, rows: int) -> None:
-    """Parquet files of rows with an id, their number, and a prompt of token ids."""
+    """Write Parquet files of rows with an id (the row number) and a prompt of token ids."""
     folder.mkdir(parents=True)
     schema = pa.schema([("id", pa.string()), ("prompt", pa.list_(pa.int32()))])
     for number, first in enumerate(range(0, rows, ROWS_PER_FILE)):
@@ -120,7 +120,7 @@ def make_rows(folder: Path, rows: int) -> None:
 
 
 def check_rows(output: Path, rows: int) -> None:
-    """Raise MantaError unless each row stands once in the parts."""
+    """Raise MantaError unless each row is in the parts exactly once."""
     times = np.zeros(rows, dtype=np.int32)
     for part in output.glob("*-*.parquet"):
         for batch in pq.ParquetFile(part).iter_batches(columns=["id"]):
@@ -134,7 +134,7 @@ def check_rows(output: Path, rows: int) -> None:
 
 @contextmanager
 def watched() -> Iterator[Memory]:
-    """Look at this process and the engine actors below it, until the end of the block."""
+    """Record the peaks of this process and its engine actors within the `with` block."""
     memory, over = Memory(), threading.Event()
 
     def watch() -> None:
@@ -152,7 +152,7 @@ def watched() -> Iterator[Memory]:
 
 
 def _engines() -> dict[int, int]:
-    """Of each engine actor among the descendants of this process, its peak."""
+    """Return the peak of each engine actor among this process's descendants."""
     parents, engines = dict[int, int](), list[int]()
     for process in _PROC.glob("[0-9]*"):
         status = _read(process / "status")
@@ -179,17 +179,19 @@ def _peak_bytes(process: Path) -> int | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it has just ended
+    except OSError:  # the process has ended
         return ""
 
 
 def main(
     rows: Annotated[int, typer.Option("--rows")] = 5_000_000,
     engines: Annotated[int, typer.Option("--engines")] = 1,
-    model: Annotated[Path, typer.Option("--model", help="Looked at, not loaded.")] = Path("models/target"),
+    model: Annotated[Path, typer.Option("--model", help="Checkpoint; its weights are not loaded.")] = Path(
+        "models/target"
+    ),
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
 ) -> None:
-    """Run a batch job over many rows on a simulated executor; fail if it takes too much memory."""
+    """Run a batch job over many rows on a simulated executor; exit code 1 if it uses too much memory."""
     with tempfile.TemporaryDirectory(prefix="manta-soak-") as folder:
         found: dict[str, Any] = run_soak(model.resolve(), rows, engines, Path(folder) / "soak")
     if output is not None:

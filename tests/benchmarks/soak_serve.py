@@ -1,9 +1,9 @@
-"""`make soak-serve`: a real server under clients as they are, for minutes; what stays, what overload does.
+"""`make soak-serve`: a real server under realistic clients for minutes, and then under overload.
 
-Streams of all lengths come and go; some clients leave in the middle. In the end the server's memory must be
-what it was after a fifth of the time, no request may have failed, and no page may be held. Then four times as
-many requests as the server takes come at once: it refuses as OpenAI would, and what it took goes on.
-The server is started and ended by `main`; `run_soak` and `overload` take any that this process started.
+Streams of all lengths start and end; some clients disconnect early. At the end the server's memory must be
+that after a fifth of the time, no request may have failed, and no page may be in use. Then four times as many
+requests as the server accepts arrive at once: it must reject the surplus as OpenAI does, and continue the
+others. `main` starts the server; `run_soak` and `overload` accept any server that this process started.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from .streams import Stream, StreamClient
 
 CLIENTS = 32
 LONGEST_TOKENS = 256
-LEAVING_SHARE = 0.3  # of clients, in the middle of their stream
+LEAVING_SHARE = 0.3  # of streams, abandoned by their client
 WATCHED = ("worker", "replica", "haproxy")
-GROWTH_BYTES = 32 * 2**20  # of each: more is a leak
+GROWTH_BYTES = 32 * 2**20  # allowed growth of a role's memory
 GROWTH_SHARE = 0.05
-OVERLOAD = 4  # times what the server takes
+OVERLOAD = 4  # multiple of the requests that the server accepts
 OVERLOAD_TOKENS = 128
-SLOWER_BAR = 1.2  # a token of what was taken, beside a full server without overload
+SLOWER_BAR = 1.2  # allowed slowdown per token of accepted requests under overload
 LOOK_EVERY_S = 0.5
 REST_S = 60.0
 
 
 def run_soak(url: str, seconds: float, clients: int = CLIENTS, pause_s: float = 0.0) -> Figures:
-    """Keep so many clients at it for so long, each with one stream after the other.
+    """Run clients for `seconds`, each with one stream after another.
 
     Args:
-        url: of a server whose processes are below this one.
-        pause_s: of a client between two streams, at most.
+        url: URL of a server whose processes are descendants of this one.
+        pause_s: maximum pause of a client between two streams.
     """
     return asyncio.run(_soak(url, seconds, clients, pause_s))
 
 
 def overload(url: str, running: int, waiting: int) -> Figures:
-    """Ask for as many streams as run at once; then for OVERLOAD times what runs and waits.
+    """Send as many streams as run concurrently, then OVERLOAD times the accepted number.
 
     Args:
-        running, waiting: requests that the server takes: `max_num_seqs`, `max_num_queued_reqs`.
+        running, waiting: limits of the server: `max_num_seqs`, `max_num_queued_reqs`.
     """
     return asyncio.run(_overload(url, running, waiting))
 
 
 def complaints(found: Figures, growth_bytes: int = GROWTH_BYTES) -> list[str]:
-    """What a soak may not show.
+    """Return the failures of a soak.
 
     Args:
-        growth_bytes: of a role's memory, beside a share; the default suits a soak of minutes, whose second
-            fifth has seen every shape of a step.
+        growth_bytes: allowed growth of a role's memory in addition to GROWTH_SHARE; the default is for a soak
+            of minutes, in whose first fifths every shape of a step occurs.
     """
     said = [
         f"{count} streams ended as {end}"
@@ -83,7 +83,7 @@ def complaints(found: Figures, growth_bytes: int = GROWTH_BYTES) -> list[str]:
 
 
 def overload_complaints(found: Figures) -> list[str]:
-    """What overload may not show."""
+    """Return the failures under overload."""
     said = [
         f"{count} accepted streams ended as {end}" for end, count in found["ends"].items() if end != "whole"
     ]
@@ -130,7 +130,9 @@ async def _overload(url: str, running: int, waiting: int) -> Figures:
     many = await _ask_at_once(url, OVERLOAD * (running + waiting))
     refused = [stream for stream in many if stream.end == "refused"]
     taken = [stream for stream in many if stream.end != "refused"]
-    wrong = Counter(_as_seen(stream) for stream in refused if not _is_as_openai(stream))
+    wrong = Counter(
+        f"{stream.status} {dict(stream.error)}" for stream in refused if not _is_as_openai(stream)
+    )
     return {
         "asked": len(many),
         "refused": len(refused),
@@ -154,7 +156,7 @@ async def _ask_at_once(url: str, count: int) -> list[Stream]:
 
 
 def _token_s(streams: Sequence[Stream]) -> float:
-    """Between tokens, of the median stream: from its first to its last."""
+    """Return the median over streams of the seconds per token."""
     spent = [s.token_times_s[-1] - s.token_times_s[0] for s in streams if len(s.token_times_s) > 1]
     return statistics.median(spent) / OVERLOAD_TOKENS if spent else 0.0
 
@@ -162,10 +164,6 @@ def _token_s(streams: Sequence[Stream]) -> float:
 def _is_as_openai(stream: Stream) -> bool:
     in_shape = stream.error.get("type") == "ServiceUnavailableError" and stream.error.get("code") == 503
     return in_shape and stream.status == 503 and float(stream.headers.get("retry-after", 0)) > 0
-
-
-def _as_seen(stream: Stream) -> str:
-    return f"{stream.status} {dict(stream.error)}"
 
 
 def _body(seed: int, max_tokens: int) -> dict[str, Any]:  # Any: JSON
@@ -179,7 +177,7 @@ def _body(seed: int, max_tokens: int) -> dict[str, Any]:  # Any: JSON
 
 
 def _growth(samples: Sequence[int]) -> dict[str, int]:
-    """Medians (bytes) of the second and of the last fifth of the time."""
+    """Return the median bytes of the second and of the last fifth of the time."""
     fifth = max(1, len(samples) // 5)
     return {
         "early": int(statistics.median(samples[fifth : 2 * fifth] or samples)),
@@ -188,7 +186,7 @@ def _growth(samples: Sequence[int]) -> dict[str, int]:
 
 
 async def _at_rest(url: str) -> dict[str, float]:
-    """What the server still holds once nobody asks; waits a while for zeros."""
+    """Return what the server still holds without requests; waits up to REST_S for zeros."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline_s = time.monotonic() + REST_S
     while True:
@@ -213,7 +211,7 @@ def main(
     waiting: Annotated[int, typer.Option("--max-num-queued-reqs")] = 32,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
 ) -> None:
-    """Serve, soak, overload; fail if memory grows, pages stay, or a stream ends as it should not."""
+    """Serve, soak, overload; exit code 1 if memory grows, pages stay in use, or a stream fails."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     flags = ["-m", str(model), "--spec-model", str(drafter), "--port", str(port)]

@@ -1,9 +1,8 @@
-"""Streams of completions and chats as a client sees them: many at once, at little cost, and how each ended.
+"""Client for many concurrent streams of completions and chats, which records how each ended.
 
-A few lines of HTTP/1.1 over asyncio's sockets, since the client must not be what is measured, and since how
-a stream ends (properly, with an error event, cut) is what trials of deaths ask. Used by `http_load.py`,
-`serve_tax.py`, `soak_serve.py` and the tests that kill servers. Not for questions without a stream:
-`jobs/client.py`.
+A small HTTP/1.1 client over asyncio's sockets: its cost must be negligible, and tests of crashes need to know
+how a stream ended (properly, with an error event, cut). Used by `http_load.py`, `serve_tax.py`,
+`soak_serve.py` and the tests that kill servers. For requests without a stream see `jobs/client.py`.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ DONE = b"[DONE]"
 MAX_HEAD_BYTES = 64 * 1024
 Json = Mapping[str, Any]  # Any: JSON
 
-# whole: finish reason and [DONE]. error: an error event, then [DONE]. cut: the bytes ended before [DONE].
-# refused: a status other than 200. left: we closed it. late: nothing ended it in time.
+# whole: finish reason and [DONE]. error: an error event, then [DONE]. cut: connection ended before.
+# refused: a status other than 200. left: the client closed it. late: it did not end in time.
 End = Literal["whole", "error", "cut", "refused", "left", "late"]
 
 
 @dataclass
 class Stream:
-    """What was seen of one stream so far. Times in seconds of `time.monotonic`.
+    """State of one stream. Times are seconds of `time.monotonic`.
 
     Attributes:
-        asked_s: when the request was sent.
-        token_times_s: when each event with text or tokens came.
-        text, token_ids: of those events; ids where the body asks `return_token_ids`.
-        usage: the last that the server told; {} where it tells none.
-        end: None while it is open.
-        error: what the server said in an error event or a refusal.
-        status: of HTTP; 0 where no answer came.
-        headers: of the answer, names in lower case.
+        asked_s: time at which the request was sent.
+        token_times_s: times of events with text or tokens.
+        text, token_ids: content of these events; ids only with `return_token_ids`.
+        usage: latest usage from the server; {} without one.
+        end: None while the stream is open.
+        error: the server's error from an event or a rejection.
+        status: HTTP status; 0 without a response.
+        headers: response headers with lower-case names.
     """
 
     asked_s: float
@@ -55,27 +54,25 @@ class Stream:
 
     @property
     def first_s(self) -> float | None:
-        """From asking to the first token."""
         return self.token_times_s[0] - self.asked_s if self.token_times_s else None
 
     @property
     def seconds(self) -> float:
-        """From asking to the end."""
         assert self.ended_s is not None, "the stream is open"
         return self.ended_s - self.asked_s
 
     def next_after(self, when_s: float) -> float | None:
-        """Seconds from `when_s` to the next thing that the client saw: a token, or the end."""
+        """Return the seconds from `when_s` to the next token or the end."""
         seen = [at for at in (*self.token_times_s, self.ended_s) if at is not None and at > when_s]
         return min(seen) - when_s if seen else None
 
 
 class StreamClient:
-    """One connection, kept from stream to stream. `async with` closes it.
+    """A persistent connection for one stream at a time. `async with` closes it.
 
     Args:
-        url: of the server, with or without `/v1`.
-        api_key: sent as a bearer token.
+        url: URL of the server, with or without `/v1`.
+        api_key: bearer token.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
@@ -88,12 +85,12 @@ class StreamClient:
         self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: Json, *, leave_after: int | None = None, into: Stream | None = None) -> Stream:
-        """One stream to its end; whatever happens to it is in what comes back, nothing is raised.
+        """Run one stream to its end. Failures are in the result; nothing is raised.
 
         Args:
-            body: of a chat if it has `messages`, else of a completion.
-            leave_after: close the connection after so many events with tokens.
-            into: filled as it goes, for whoever looks meanwhile.
+            body: body of a chat if it has `messages`, else of a completion.
+            leave_after: number of events with tokens after which the connection is closed.
+            into: stream to fill, for readers that watch it.
         """
         stream = into or Stream(time.monotonic())
         stream.asked_s = time.monotonic()
@@ -102,7 +99,7 @@ class StreamClient:
                 stream.end = await self._run(stream, body, leave_after)
         except TimeoutError:
             stream.end = "late"
-        except (OSError, EOFError, ValueError):  # reset, ended in the middle, or not HTTP any more
+        except (OSError, EOFError, ValueError):  # reset, incomplete, or invalid HTTP
             stream.end = "cut"
         stream.ended_s = time.monotonic()
         if stream.end in ("cut", "left", "late"):
@@ -144,7 +141,7 @@ class StreamClient:
         return reader
 
     def close(self) -> None:
-        """Idempotent; asking again opens a new connection."""
+        """Close the connection; the next request opens a new one. Idempotent."""
         if self._pipe is not None:
             self._pipe[1].close()
             self._pipe = None
@@ -157,7 +154,7 @@ class StreamClient:
 
 
 def _take(stream: Stream, event: Json) -> bool:
-    """Put an event's news into the stream; whether it brought tokens."""
+    """Add an event to the stream; return whether it has tokens."""
     if "error" in event:
         stream.error = event["error"]
         return False
@@ -175,7 +172,7 @@ def _take(stream: Stream, event: Json) -> bool:
 
 
 def _text_of(choice: Json) -> str:
-    """Of a completion's choice, or of a chat's, reasoning and all."""
+    """Return the text of a completion's or chat's choice, including reasoning."""
     if "text" in choice:
         return choice["text"] or ""
     delta = choice.get("delta") or {}
@@ -186,14 +183,14 @@ def _text_of(choice: Json) -> str:
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     raw = await reader.readuntil(b"\r\n\r\n")
     if len(raw) > MAX_HEAD_BYTES:
-        raise ValueError("the answer's head is too long")
+        raise ValueError("the response head is too long")
     first, *lines = raw.decode("latin-1").split("\r\n")
     pairs = (line.partition(":") for line in lines if line)
     return int(first.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """Its pieces as they come."""
+    """Yield the pieces of a response body as they arrive."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
@@ -206,7 +203,7 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events; comments are dropped."""
+    """Yield the data of server-sent events, without comments."""
     rest = b""
     async for piece in pieces:
         *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -216,7 +213,7 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _error_of(raw: bytes) -> Json:
-    """In OpenAI's shape; what is not in that shape comes as {"raw": text}."""
+    """Return OpenAI's error object of a body; {"raw": text} for other formats."""
     try:
         found = json.loads(raw)["error"]
         return found if isinstance(found, dict) else {"raw": raw.decode(errors="replace")}

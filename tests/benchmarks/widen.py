@@ -1,17 +1,18 @@
-"""A pair made as wide and deep as asked for, which answers and drafts as the given one does.
+"""Makes a wider and deeper pair that gives the same answers and drafts as the given one.
 
-So that a real acceptance runs at a large model's cost. What is added cannot reach the answer, since it meets
-zeros on its way: new hidden dimensions are written by nobody, the output projections of new heads, new inner
-columns and new layers are zero. What those zeros allow is random, so that kernels do real work.
+It combines real acceptance with the cost of a large model. The added parts cannot affect the output, since
+zeros separate them: new hidden dimensions are never written, and the output projections of new heads, new
+inner columns and new layers are zero. Other new weights are random, so that kernels do real work.
 
-    hidden  x' = [x, 0], H' wide: sum(x'^2) is as before, so with s = sqrt(H / H') and eps' = s^2 eps
-            x' / sqrt(sum / H' + eps') = [x / sqrt(sum / H + eps), 0] / s: the norm's weight is times s
-    head    its norm has the model's eps too: rows of q and k are times s, rounded to a power of two
-    heads   query j of K/V head g goes to a new group of queries, which begins with g's; see `_places`
+    hidden  x' = [x, 0], H' wide: sum(x'^2) is unchanged, so with s = sqrt(H / H') and eps' = s^2 eps
+            x' / sqrt(sum / H' + eps') = [x / sqrt(sum / H + eps), 0] / s: the norm's weight is multiplied by
+            s
+    head    its norm also uses the model's eps: rows of q and k are multiplied by s, rounded to a power of two
+    heads   query j of K/V head g goes to a new group of queries that begins with g's; see `_places`
 
-Exact in every dtype where s is a power of two (H' = 4 H, 16 H, ..); else norms, which are stored in fp32, are
-rounded once more in the dtype that is served. Only the order of summation in products differs. Not a
-checkpoint to publish: it knows nothing more. Called by `benchmarks widen`.
+Exact in every dtype if s is a power of two (H' = 4 H, 16 H, ..); otherwise norms, which are stored in fp32,
+are rounded once more in the dtype of serving. Only the order of summation in products differs. The result
+knows nothing more than the given pair and is not for publication. Called by `benchmarks widen`.
 
 Legend: H hidden, I inner, Q query heads, K kv heads, D head dim, m taps; primed: of the wide pair.
 """
@@ -43,9 +44,9 @@ _NOT_COPIED = ("README.md", "config.json", "model.safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """What a projection's dimensions are, and what stands where there was nothing: noise or zeros.
+    """Dimensions of a projection, and whether new elements are random or zero.
 
-    `normed`: its outputs, heads, have a norm of their own.
+    `normed`: its outputs (heads) are normalized.
     """
 
     rows: str
@@ -75,7 +76,7 @@ _MATRICES = {
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Sizes of a block: hidden state, inner state, query heads, K/V heads. Heads keep their dimension."""
+    """Sizes of a layer: hidden and intermediate size, query heads, K/V heads. The head dim is unchanged."""
 
     hidden: int
     inter: int
@@ -84,44 +85,43 @@ class Width:
 
     @classmethod
     def of(cls, config: Json) -> Width:
-        """Of a config.json."""
         return cls(**{field: config[key] for field, key in _KEYS.items()})
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Return the number of query heads per K/V head."""
         return self.heads // self.kv_heads
 
 
 def widen_pair(
     target_folder: Path, drafter_folder: Path, output: Path, width: Width, *, layers: int, drafter_layers: int
 ) -> None:
-    """Write `output`/target and `output`/drafter; they load like any checkpoint.
+    """Write the checkpoints `output`/target and `output`/drafter.
 
     Args:
         target_folder: a Qwen3 target without biases.
-        drafter_folder: its drafter, in z-lab's format.
-        output: does not exist yet, or is empty.
-        width: of both, nowhere below theirs.
-        layers, drafter_layers: of target and drafter, not below theirs.
+        drafter_folder: its drafter in z-lab's format.
+        output: a missing or empty folder.
+        width: sizes of both, at least the given pair's.
+        layers, drafter_layers: layers of target and drafter, at least the given pair's.
 
     Raises:
-        ConfigError: a size is too small, or the output is in use.
-        CheckpointError: the pair is missing, corrupt, or of a kind that cannot be widened.
+        ConfigError: a size is too small, or the output is not empty.
+        CheckpointError: the pair is missing, corrupt, or of an unsupported architecture.
     """
     target = _read(target_folder, "Qwen3ForCausalLM", "model")
     drafter = _read(drafter_folder, "DFlashDraftModel", "speculative_config.model")
     wide_target = _wide_config(target, width, layers)
     wide_drafter = {**_wide_config(drafter, width, drafter_layers), "num_target_layers": layers}
     if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={str(output)!r} is not empty. Give a folder of its own.", param="output")
+        raise ConfigError(f"output={str(output)!r} is not empty. Give a new folder.", param="output")
     _write(target_folder, output / "target", wide_target, _Widening(target, width, "model."))
     _write(drafter_folder, output / "drafter", wide_drafter, _Widening(drafter, width, ""))
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One dimension of a tensor: `size` wide, of which index places[i] is the old sources[i]."""
+    """A dimension of a tensor with `size` elements; index places[i] has the old element sources[i]."""
 
     size: int
     places: Tensor
@@ -129,11 +129,11 @@ class _Axis:
 
     @classmethod
     def begin(cls, old: int, new: int) -> _Axis:
-        """The old ones first."""
+        """Return an axis that starts with the old elements."""
         return cls(new, torch.arange(old), torch.arange(old))
 
     def times(self, inner: _Axis, old_inner: int) -> _Axis:
-        """Each index becomes `inner`, which was `old_inner` wide."""
+        """Return the product with `inner`, whose old size was `old_inner`."""
         return _Axis(
             self.size * inner.size,
             (self.places[:, None] * inner.size + inner.places).flatten(),
@@ -142,7 +142,7 @@ class _Axis:
 
 
 class _Widening:
-    """From tensors of one model to those of the wide one; `prefix` stands before the names of its layers."""
+    """Converts the tensors of a model to those of the wide one; `prefix` precedes its layers' names."""
 
     def __init__(self, config: Json, width: Width, prefix: str) -> None:
         old, dim, taps = Width.of(config), config["head_dim"], config.get("dflash_config", {})
@@ -167,7 +167,7 @@ class _Widening:
         self._random = torch.Generator().manual_seed(0)
 
     def layer(self, source: TensorFolder, index: int) -> dict[str, Tensor]:
-        """All tensors of a layer. Beyond the source's layers: its last one, whose outputs nobody gets."""
+        """Return the tensors of a layer; a new layer is the last one with zero output projections."""
         known = min(index, self._num_layers - 1)
         at, there = f"{self._at}{known}.", f"{self._at}{index}."
         names = [name for name in sorted(source.shapes) if name.startswith(at)]
@@ -178,7 +178,6 @@ class _Widening:
         return found
 
     def others(self, source: TensorFolder) -> dict[str, Tensor]:
-        """What belongs to no layer."""
         names = [name for name in sorted(source.shapes) if not name.startswith(self._at)]
         return {name: self._wide(name, source.get(name)) for name in names}
 
@@ -207,9 +206,9 @@ class _Widening:
 
 
 def _places(old: Width, new: Width) -> tuple[_Axis, _Axis]:
-    """Where query and K/V heads go.
+    """Return the new indices of query and K/V heads.
 
-    A new K/V head has new.group queries. An old one whose queries are more is there more than once:
+    A new K/V head has new.group queries. An old K/V head with more queries is repeated:
 
         old  kv 0: q 0 1    kv 1: q 2 3      new group 3:  kv 0: q 0 1 +   kv 1: q 2 3 +   kv 2: q + + +
                                              new group 1:  kv 0: q 0   kv 0: q 1   kv 1: q 2   kv 1: q 3
@@ -222,7 +221,7 @@ def _places(old: Width, new: Width) -> tuple[_Axis, _Axis]:
 
 
 class _Needed(HfConfig):
-    """What is computed with here, or with what is made here."""
+    """Fields of config.json that are needed here."""
 
     hidden_size: Count
     intermediate_size: Count
@@ -244,7 +243,7 @@ def _read(folder: Path, architecture: str, param: str) -> Json:
 
 
 def _wide_config(config: Json, width: Width, layers: int) -> Json:
-    """The configuration of the wide model; ConfigError if the old one has no room in it."""
+    """Return the configuration of the wide model; raises ConfigError if a size is too small."""
     old, before = Width.of(config), config["num_hidden_layers"]
     sizes = [(field.name, getattr(old, field.name), getattr(width, field.name)) for field in fields(Width)]
     for name, least, wanted in [*sizes, ("layers", before, layers)]:
@@ -270,7 +269,7 @@ def _wide_config(config: Json, width: Width, layers: int) -> Json:
 
 
 def _write(source_folder: Path, folder: Path, config: Json, widening: _Widening) -> None:
-    """One file for each layer, so that no more than one is in memory."""
+    """Write one file per layer, so that only one layer is in memory."""
     source = TensorFolder(source_folder)
     folder.mkdir(parents=True)
     for file in source_folder.iterdir():

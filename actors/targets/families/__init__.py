@@ -1,8 +1,8 @@
-"""Which families there are: Hugging Face's class name -> its reader of config.json.
+"""The model families: Hugging Face's class name -> its reader of config.json.
 
-A family is one file: what its config.json means (`ModelSpec`), where its tensors are, how ranks cut them and
-how they are transformed at load. None has a forward of its own: `model/decoder.py` runs any spec. A new one
-is a file, a line here, and a row of `tests/families.py`.
+A family is one file: the meaning of its config.json (`ModelSpec`), the names of its tensors, how ranks slice
+them and how they are transformed at load. No family has a forward pass of its own: `model/decoder.py` runs
+any spec. To add a family, add a file, an entry here, and a row of `tests/families.py`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ FAMILIES: Mapping[str, Reader] = {
 _GENERATION, _ENDS = "generation_config.json", "eos_token_id"
 _QUANTIZED = "hf_quant_config.json"
 
-# Kin of what is served, and what of it is missing here.
-_LACKING: Mapping[str, str] = {
+# Unsupported classes that resemble supported ones, with the feature that is missing here.
+_MISSING_FEATURES: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": "an indexer that chooses which keys a row sees",
     "GlmMoeDsaForCausalLM": "an indexer that chooses which keys a row sees",
     "DeepseekV4ForCausalLM": "hyper-connections and compressed keys",
@@ -71,11 +71,14 @@ _LACKING: Mapping[str, str] = {
 
 
 def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
-    """What a checkpoint folder holds, without reading a weight; CheckpointError says what is not served.
+    """Return the model in a checkpoint folder, without reading a weight.
 
     Args:
-        overrides: keys of config.json that get other values; those of the language model stand for
-            themselves or in a "text_config", wherever the file has them.
+        overrides: replacements for keys of config.json. Keys of the language model may be given directly or
+            in a "text_config", wherever the file has them.
+
+    Raises:
+        CheckpointError: the model is not supported; says why.
     """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
@@ -95,19 +98,21 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
 
 
 def _check_unquantised(folder: Path) -> None:
-    """Refuse checkpoints of ModelOpt that say so in a file beside config.json alone."""
+    """Raise CheckpointError for ModelOpt checkpoints, whose hf_quant_config.json says that they are
+    quantized.
+    """
     quantized = read_json(folder, _QUANTIZED, param="model", required=False).get("quantization")
     if quantized is not None:
         algorithm = quantized.get("quant_algo") if isinstance(quantized, Mapping) else quantized
         raise CheckpointError(
-            f"{folder / _QUANTIZED} says that its weights are quantised ({algorithm}): such targets are not "
-            "served, use the unquantised checkpoint.",
+            f"{folder / _QUANTIZED} says that its weights are quantized ({algorithm}): such targets are not "
+            "served, use the unquantized checkpoint.",
             param="model",
         )
 
 
 def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
-    """The file or setting that says which tokens end an answer."""
+    """Return the file or setting that determines the end tokens."""
     if _ENDS in (overrides or {}):
         return "hf_overrides"
     generation = read_json(folder, _GENERATION, param="model", required=False)
@@ -118,8 +123,8 @@ def _read(raw: Json, file: str) -> ModelSpec:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
     if name not in FAMILIES:
-        reason = f"{name} has {_LACKING[name]}, which" if name in _LACKING else "others"
-        verb = "is" if name in _LACKING else "are"
+        reason = f"{name} has {_MISSING_FEATURES[name]}, which" if name in _MISSING_FEATURES else "others"
+        verb = "is" if name in _MISSING_FEATURES else "are"
         wanted = f"one of {', '.join(FAMILIES)}: {reason} {verb} not served"
         raise wrong(file, "architectures", names, wanted)
     return FAMILIES[name](raw, file)

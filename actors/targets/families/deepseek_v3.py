@@ -1,13 +1,14 @@
-"""DeepSeek-V3 and Kimi K2: latent attention, dense first layers, then routed experts beside a shared one.
+"""DeepSeek-V3 and Kimi K2: latent attention, dense first layers, then routed experts and a shared expert.
 
     x += o(attention over latents(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u)
 
-Part of each head is rotated, in pairs 2c, 2c + 1 as published. With yarn, scores have a factor of their own
-beside that on cosines and sines. The norms of both bottlenecks have an eps that config.json does not say.
-Layers behind the last that predict further tokens (`num_nextn_predict_layers`) are not read: that is the
-drafter's part. Of Kimi K2.5 and later the text part is read.
+Part of each head is rotated, in pairs 2c, 2c + 1 as published. With yarn, scores have a factor in addition to
+that of cosines and sines. The norms of both bottlenecks have an epsilon that is not in config.json. The
+layers for multi-token prediction (`num_nextn_predict_layers`) are not read. Of Kimi K2.5 and later the text
+part is read.
 
-Published weights are FP8 in blocks (`fp8_weights.py`), or INT4 in groups, experts alone (`int4_weights.py`).
+Published weights are FP8 in blocks (`fp8_weights.py`), or INT4 in groups for experts only
+(`int4_weights.py`).
 
 Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
 """
@@ -30,11 +31,11 @@ from .int4_weights import INT4_GROUP, Int4Weights, int4_tensors
 from .plain import model_of
 from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig
 
-_BOTTLENECK_EPS = 1e-6  # in the publishers' own code and in transformers'
+_BOTTLENECK_EPS = 1e-6  # as in the publishers' code and in transformers
 
 
 class DeepseekV3Config(SigmoidExpertsConfig):
-    """config.json of DeepseekV3ForCausalLM, or the text part of KimiK25's; the defaults are transformers'."""
+    """config.json of DeepseekV3ForCausalLM, or the text part of KimiK25's, with transformers' defaults."""
 
     kv_lora_rank: Count = 512
     q_lora_rank: Count | None = None
@@ -52,7 +53,7 @@ class DeepseekV3Config(SigmoidExpertsConfig):
         discriminator="quant_method",
         description="FP8 in blocks, or INT4 in groups of 32 (compressed-tensors, pack-quantized)",
     )
-    # What these files may say else would change the mathematics.
+    # Other values of these keys would change the mathematics.
     attention_bias: Off = False
     index_topk: Off = False
     moe_layer_freq: Literal[1] = 1

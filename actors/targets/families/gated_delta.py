@@ -1,13 +1,13 @@
-"""What Qwen3.5 and Qwen3-Next share: three layers with a gated delta rule to one with gated attention.
+"""Parts that Qwen3.5 and Qwen3-Next share: gated delta nets, with gated attention in every fourth layer.
 
     x += o(rms_w(rule(conv(q, k, v), beta, g)) silu(z))   or   x += o(attention(q, k, v) sigmoid(gate))
     x += mlp(norm x)
 
-Norms store w of 1 + w, but for the rule's own. A head's rows of q_proj are its queries, then its gate.
-Positions of images (mrope) are those of text where there is nothing but text.
+Norms store w of 1 + w, except for the delta net's own. A head's rows of q_proj are its queries, then its
+gate. Image positions (mrope) equal text positions if there is only text.
 
-Sources: transformers' modeling_qwen3_5.py, modeling_qwen3_next.py and their configurations, whose defaults
-these are.
+Sources: transformers' modeling_qwen3_5.py, modeling_qwen3_next.py and their configurations, with their
+defaults.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .gemma3 import one_plus
 from .plain import TENSORS, PlainConfig, model_of
 from .sigmoid_experts import in_fp32
 
-_ROTATED = 0.25  # of a head, where config.json is silent
+_ROTARY_FACTOR = 0.25  # rotated share of a head if config.json does not say
 
 
 class GatedDeltaConfig(PlainConfig):
-    """The keys that both have."""
+    """The keys that both families have."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("linear_attention", "full_attention")
 
@@ -49,12 +49,14 @@ class GatedDeltaConfig(PlainConfig):
     linear_conv_kernel_dim: int = Field(4, ge=2, description="an integer of at least 2")
 
     def mixers(self, raw: Json, file: str) -> tuple[Attention | DeltaNet, ...]:
-        """Of each layer; where the file is silent, every `full_attention_interval`-th attends."""
+        """Return each layer's mixer; by default every `full_attention_interval`-th layer has attention."""
         period, count = self.full_attention_interval, self.num_hidden_layers
         kinds = tuple(self.KINDS[(i + 1) % period == 0] for i in range(count))
         kinds = self.types(file, kinds)
         if "full_attention" not in kinds:
-            raise wrong(file, "layer_types", kinds, "of full_attention somewhere: sequences have K/V here")
+            raise wrong(
+                file, "layer_types", kinds, "a list with at least one full_attention: sequences must have K/V"
+            )
         delta, attention = DeltaNet(geometry=self._geometry(file)), self._attention(raw, file)
         return tuple(attention if kind == "full_attention" else delta for kind in kinds)
 
@@ -73,7 +75,7 @@ class GatedDeltaConfig(PlainConfig):
             num_heads=self.num_attention_heads,
             num_kv_heads=self.kv_heads(file),
             head_dim=size,
-            rope=RopeConfig.read({"partial_rotary_factor": _ROTATED, **raw}, size, file),
+            rope=RopeConfig.read({"partial_rotary_factor": _ROTARY_FACTOR, **raw}, size, file),
             scale=size**-0.5,
             qk_norm=True,
             gate=True,
@@ -87,11 +89,11 @@ def read_gated_delta(
     mlps: tuple[GatedMLP | RoutedMLP, ...],
     tensors: Mapping[str, TensorRule],
 ) -> ModelSpec:
-    """The model with these MLPs.
+    """Return the model with these MLPs.
 
     Args:
         config: `raw`, parsed.
-        tensors: the projections of its delta rules, and what its MLPs have beside dense ones' tensors.
+        tensors: the delta nets' projections, and the MLPs' tensors that dense MLPs lack.
     """
     mixers = config.mixers(raw, file)
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
@@ -99,16 +101,16 @@ def read_gated_delta(
     return model_of(config, layers, tensors, fp32_norms=True)
 
 
-def _of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:
-    """A head's first or second `head_dim` rows."""
+def _half_of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:
+    """Return the first (0) or second (1) `head_dim` rows of each head."""
     return rows_OH.unflatten(0, (-1, 2, head_dim))[:, which].flatten(0, 1)
 
 
-def _rate(a_log_V: Tensor) -> Tensor:
+def _negative_exp(a_log_V: Tensor) -> Tensor:
     return -in_fp32(a_log_V).exp()
 
 
-def _kernel(kernel_C1T: Tensor) -> Tensor:
+def _squeeze_kernel(kernel_C1T: Tensor) -> Tensor:
     return in_fp32(kernel_C1T.squeeze(1))
 
 
@@ -123,13 +125,15 @@ def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
         **TENSORS,
         **{part: replace(TENSORS[part], transform=one_plus) for part in _NORMS},
         **{
-            part: replace(q_and_gate, transform=Transform(_of_each_head, (head_dim, which)))
+            part: replace(q_and_gate, transform=Transform(_half_of_each_head, (head_dim, which)))
             for part, which in rows.items()
         },
         "delta_conv": TensorRule(
-            name=DELTA + "conv1d.weight", axes=("delta_channels", "one", "delta_taps"), transform=_kernel
+            name=DELTA + "conv1d.weight",
+            axes=("delta_channels", "one", "delta_taps"),
+            transform=_squeeze_kernel,
         ),
-        "delta_rate": TensorRule(name=DELTA + "A_log", axes=("delta_heads",), transform=_rate),
+        "delta_rate": TensorRule(name=DELTA + "A_log", axes=("delta_heads",), transform=_negative_exp),
         "delta_dt_bias": TensorRule(name=DELTA + "dt_bias", axes=("delta_heads",), transform=in_fp32),
         "delta_norm": TensorRule(name=DELTA + "norm.weight", axes=("delta_value",), transform=in_fp32),
         "delta_out": TensorRule(name=DELTA + "out_proj.weight", axes=("hidden", "delta_values")),

@@ -1,9 +1,10 @@
-"""Gemma 3, text: sandwich norms that store w of 1 + w, GELU, layers of two kinds of sight and rotation.
+"""Gemma 3, text: sandwich norms that store w of 1 + w, GELU, sliding and full layers with different
+rotations.
 
     x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(down(gelu(gate norm x) * up norm x))
 
-Sources: transformers' modeling_gemma3.py; the defaults are its configuration's, since published files leave
-much unsaid.
+Sources: transformers' modeling_gemma3.py, with the defaults of its configuration, as published files omit
+much.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ _THETA = {"full_attention": 1e6, "sliding_attention": 1e4}
 
 
 class Gemma3Config(PlainConfig):
-    """The text part of a Gemma 3 config.json."""
-
     num_attention_heads: Count = 8
     num_key_value_heads: Count | None = 4
     head_dim: Count | None = 256
@@ -45,7 +44,7 @@ class Gemma3Config(PlainConfig):
 
 
 def one_plus(weight: Tensor) -> Tensor:
-    """1 + w has no room in bf16: it stays fp32."""
+    """Return 1 + w in fp32, as bf16 would round it."""
     return 1.0 + weight.to(torch.float32)
 
 
@@ -54,7 +53,7 @@ def _norm(name: str, rule: TensorRule) -> TensorRule:
 
 
 _AT = "layers.{layer}."
-# Of a block: what Muse-Glimmer stores likewise.
+# Norms of a block; Muse-Glimmer stores the same.
 SANDWICH_NORMS: Mapping[str, TensorRule] = {
     "attention_norm": _norm(_AT + "input_layernorm.weight", TENSORS["attention_norm"]),
     "attention_out_norm": _norm(_AT + "post_attention_layernorm.weight", TENSORS["attention_norm"]),
@@ -70,7 +69,7 @@ _TENSORS: Mapping[str, TensorRule] = {**TENSORS, **SANDWICH_NORMS, **_NORMS}
 
 
 def read(raw: Json, file: str) -> ModelSpec:
-    # Gemma's key; what transformers writes beside it means nothing.
+    # hidden_activation is Gemma's key; hidden_act, which transformers also writes, has no meaning.
     config = parse(Gemma3Config, {key: value for key, value in raw.items() if key != "hidden_act"}, file)
     pattern = config.sliding_window_pattern
     derived = tuple(

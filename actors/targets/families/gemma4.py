@@ -1,16 +1,16 @@
-"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, a logit cap.
+"""Gemma 4, text: sandwich norms, two layer geometries, values equal to keys, scaled blocks, a logit cap.
 
     x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  30 tanh(head(x) / 30)
 
-Sliding layers and full ones differ in heads, head size, window and rotation. Full layers of most models have
-no values of their own: v = rms(k_proj u), taken before the keys' norm and rotation. Scores are not scaled: q
-and k are normed. The mixture (26B-A4B) runs a dense MLP and experts side by side (`BesideMLP`).
+Sliding and full layers differ in heads, head size, window and rotation. Full layers of most models have no
+value projection: v = rms(k_proj u), before the keys' norm and rotation. Scores are not scaled, as q and k are
+normed. The mixture of experts (26B-A4B) runs a dense MLP and experts in parallel (`BesideMLP`).
 
-Not here: images and sound (of a multimodal checkpoint the text part is served); the per-layer embeddings and
-shared K/V of E2B and E4B, which are refused.
+Not supported: images and sound (the text part of a multimodal checkpoint is read), and the per-layer
+embeddings and shared K/V of E2B and E4B, which are refused.
 
-Sources: transformers' modeling_gemma4.py and modeling_gemma4_unified.py (12B); the defaults are their
-configurations'.
+Sources: transformers' modeling_gemma4.py and modeling_gemma4_unified.py (12B), with the defaults of their
+configurations.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..model.feed_forward import BesideMLP, GatedMLP, RoutedMLP
 from ..model.spec import LayerSpec, ModelSpec, TensorRule
 from .plain import TENSORS, PlainConfig, model_of, refuse_rope_scaling
 
-_FULL_EVERY = 6  # layers, where a file does not say which are full
+_FULL_INTERVAL = 6  # by default every sixth layer is full
 _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 
 
-def _none_of(feature: str) -> AfterValidator:
+def _must_be_zero(feature: str) -> AfterValidator:
     def check(value: Any) -> int:  # Any: JSON values
         if value:
             raise ValueError(f"must be 0: {feature} (Gemma 4 E2B, E4B) are not served")
@@ -47,16 +47,17 @@ def _none_of(feature: str) -> AfterValidator:
 
 
 class LayerGeometry(HfConfig):
-    """An entry of `per_layer_config`, as transformers saves it: what of a layer differs from the others."""
+    """An entry of `per_layer_config`, as transformers saves it: how a layer differs from the others."""
 
     head_dim: Count | None = None
     num_key_value_heads: Count | None = None
 
 
 class Gemma4Config(PlainConfig):
-    """The text part of a Gemma 4 config.json, as published; `per_layer_config`, where transformers saved it.
+    """The text part of a Gemma 4 config.json, as published, or with `per_layer_config` as saved by
+    transformers.
 
-    A file that is silent on `hidden_size_per_layer_input` has per-layer embeddings.
+    Without `hidden_size_per_layer_input` a file has per-layer embeddings.
     """
 
     num_attention_heads: Count = 8
@@ -75,12 +76,12 @@ class Gemma4Config(PlainConfig):
     final_logit_softcapping: float | None = None
     rope_parameters: dict[str, Any]  # Any: JSON values
     use_bidirectional_attention: Literal["vision"] | None = Field(
-        None, description="absent or 'vision': a text model that sees what comes is not served"
+        None, description="absent or 'vision': text models with bidirectional attention are not served"
     )
-    hidden_size_per_layer_input: Annotated[int, _none_of("per-layer embeddings")] = Field(
+    hidden_size_per_layer_input: Annotated[int, _must_be_zero("per-layer embeddings")] = Field(
         256, validate_default=True
     )
-    num_kv_shared_layers: Annotated[int, _none_of("layers that share K and V")] = 0
+    num_kv_shared_layers: Annotated[int, _must_be_zero("layers that share K and V")] = 0
     enable_moe_block: bool = False
     num_experts: Count | None = None
     top_k_experts: Count | None = None
@@ -88,25 +89,25 @@ class Gemma4Config(PlainConfig):
 
     @field_validator("per_layer_config", mode="before")
     @classmethod
-    def _differ_by_geometry(cls, raw: Any) -> Any:  # Any: JSON values
+    def _check_geometry_only(cls, raw: Any) -> Any:  # Any: JSON values
         for layer, own in raw.items() if isinstance(raw, dict) else ():
             for key in own if isinstance(own, dict) else ():
                 if key not in LayerGeometry.model_fields:
                     known = " and ".join(LayerGeometry.model_fields)
-                    raise ValueError(f"{layer}.{key} must be absent: layers differ in {known} alone")
+                    raise ValueError(f"{layer}.{key} must be absent: layers may only differ in {known}")
         return raw
 
 
 class UnifiedConfig(Gemma4Config):
-    """Of 12B (gemma4_unified), whose class knows no per-layer embeddings."""
+    """The keys of 12B (gemma4_unified), whose class has no per-layer embeddings."""
 
     max_position_embeddings: Count = 262144
     sliding_window: Count | None = 1024
-    hidden_size_per_layer_input: Annotated[int, _none_of("per-layer embeddings")] = 0
+    hidden_size_per_layer_input: Annotated[int, _must_be_zero("per-layer embeddings")] = 0
 
 
 def _router_norm(scale_H: Tensor) -> Tensor:
-    """The router's factor of a normed row: scale / sqrt(H)."""
+    """Return the router's factor of a normed row: scale / sqrt(H)."""
     return scale_H.to(torch.float32) * len(scale_H) ** -0.5
 
 
@@ -151,13 +152,13 @@ def read_unified(raw: Json, file: str) -> ModelSpec:
 
 
 def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
-    # Gemma's key is hidden_activation; what transformers may write beside it means nothing.
+    # hidden_activation is Gemma's key; hidden_act, which transformers may also write, has no meaning.
     raw = {key: value for key, value in raw.items() if key != "hidden_act"}
     if raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _ROPES}
     refuse_rope_scaling(raw, file)
     config = parse(form, raw, file)
-    for kind in _ROPES:  # one setting for all layers has no meaning here
+    for kind in _ROPES:  # a single setting for all layers is not supported
         if kind not in config.rope_parameters:
             wanted = "an object with the rotary settings of these layers"
             raise wrong(file, f"rope_parameters.{kind}", None, wanted)
@@ -177,9 +178,9 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
 
 
 def _kinds(config: Gemma4Config, file: str) -> tuple[str, ...]:
-    """Of each layer; the last sees all whatever the file says, as in transformers."""
+    """Return the type of each layer; the last one is always full, as in transformers."""
     derived = tuple(
-        "sliding_attention" if (i + 1) % _FULL_EVERY else "full_attention"
+        "sliding_attention" if (i + 1) % _FULL_INTERVAL else "full_attention"
         for i in range(config.num_hidden_layers)
     )
     return (*config.types(file, derived)[:-1], "full_attention")
@@ -218,7 +219,7 @@ def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str
 
 
 def _geometry(config: Gemma4Config, file: str, layer: int, kind: str) -> tuple[int, int]:
-    """Head size and K/V heads of a layer."""
+    """Return the head size and the number of K/V heads of a layer."""
     own: LayerGeometry | None = None
     if config.per_layer_config is not None:
         own = config.per_layer_config.get(str(layer))

@@ -1,9 +1,8 @@
-"""GLM-4.5, 4.6 and 4.7: routed experts beside a shared one, dense first layers, half of each head rotated.
+"""GLM-4.5, 4.6 and 4.7: routed experts and a shared expert, dense first layers, half of each head rotated.
 
     x += o(attention(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u),   u = norm x
 
-Layers behind the last that predict further tokens (`num_nextn_predict_layers`) are not read: that is the
-drafter's part.
+The layers for multi-token prediction (`num_nextn_predict_layers`) are not read.
 
 Sources: transformers' modeling_glm4_moe.py and configuration_glm4_moe.py.
 """
@@ -19,11 +18,11 @@ from ..model.spec import ModelSpec
 from .plain import read_plain
 from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig
 
-_ROTATED = 0.5  # of a head, where config.json is silent
+_ROTARY_FACTOR = 0.5  # rotated share of a head if config.json does not say
 
 
 class Glm4MoeConfig(SigmoidExpertsConfig):
-    """config.json of Glm4MoeForCausalLM; the defaults are transformers'."""
+    """config.json of Glm4MoeForCausalLM, with transformers' defaults."""
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -33,7 +32,7 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
 
 
 def read(raw: Json, file: str) -> ModelSpec:
-    raw = {"partial_rotary_factor": _ROTATED, **raw}
+    raw = {"partial_rotary_factor": _ROTARY_FACTOR, **raw}
     config = parse(Glm4MoeConfig, raw, file)
     routed, dense = config.routed(file), config.first_k_dense_replace
     plain = read_plain(raw, file, config, qk_norm=config.use_qk_norm, bias=config.attention_bias)

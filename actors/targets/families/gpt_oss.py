@@ -1,11 +1,11 @@
-"""gpt-oss: sinks, biases, layers that slide by turns, experts with a clamped SwiGLU in four bits a weight.
+"""gpt-oss: sinks, biases, alternating sliding layers, experts with a clamped SwiGLU and 4-bit weights.
 
     x += o(attention(norm x), sinks) + b;  x += sum of w_j (down_j(act(gate_up_j u + b_j)) + c_j),  u = norm x
 
-Experts' gate and up rows take turns in files; they are put apart at load. On the Hub experts are packed
+Experts' gate and up rows are interleaved in files and separated at load. On the Hub experts are packed
 (MXFP4, as `quantization_config` says); without it they are [E, inputs, outputs] in the model's dtype.
 
-Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py; the defaults are the latter's.
+Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py, with the latter's defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..model.feed_forward import RoutedMLP
 from ..model.spec import Axis, LayerSpec, ModelSpec, TensorRule
 from .plain import TENSORS, PlainConfig, model_of
 
-_ALPHA = 1.702  # of `swiglu_clamped`
+_ALPHA = 1.702  # alpha of `swiglu_clamped`
 _THETA = 150000.0
 _YARN = {
     "rope_type": "yarn",
@@ -39,21 +39,19 @@ _YARN = {
 }
 
 
-def _known_steepness(value: float) -> float:
+def _check_alpha(value: float) -> float:
     if value != _ALPHA:
-        raise ValueError(f"must be {_ALPHA}: another is not yet supported")
+        raise ValueError(f"must be {_ALPHA}: other values are not supported")
     return value
 
 
 class _Quantisation(HfConfig):
-    """Its list of modules that are not packed says no more than the tensors' names."""
+    """MXFP4. The list of modules that are not packed is ignored, as the tensors' names say the same."""
 
     quant_method: Literal["mxfp4"]
 
 
 class GptOssConfig(PlainConfig):
-    """config.json of GptOssForCausalLM."""
-
     intermediate_size: Count = 2880
     head_dim: Count | None = 64
     max_position_embeddings: Count = 131072
@@ -65,14 +63,14 @@ class GptOssConfig(PlainConfig):
         validation_alias=AliasChoices("num_experts_per_tok", "experts_per_token")
     )
     swiglu_limit: Annotated[float, Field(gt=0, description="a positive number")] = 7.0
-    swiglu_alpha: Annotated[float, AfterValidator(_known_steepness)] = _ALPHA
-    # Published files say nothing of it.
+    swiglu_alpha: Annotated[float, AfterValidator(_check_alpha)] = _ALPHA
+    # + Published files do not state a dtype.
     checkpoint_dtype: str = Field("bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
     quantization_config: _Quantisation | None = None
 
 
-def _apart(rows: Tensor) -> Tensor:
-    """Rows [E, 2 I, ...] that take turns -> gate rows, then up rows."""
+def _deinterleave(rows: Tensor) -> Tensor:
+    """Return interleaved rows [E, 2 I, ...] as gate rows, then up rows."""
     return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
@@ -80,8 +78,8 @@ def _inputs_last(weight_EIO: Tensor) -> Tensor:
     return weight_EIO.transpose(1, 2).contiguous()
 
 
-def _inputs_last_apart(weight_EIO: Tensor) -> Tensor:
-    return _apart(weight_EIO.transpose(1, 2))
+def _inputs_last_deinterleave(weight_EIO: Tensor) -> Tensor:
+    return _deinterleave(weight_EIO.transpose(1, 2))
 
 
 def _rule(name: str, *axes: Axis, **more: Any) -> TensorRule:  # Any: fields of TensorRule
@@ -96,19 +94,26 @@ _TENSORS: Mapping[str, TensorRule] = {
     "sinks": _rule("self_attn.sinks", "q_heads", transform=Tensor.float),
     "router": _rule("mlp.router.weight", "experts", "hidden"),
     "router_bias": _rule("mlp.router.bias", "experts"),
-    "experts_gate_up_bias": _rule(f"{_GATE_UP_PROJ}_bias", *_PAIRS, transform=_apart),
+    "experts_gate_up_bias": _rule(f"{_GATE_UP_PROJ}_bias", *_PAIRS, transform=_deinterleave),
     "experts_down_bias": _rule(f"{_DOWN_PROJ}_bias", *_DOWN),
 }
 _PLAIN: Mapping[str, TensorRule] = {
-    "experts_gate_up": _rule(_GATE_UP_PROJ, "expert", "hidden", "expert_pairs", transform=_inputs_last_apart),
+    "experts_gate_up": _rule(
+        _GATE_UP_PROJ, "expert", "hidden", "expert_pairs", transform=_inputs_last_deinterleave
+    ),
     "experts_down": _rule(_DOWN_PROJ, "expert", "expert_inner", "hidden", transform=_inputs_last),
 }
 _PACKED: Mapping[str, TensorRule] = {
     "experts_gate_up_blocks": _rule(
-        f"{_GATE_UP_PROJ}_blocks", *_PAIRS, "hidden_blocks", "block_bytes", transform=_apart, stored=BYTES
+        f"{_GATE_UP_PROJ}_blocks",
+        *_PAIRS,
+        "hidden_blocks",
+        "block_bytes",
+        transform=_deinterleave,
+        stored=BYTES,
     ),
     "experts_gate_up_scales": _rule(
-        f"{_GATE_UP_PROJ}_scales", *_PAIRS, "hidden_blocks", transform=_apart, stored=BYTES
+        f"{_GATE_UP_PROJ}_scales", *_PAIRS, "hidden_blocks", transform=_deinterleave, stored=BYTES
     ),
     "experts_down_blocks": _rule(
         f"{_DOWN_PROJ}_blocks", *_DOWN, "expert_inner_blocks", "block_bytes", stored=BYTES

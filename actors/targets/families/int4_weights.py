@@ -1,7 +1,7 @@
 """`quantization_config` of checkpoints whose experts are INT4 in groups of 32 (`drafter/compute/int4.py`).
 
-compressed-tensors lets a file say much more: only what Kimi K2 says is read, and all else is refused. Its
-list of modules that are not packed says no more than tensors' names: here that is all but routed experts.
+Of what compressed-tensors supports, only Kimi K2's scheme is read, and everything else is refused. The list
+of modules that are not packed is ignored: it names all but routed experts, as do the tensors' names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..model.spec import Axis, TensorRule
 
 
 class _Weights(HfConfig):
-    """Symmetric codes of four bits, a scale for each group along the inputs."""
+    """Symmetric 4-bit codes, with a scale for each group along the inputs."""
 
     num_bits: Literal[4]
     type: Literal["int"] = "int"
@@ -35,38 +35,38 @@ class _Group(HfConfig):
     output_activations: Off = False
 
 
-def _one_group(groups: Any) -> Any:  # Any: JSON values
+def _check_one_group(groups: Any) -> Any:  # Any: JSON values
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ValueError("must be one group: weights that are packed in several ways are not served")
     return groups
 
 
 class Int4Weights(HfConfig):
-    """See the module's text; any other `quant_method` or format is refused."""
+    """INT4 in groups; any other `quant_method` or format is refused."""
 
     quant_method: Literal["compressed-tensors"]
     format: Literal["pack-quantized"]
-    config_groups: Annotated[dict[str, _Group], AfterValidator(_one_group)]
+    config_groups: Annotated[dict[str, _Group], AfterValidator(_check_one_group)]
     kv_cache_scheme: Off = False
 
 
 def int4_tensors(tensors: Mapping[str, TensorRule]) -> Mapping[str, TensorRule]:
-    """A family's tensors with those of its experts, one by one, packed."""
-    found = dict(tensors)
+    """Return a family's tensors with those of single experts replaced by packed ones."""
+    packed = dict(tensors)
     for part in ("expert_gate", "expert_up", "expert_down"):
-        rule = found.pop(part)
+        rule = packed.pop(part)
         rows, inputs = rule.axes
-        assert inputs in _IN_WORDS, "packed along the inputs"
-        words, groups = _IN_WORDS[inputs]
-        found[f"{part}_packed"] = TensorRule(
+        assert inputs in _PACKED_AXES, "weights are packed along their inputs"
+        words, groups = _PACKED_AXES[inputs]
+        packed[f"{part}_packed"] = TensorRule(
             name=f"{rule.name}_packed", axes=(rows, words), transform=bytes_of_words, stored=WORDS
         )
-        found[f"{part}_scale"] = TensorRule(name=f"{rule.name}_scale", axes=(rows, groups))
-    return found
+        packed[f"{part}_scale"] = TensorRule(name=f"{rule.name}_scale", axes=(rows, groups))
+    return packed
 
 
 INT4_GROUP = BLOCK
-_IN_WORDS: Mapping[Axis, tuple[Axis, Axis]] = {
+_PACKED_AXES: Mapping[Axis, tuple[Axis, Axis]] = {
     "hidden": ("hidden_words", "hidden_blocks"),
     "expert_inner": ("expert_inner_words", "expert_inner_blocks"),
 }

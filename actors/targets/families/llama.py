@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what is shaped like them: the plain block, perhaps with biases."""
+"""Llama 2 and 3, and models of the same shape: plain blocks, with optional biases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from .plain import PlainConfig, read_plain
 
 
 class LlamaConfig(PlainConfig):
-    """config.json of LlamaForCausalLM."""
-
     attention_bias: bool = False
     mlp_bias: bool = False
 

@@ -1,12 +1,11 @@
-"""MiMo-V2: values smaller than keys, and scaled; layers that slide have sinks and more K/V heads; experts.
+"""MiMo-V2: smaller, scaled values; sliding layers with sinks and more K/V heads; routed experts.
 
     x += o(attention(q, k, scale v));  x += sum over the chosen of  w_e expert_e(u), or one MLP;  u = norm x
 
-A window of `sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes,
-counts the row, too. The scale of values is a factor of v's rows, at load.
-
-Published files and those that transformers saves spell most of this differently; both are read. FP8 matrices
-in blocks are read as the numbers that they stand for (`fp8_weights.py`).
+`sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes, includes
+the row. The scale of values is multiplied into v's rows at load. Published files and those saved by
+transformers name most of this differently; both are read. FP8 matrices in blocks are dequantized
+(`fp8_weights.py`).
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
 """
@@ -29,13 +28,13 @@ from .fp8_weights import Fp8Weights
 from .plain import model_of, refuse_rope_scaling
 from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
 
-_ROTATED = 0.334  # of a head, where config.json is silent: 64 of 192 dimensions
+_ROTARY_FACTOR = 0.334  # rotated share of a head if config.json does not say: 64 of 192 dimensions
 _THETA = {"full_attention": 5e6, "sliding_attention": 1e4}
 _KINDS = ("full_attention", "sliding_attention")
 
 
 class MiMoV2Config(SigmoidExpertsConfig):
-    """config.json of MiMoV2FlashForCausalLM, published or saved; the defaults are transformers'."""
+    """config.json of MiMoV2FlashForCausalLM, as published or as saved by transformers, with its defaults."""
 
     rms_norm_eps: float = Field(1e-5, validation_alias=AliasChoices("rms_norm_eps", "layernorm_epsilon"))
     head_dim: Count | None = 192
@@ -57,25 +56,25 @@ class MiMoV2Config(SigmoidExpertsConfig):
     quantization_config: Fp8Weights | None = None
 
     def kinds(self, file: str) -> tuple[str, ...]:
-        """Of each layer; where the file is silent, the first and every sixth see all."""
+        """Return the type of each layer; by default the first and every sixth are full."""
         count = self.num_hidden_layers
         default = tuple(_KINDS[i != 0 and (i + 1) % 6 != 0] for i in range(count))
         if self.layer_types is None and self.hybrid_layer_pattern is not None:
-            self._one_each(self.hybrid_layer_pattern, "hybrid_layer_pattern", file)
+            self._check_length(self.hybrid_layer_pattern, "hybrid_layer_pattern", file)
             default = tuple(_KINDS[slides] for slides in self.hybrid_layer_pattern)
         return self.types(file, default)
 
     def are_routed(self, file: str) -> tuple[bool, ...]:
-        """Of each layer; where the file is silent, all but the first."""
+        """Return whether each layer has experts; by default all but the first do."""
         if self.mlp_layer_types is not None:
-            self._one_each(self.mlp_layer_types, "mlp_layer_types", file)
+            self._check_length(self.mlp_layer_types, "mlp_layer_types", file)
             return tuple(kind == "sparse" for kind in self.mlp_layer_types)
         if self.moe_layer_freq is not None:
-            self._one_each(self.moe_layer_freq, "moe_layer_freq", file)
+            self._check_length(self.moe_layer_freq, "moe_layer_freq", file)
             return tuple(bool(each) for each in self.moe_layer_freq)
         return tuple(i > 0 for i in range(self.num_hidden_layers))
 
-    def _one_each(self, entries: tuple[object, ...], key: str, file: str) -> None:
+    def _check_length(self, entries: tuple[object, ...], key: str, file: str) -> None:
         count = self.num_hidden_layers
         if len(entries) != count:
             raise wrong(file, key, entries, f"one entry for each of num_hidden_layers ({count})")
@@ -118,8 +117,8 @@ def _tensors(value_scale: float) -> Mapping[str, TensorRule]:
 
 
 def read(raw: Json, file: str) -> ModelSpec:
-    raw = {"partial_rotary_factor": _ROTATED, **raw}
-    if raw.get("attention_value_scale", 1.0) is None:  # said to be none, not left unsaid
+    raw = {"partial_rotary_factor": _ROTARY_FACTOR, **raw}
+    if raw.get("attention_value_scale", 1.0) is None:  # an explicit null means no scale, unlike a missing key
         raw["attention_value_scale"] = 1.0
     refuse_rope_scaling(raw, file)
     config = parse(MiMoV2Config, raw, file)

@@ -1,9 +1,9 @@
-"""MiniMax-M2: queries and keys normed over whole rows, part of each head rotated, experts in all layers.
+"""MiniMax-M2: queries and keys normed over all heads, part of each head rotated, experts in all layers.
 
-    q = norm(W_q u), k = norm(W_k u) before heads are told apart;  x += o(attention(q, k, v))
+    q = norm(W_q u), k = norm(W_k u) over all heads;  x += o(attention(q, k, v))
     s = sigmoid(W u) in fp32;  the top k of s + correction;  x += sum of  s_e / (sum of these s) expert_e(u)
 
-Published weights are FP8 in blocks: they are read as the numbers that they stand for (`fp8_weights.py`).
+Published weights are FP8 in blocks, which are dequantized (`fp8_weights.py`).
 
 Sources: transformers' modeling_minimax_m2.py and configuration_minimax_m2.py.
 """
@@ -29,27 +29,27 @@ from .sigmoid_experts import in_fp32
 _THETA = 5e6
 
 
-def _softmax_layers(kinds: tuple[int, ...]) -> tuple[int, ...]:
+def _check_softmax_layers(kinds: tuple[int, ...]) -> tuple[int, ...]:
     if set(kinds) - {1}:
         raise ValueError("must be all 1: linear attention is not served")
     return kinds
 
 
 class MiniMaxM2Config(PlainConfig):
-    """config.json of MiniMaxM2ForCausalLM; the defaults are transformers'."""
+    """config.json of MiniMaxM2ForCausalLM, with transformers' defaults."""
 
     head_dim: Count | None = 128
     num_key_value_heads: Count | None = 8
     num_local_experts: Count = 256
     num_experts_per_tok: Count = 8
     quantization_config: Fp8Weights | None = None
-    # Keys of published files that transformers does not know: what they may say is what is served.
+    # Keys of published files that transformers does not have; only these values are supported.
     scoring_func: Literal["sigmoid"] = "sigmoid"
     qk_norm_type: Literal["per_layer"] = "per_layer"
     use_qk_norm: Literal[True] = True
     use_routing_bias: Literal[True] = True
     shared_intermediate_size: Off = False
-    attn_type_list: Annotated[tuple[int, ...], AfterValidator(_softmax_layers)] = ()
+    attn_type_list: Annotated[tuple[int, ...], AfterValidator(_check_softmax_layers)] = ()
 
     def routed(self, file: str) -> RoutedMLP:
         if self.num_experts_per_tok > self.num_local_experts:

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: the plain block; all layers slide, or none."""
+"""Mistral 7B and its variants: plain blocks; either all layers or none have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Muse-Glimmer, text: gated attention, sandwich norms; every fourth layer sees all and rotates nothing.
+"""Muse-Glimmer, text: gated attention, sandwich norms; every fourth layer is full and has no rotation.
 
     x = rms(E[id]);  x += post(o(attention(norm x) * sigmoid(g norm x)))
     x += post(down(silu(gate norm x) * up norm x))
     logits = cap tanh(multiplier head(norm x) / cap)
 
-Norms of a block store w of 1 + w, the last one w; queries and keys are normed per head without a weight, and
-queries multiplied by a factor behind that: together they are head norms of constant weights here.
+Norms of a block store w of 1 + w, the final norm w. Queries and keys are normed per head without a weight,
+and queries are then multiplied by a factor: here these are head norms with constant weights.
 
-Sources: transformers' modeling_muse_glimmer.py; the defaults are its configuration's.
+Sources: transformers' modeling_muse_glimmer.py, with the defaults of its configuration.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from ..model.spec import LayerSpec, ModelSpec, TensorRule
 from .gemma3 import SANDWICH_NORMS
 from .plain import TENSORS, PlainConfig, model_of
 
-_PATTERN = 4  # counted from the last layer: one that sees all, three that slide
+_FULL_INTERVAL = 4  # counted from the last layer: one full layer, three sliding ones
 
 Positive = Annotated[float, Field(gt=0, description="a positive number")]
 
 
 class MuseGlimmerConfig(PlainConfig):
-    """The text part of a Muse-Glimmer config.json."""
-
     rms_norm_eps: float = 1e-5
     hidden_activation: Literal["silu"] = "silu"
     sliding_window: Count | None = 2048
@@ -43,16 +41,16 @@ class MuseGlimmerConfig(PlainConfig):
     final_logit_softcapping: Positive = 20.0
     layer_rope_theta: tuple[float, ...] | None = None
 
-    def is_sighted(self, layer: int) -> bool:
-        """Whether a layer sees all and does not rotate, where config.json does not say."""
-        return (self.num_hidden_layers - 1 - layer) % _PATTERN == 0
+    def is_full(self, layer: int) -> bool:
+        """Return whether a layer is full and does not rotate, unless config.json says otherwise."""
+        return (self.num_hidden_layers - 1 - layer) % _FULL_INTERVAL == 0
 
     def rotates(self, file: str, theta: float) -> tuple[bool, ...]:
-        """Of each layer; what rotates has one base."""
+        """Return whether each layer rotates; all that do have the same base."""
         count = self.num_hidden_layers
         thetas = self.layer_rope_theta
         if thetas is None:
-            return tuple(not self.is_sighted(layer) for layer in range(count))
+            return tuple(not self.is_full(layer) for layer in range(count))
         if len(thetas) != count or set(thetas) - {0, theta}:
             raise wrong(
                 file,
@@ -76,7 +74,7 @@ def read(raw: Json, file: str) -> ModelSpec:
     config = parse(MuseGlimmerConfig, raw, file)
     count, size = config.num_hidden_layers, config.head_size(file)
     derived = tuple(
-        "full_attention" if config.is_sighted(layer) else "sliding_attention" for layer in range(count)
+        "full_attention" if config.is_full(layer) else "sliding_attention" for layer in range(count)
     )
     rope = RopeConfig.read(raw, size, file)
     layers = [

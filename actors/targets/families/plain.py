@@ -1,4 +1,4 @@
-"""What Qwen, Llama and Mistral share: the keys of config.json, the tensors' names, and the plain block.
+"""Parts that Qwen, Llama and Mistral share: the keys of config.json, the tensors' names, and the plain block.
 
 x += o(attention(norm x));  x += down(silu(gate norm x) * up norm x)
 """
@@ -17,16 +17,16 @@ from ..model.feed_forward import GatedMLP
 from ..model.spec import CheckpointDType, LayerSpec, ModelSpec, TensorRule
 
 
-def _unquantised(value: Any) -> None:  # Any: JSON values
+def _check_unquantized(value: Any) -> None:  # Any: JSON values
     if value:
-        raise ValueError("must be absent: quantised targets are not served, use the unquantised checkpoint")
+        raise ValueError("must be absent: quantized targets are not served, use the unquantized checkpoint")
 
 
 class PlainConfig(HfConfig):
     """The keys that every family has.
 
     Attributes:
-        KINDS: of layers, in `layer_types`.
+        KINDS: the types of layers that `layer_types` may have.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
@@ -47,11 +47,11 @@ class PlainConfig(HfConfig):
     layer_types: tuple[str, ...] | None = None
     eos_token_id: int | tuple[int, ...] = ()
     checkpoint_dtype: str = Field("float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
-    quantization_config: Annotated[Any, AfterValidator(_unquantised)] = None
+    quantization_config: Annotated[Any, AfterValidator(_check_unquantized)] = None
 
     @field_validator("layer_types")
     @classmethod
-    def _are_known(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_kinds(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if set(kinds or ()) - set(cls.KINDS):
             raise ValueError(f"must be a list of {' and '.join(cls.KINDS)}")
         return kinds
@@ -77,7 +77,7 @@ class PlainConfig(HfConfig):
         return size
 
     def types(self, file: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        """Of each layer, one of `KINDS`."""
+        """Return the type of each layer, one of `KINDS`."""
         kinds = self.layer_types or default
         if len(kinds) != self.num_hidden_layers:
             raise wrong(
@@ -97,7 +97,7 @@ class PlainConfig(HfConfig):
 
 
 def refuse_rope_scaling(raw: Json, file: str) -> None:
-    """Of a family whose rotations differ by the type of layers, and that has no older spelling of them."""
+    """Refuse `rope_scaling`, for families with rotations by layer type that never used this key."""
     if scaling := raw.get("rope_scaling"):
         raise wrong(
             file, "rope_scaling", scaling, "absent: rope_parameters holds these settings by type of layers"
@@ -144,12 +144,12 @@ def read_plain(
     out_bias: bool = False,
     mlp_bias: bool = False,
 ) -> ModelSpec:
-    """A model of plain blocks that differ by their windows alone.
+    """Return a model of plain blocks that differ only in their windows.
 
     Args:
         config: `raw`, parsed.
-        head_dim: where config.json has none; None = hidden_size / num_attention_heads.
-        windows: of each layer; None: no layer has one.
+        head_dim: default if config.json has none; None for hidden_size / num_attention_heads.
+        windows: window of each layer; None for no windows.
     """
     size = config.head_size(file, head_dim)
     rope = RopeConfig.read(raw, size, file)
@@ -186,7 +186,6 @@ def model_of(
     logit_cap: float | None = None,
     fp32_norms: bool = False,
 ) -> ModelSpec:
-    """The model around its layers."""
     return ModelSpec(
         architecture=config.architectures[0],
         hidden_size=config.hidden_size,
@@ -208,13 +207,12 @@ def model_of(
 
 
 class QwenConfig(PlainConfig):
-    """Qwen 2 and 3: layers from `max_window_layers` on slide, where sliding is switched on at all."""
+    """Keys of Qwen 2 and 3: if sliding is enabled, layers from `max_window_layers` on have a window."""
 
     use_sliding_window: bool = False
     max_window_layers: int | None = None
 
     def windows(self, file: str) -> tuple[int | None, ...]:
-        """Of each layer."""
         count = self.num_hidden_layers
         if not self.use_sliding_window or self.sliding_window is None:
             return (None,) * count

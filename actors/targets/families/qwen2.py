@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values always have biases, heads no norms."""
+"""Qwen2 and Qwen2.5: queries, keys and values always have biases; heads have no norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: heads of 128, normed queries and keys."""
+"""Qwen3, dense: heads of size 128, normed queries and keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from .plain import QwenConfig, read_plain
 
 
 class Qwen3Config(QwenConfig):
-    """config.json of Qwen3ForCausalLM."""
-
     attention_bias: bool = False
 
 
@@ -18,7 +16,7 @@ def read(raw: Json, file: str) -> ModelSpec:
 
 
 def read_dense_qwen3(raw: Json, file: str, config: Qwen3Config) -> ModelSpec:
-    """The model whose layers all have dense MLPs."""
+    """Return a model whose layers all have dense MLPs."""
     bias = config.attention_bias
     return read_plain(
         raw,

@@ -1,6 +1,7 @@
-"""Qwen3.5, 3.6 and 3.8, text: gated delta rules and gated attention (`gated_delta.py`), with experts or not.
+"""Qwen3.5, 3.6 and 3.8, text: gated delta nets and gated attention (`gated_delta.py`), optionally with
+experts.
 
-Of a published file what images and multi-token prediction need is left alone.
+Parts of a published file for images and multi-token prediction are ignored.
 
 Sources: transformers' modeling_qwen3_5.py and modeling_qwen3_5_moe.py.
 """
@@ -19,7 +20,7 @@ from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfi
 
 
 class Qwen35MoeConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
-    """The text part of the config.json of a Qwen3.5 with experts, in every layer."""
+    """The text part of the config.json of a Qwen3.5 with experts in every layer."""
 
     intermediate_size: Count = 1  # no layer has a dense MLP
     num_experts: Count = Field(256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
@@ -42,7 +43,7 @@ def read(raw: Json, file: str) -> ModelSpec:
 
 
 def read_moe(raw: Json, file: str) -> ModelSpec:
-    # Chosen experts' weights are always divided by their sum.
+    # These families always divide the chosen experts' weights by their sum.
     config = parse(Qwen35MoeConfig, {**raw, "norm_topk_prob": True}, file)
     tensors = {**_PROJECTIONS, **EXPERT_TENSORS, **SHARED_TENSORS}
     return read_gated_delta(raw, file, config, config.mlps(file), tensors)

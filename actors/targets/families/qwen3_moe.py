@@ -1,4 +1,4 @@
-"""Qwen3 with routed experts (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B): Qwen3 but for its MLPs.
+"""Qwen3 with routed experts (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B).
 
 Sources: transformers' modeling_qwen3_moe.py and configuration_qwen3_moe.py.
 """
@@ -17,14 +17,14 @@ from .softmax_experts import EXPERT_TENSORS, SoftmaxExpertsConfig
 
 
 class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):
-    """config.json of Qwen3MoeForCausalLM; the defaults are transformers'.
+    """config.json of Qwen3MoeForCausalLM, with transformers' defaults.
 
-    Qwen3-Coder says that no expert is shared (0); transformers reads none here.
+    Qwen3-Coder states that no expert is shared (0); transformers ignores the key.
     """
 
     @field_validator("shared_expert_intermediate_size")
     @classmethod
-    def _shares_none(cls, size: int | None) -> int | None:
+    def _check_no_shared_expert(cls, size: int | None) -> int | None:
         if size:
             raise ValueError("must be 0 or absent: this class has no shared expert")
         return size

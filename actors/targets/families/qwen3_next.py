@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen3-Coder-Next): Qwen3.5 with experts whose rules' projections stand by key head.
+"""Qwen3-Next (Qwen3-Coder-Next): Qwen3.5 with experts, whose delta nets' projections are grouped by key head.
 
     in_proj_qkvz   q k v.. z.. of the first key head and of the value heads that it serves, then of the next
     in_proj_ba     b.. a.. likewise
@@ -21,8 +21,6 @@ from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfi
 
 
 class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
-    """config.json of Qwen3NextForCausalLM."""
-
     num_experts: Count = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 10
     moe_intermediate_size: Count = 512
@@ -30,8 +28,8 @@ class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
     norm_topk_prob: bool = True
 
 
-def _by_kind(sizes: tuple[int, ...], rows_OH: Tensor) -> Tensor:
-    """Rows that stand key head by key head, in so many of each kind: all heads' of a kind together."""
+def _regroup_by_kind(sizes: tuple[int, ...], rows_OH: Tensor) -> Tensor:
+    """Regroup rows from key head by key head, with these sizes per kind, to kind by kind over all heads."""
     kinds = rows_OH.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])
 
@@ -43,12 +41,12 @@ def _tensors(config: Qwen3NextConfig) -> Mapping[str, TensorRule]:
         "delta_qkvz": TensorRule(
             name=DELTA + "in_proj_qkvz.weight",
             axes=("delta_qkvz", "hidden"),
-            transform=Transform(_by_kind, ((key, key, values, values),)),
+            transform=Transform(_regroup_by_kind, ((key, key, values, values),)),
         ),
         "delta_ba": TensorRule(
             name=DELTA + "in_proj_ba.weight",
             axes=("delta_ba", "hidden"),
-            transform=Transform(_by_kind, ((group, group),)),
+            transform=Transform(_regroup_by_kind, ((group, group),)),
         ),
     }
 

@@ -1,4 +1,4 @@
-"""What GLM-4.x and MiMo share: DeepSeek-V3's routed experts, their keys and the names of their tensors.
+"""Parts that GLM-4.x and MiMo share: DeepSeek-V3's routed experts, their keys and tensor names.
 
     s = sigmoid(W u) in fp32;  the top k of s + correction, of the best groups;  weights s / sum s * scale
 
@@ -20,7 +20,7 @@ from .plain import TENSORS, PlainConfig
 
 
 class SigmoidExpertsConfig(PlainConfig):
-    """The keys of the experts; the defaults are transformers' where all families agree."""
+    """The keys of the experts, with transformers' defaults where all families agree."""
 
     n_routed_experts: Count
     num_experts_per_tok: Count = 8
@@ -55,7 +55,7 @@ class SigmoidExpertsConfig(PlainConfig):
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """A router chooses in fp32."""
+    """Return the tensor in fp32, in which routers compute."""
     return tensor.to(torch.float32)
 
 

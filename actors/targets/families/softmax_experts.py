@@ -1,8 +1,8 @@
-"""Experts by the softmax of a router, as Qwen's families have them: their keys of config.json, their tensors.
+"""Experts chosen by the softmax of a router, as in Qwen's families: their keys and tensor names.
 
     sum of the k best p_e down_e(silu(gate_e u) * up_e u) [+ sigmoid(w u) shared(u)],   p = softmax(W u)
 
-divided by their sum, or not. `sigmoid_experts.py` is of DeepSeek-V3's.
+The weights may be divided by their sum. `sigmoid_experts.py` has DeepSeek-V3's experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .plain import PlainConfig
 
 
 class SoftmaxExpertsConfig(PlainConfig):
-    """The keys of the experts; families set defaults of their own."""
+    """The keys of the experts; families set their own defaults."""
 
     num_experts: Count = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 8
@@ -28,10 +28,10 @@ class SoftmaxExpertsConfig(PlainConfig):
     norm_topk_prob: bool = False
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] | None = None
-    shared_expert_intermediate_size: Annotated[int, Field(ge=0)] | None = None  # 0: there is none
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0)] | None = None  # 0: no shared expert
 
     def mlps(self, file: str) -> tuple[RoutedMLP | GatedMLP, ...]:
-        """Of each layer: every `decoder_sparse_step`-th has experts, but those that are listed."""
+        """Return each layer's MLP: every `decoder_sparse_step`-th has experts, except those listed."""
         routed, dense = self._routed(file), GatedMLP(inner_size=self.intermediate_size)
         listed, step = self.mlp_only_layers or (), self.decoder_sparse_step
         return tuple(
@@ -40,10 +40,12 @@ class SoftmaxExpertsConfig(PlainConfig):
         )
 
     def _routed(self, file: str) -> RoutedMLP:
-        chosen, there = self.num_experts_per_tok, self.num_experts
-        if chosen > there:
-            raise wrong(file, "num_experts_per_tok", chosen, f"at most num_experts ({there})")
-        router = Router(num_experts=there, top_k=chosen, score="softmax", renormalize=self.norm_topk_prob)
+        top_k, num_experts = self.num_experts_per_tok, self.num_experts
+        if top_k > num_experts:
+            raise wrong(file, "num_experts_per_tok", top_k, f"at most num_experts ({num_experts})")
+        router = Router(
+            num_experts=num_experts, top_k=top_k, score="softmax", renormalize=self.norm_topk_prob
+        )
         shared = self.shared_expert_intermediate_size
         return RoutedMLP(
             router=router,
@@ -63,7 +65,7 @@ EXPERT_TENSORS: Mapping[str, TensorRule] = {
     "experts_gate_up": TensorRule(name=_EXPERT + "gate_up_proj", axes=("expert", "expert_gate_up", "hidden")),
     "experts_down": TensorRule(name=_EXPERT + "down_proj", axes=("expert", "hidden", "expert_inner")),
 }
-# Of families in which all rows share an expert.
+# For families with a shared expert.
 SHARED_TENSORS: Mapping[str, TensorRule] = {
     "shared_gate": TensorRule(name=_SHARED + "gate_proj.weight", axes=("shared", "hidden")),
     "shared_up": TensorRule(name=_SHARED + "up_proj.weight", axes=("shared", "hidden")),

@@ -1,1 +1,1 @@
-"""From settings to a rank that is warm: plan, memory, models, first steps."""
+"""Loading of a rank: plan, memory, models and warm-up."""

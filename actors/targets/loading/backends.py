@@ -1,8 +1,9 @@
-"""Which backend computes: what was asked for if it runs here, else the fastest. Called by `plan.py`.
+"""Chooses the compute backend: the one that the settings name if it runs here, else the fastest.
 
-The one place that asks: every backend's module says `why_not(spec, machine)` of a model. What cannot run on a
-kind of device is not imported to be asked: a process on a GPU needs neither Numba nor LLVM, one on a CPU no
-Triton. "torch" means PyTorch's operators, with compiled loops between them where `operators.py` finds them.
+This is the only place that chooses: each backend's module has a `why_not(spec, machine)` that says whether it
+can run a model. Backends of another kind of device are not imported for this, so a GPU process needs neither
+Numba nor LLVM, and a CPU process no Triton. "torch" means PyTorch's operators, with compiled loops between
+them where `operators.py` finds them. Called by `plan.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
 def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: Machine) -> BackendName:
-    """What was asked for, if it can run here; ConfigError says why it cannot."""
+    """Return the backend to use.
+
+    Raises:
+        ConfigError: the backend or option in the settings cannot run here; says why.
+    """
     wanted = config.attention_backend
     if wanted == "auto":
         best = "triton" if machine.device.type == "cuda" else "compiled"
@@ -42,52 +47,54 @@ def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: M
 
 
 def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Machine) -> None:
-    """What is known before anything is measured.
+    """Raise ConfigError if rows cannot be batch-invariant here, as far as is known without measuring.
 
     Args:
-        reason: why the device's best was not chosen, if it was not.
+        reason: why the device's best backend was not chosen, if it was not.
     """
-    problem = None
-    if machine.num_ranks > 2:  # a sum of two has one order
-        problem = (
+    obstacle = None
+    if machine.num_ranks > 2:  # a sum of two terms has a single order
+        obstacle = (
             f"tensor_parallel_size={machine.num_ranks}: sums over more than two ranks are added in an order "
             "that depends on their place. Set it to 1 or 2"
         )
     elif chosen == "flash_attn" or (machine.device.type == "cuda" and chosen != "triton"):
-        problem = f"attention_backend={chosen!r} on this device" + (
+        obstacle = f"attention_backend={chosen!r} on this device" + (
             f": triton {reason}" if reason else ". Leave it out, or set it to triton"
         )
-    if problem is not None:
-        raise ConfigError(f"batch_invariant does not hold with {problem}.", param="batch_invariant")
+    if obstacle is not None:
+        raise ConfigError(f"batch_invariant does not hold with {obstacle}.", param="batch_invariant")
 
 
 def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Machine) -> None:
-    spec, asked = config.speculative_config, "quantization" if config.quantization else None
-    if asked is None and spec is not None and spec.quantization:
-        asked = "speculative_config.quantization"
-    if asked is None:
+    spec, field = config.speculative_config, "quantization" if config.quantization else None
+    if field is None and spec is not None and spec.quantization:
+        field = "speculative_config.quantization"
+    if field is None:
         return
-    lacks = None
+    problem = None
     if chosen not in ("triton", "flash_attn"):
-        lacks = (
+        problem = (
             f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {machine.device.type}"
         )
     elif (
         machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
     ):
-        lacks = "needs a GPU that knows e4m3 (capability 8.9, as Ada or Hopper)"
-    if lacks is not None:
-        raise ConfigError(f"{asked}='fp8' {lacks}. Leave it out.", param=asked)
+        problem = "needs a GPU that knows e4m3 (capability 8.9, as Ada or Hopper)"
+    if problem is not None:
+        raise ConfigError(f"{field}='fp8' {problem}. Leave it out.", param=field)
 
 
 def choose_dtype(
     config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine
 ) -> torch.dtype:
-    """As asked; by itself the checkpoint's on a GPU, on a CPU bf16 where that is exact, else fp32.
+    """Return the dtype to compute in: the setting, or one chosen for the device.
+
+    By default a GPU uses the checkpoint's dtype, and a CPU bf16 where rows are exact in it, else fp32.
 
     Args:
         checkpoint: the target's dtype.
-        machine: its dtype is what a CPU would like best.
+        machine: its dtype is the one that a CPU prefers.
     """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -106,28 +113,31 @@ def choose_dtype(
 
 
 def why_not(name: str, models: Sequence[StackSpec], machine: Machine) -> str | None:
-    """What a backend lacks for any of the models, in words that follow its name."""
+    """Return why a backend cannot run one of the models, in words that follow its name, or None."""
     try:
-        answer = _room_of(name)
-    except ModuleNotFoundError as error:  # nothing else needs these folders, or the packages they name
+        why_not_model = _why_not_of(name)
+    except ModuleNotFoundError as error:  # the backend's folder or a package that it needs is missing
         return (
             f"needs the package {error.name}"
             if error.name in _PACKAGES
             else "is not part of this installation"
         )
-    return next((reason for model in models if (reason := answer(model, machine))), None)
+    return next((reason for model in models if (reason := why_not_model(model, machine))), None)
 
 
 _PACKAGES = ("triton", "numba")
 
 
 def take_cpu(name: BackendName) -> Backend:
-    """What computes on a CPU with compiled loops, on as many threads as PyTorch has: it may take them."""
+    """Return a CPU backend with compiled loops on PyTorch's number of threads.
+
+    The compiled backend takes these threads over: PyTorch keeps one.
+    """
     if name == "compiled":
         from ....drafter.compute.compiled.backend import CompiledBackend
 
         backend = CompiledBackend(torch.get_num_threads())
-        torch.set_num_threads(1)  # threads of both kinds that look for work take each other's cores
+        torch.set_num_threads(1)  # idle spinning threads of one pool would take cores from the other
         return backend
     from ....drafter.compute.loops.backend import CpuBackend
 
@@ -135,7 +145,7 @@ def take_cpu(name: BackendName) -> Backend:
 
 
 def instructions_of_passes() -> str | None:
-    """What this CPU has for a compiled pass, as MANTA_CPU_INSTRUCTIONS names it; None: there is none here."""
+    """Return this CPU's instructions for compiled passes, as in MANTA_CPU_INSTRUCTIONS; None without any."""
     try:
         from ....drafter.compute.loops.machine import bf16_instructions
     except ModuleNotFoundError:  # Numba is not installed
@@ -144,17 +154,17 @@ def instructions_of_passes() -> str | None:
     return kind.value if kind else None
 
 
-def _room_of(name: str) -> Callable[[StackSpec, Machine], str | None]:
-    """A backend's own `why_not`."""
+def _why_not_of(name: str) -> Callable[[StackSpec, Machine], str | None]:
+    """Return a backend's own `why_not`."""
     match name:
         case "triton":
-            from ....drafter.compute.gpu import backend as room
+            from ....drafter.compute.gpu import backend as module
         case "flash_attn":
-            from ....drafter.compute.gpu import flash_attention as room
+            from ....drafter.compute.gpu import flash_attention as module
         case "compiled":
-            from ....drafter.compute.compiled import backend as room
+            from ....drafter.compute.compiled import backend as module
         case "loops":
-            from ....drafter.compute.loops import backend as room
+            from ....drafter.compute.loops import backend as module
         case _:
-            from ....drafter.compute.eager import backend as room
-    return room.why_not
+            from ....drafter.compute.eager import backend as module
+    return module.why_not

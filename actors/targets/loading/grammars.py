@@ -1,7 +1,7 @@
-"""What holds a rank's requests to their grammars, made from the checkpoint's tokenizer.
+"""Compiles a rank's grammars with the checkpoint's tokenizer.
 
-Every rank has it: all must see the same drafts. What reads text is imported where there is some to be read:
-kernels are examined and timed on machines that have none of it. Called by `rank.py`.
+Every rank has them, as all ranks must see the same drafts. Tokenizer and compiler are imported only if
+needed: kernels are tested and timed on machines that have neither. Called by `rank.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_MASK_THREADS = 8
 
 
 def make_grammars(plan: LoadPlan) -> GrammarStates | None:
-    """None where no text could be held to anything: without a tokenizer, or an end token that it has."""
+    """Return the grammars; None without a tokenizer, or if none of the target's end tokens is in it."""
     config = plan.config
     folder = plan.target_folder if config.tokenizer is None else tokenizer_folder(config)
     if config.skip_tokenizer_init or not plan.target.eos_token_ids or not has_tokenizer(folder):

@@ -1,8 +1,9 @@
-"""Whether a loaded rank's rows are batch-invariant: measured at start, and refused if the settings want more.
+"""Measures at start whether a loaded rank's rows are batch-invariant, and raises if they should be and are
+not.
 
-The measurement is `drafter/compute/invariance.py`'s, through the backend that will run, with heads of the
-models' own size. On a GPU rows are not meant to be without `batch_invariant`, and nothing is measured; nor in
-Triton's interpreter, where a step takes a second and only tests are. Called by `rank.py`.
+The measurement is that of `drafter/compute/invariance.py`, through the backend in use and with the models'
+head sizes. On a GPU it runs only with `batch_invariant`, as rows are not meant to be invariant otherwise. In
+Triton's interpreter, which only tests use, it never runs, as a step takes a second. Called by `rank.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def check_invariance(plan: LoadPlan, backend: Backend) -> None:
-    """Log what holds; ConfigError if `batch_invariant` is set and does not."""
-    asked = plan.config.batch_invariant
-    if plan.attention_backend in ("triton", "flash_attn") and not (asked and plan.device.type == "cuda"):
+    """Log whether rows are batch-invariant.
+
+    Raises:
+        ConfigError: they are not, and `batch_invariant` is set.
+    """
+    required = plan.config.batch_invariant
+    if plan.attention_backend in ("triton", "flash_attn") and not (required and plan.device.type == "cuda"):
         return
     head_dims = sorted({dim for model in plan.models for dim in model.head_dims})
     routed = any("routed experts" in model.features for model in plan.models)
     holds = rows_are_invariant(backend, plan.dtype, plan.device, head_dims, routed=routed)
     logger.info("rows are batch-invariant: %s", holds)
-    if asked and not holds:
+    if required and not holds:
         raise ConfigError(
             f"batch_invariant does not hold here with dtype={str(plan.dtype).removeprefix('torch.')} and "
             f"attention_backend={plan.attention_backend}: a row's bits were seen to depend on its batch. "

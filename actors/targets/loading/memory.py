@@ -1,7 +1,7 @@
-"""How many K/V pages and recurrent states a rank can have, from settings and from the memory there is.
+"""Computes how many K/V pages and recurrent states a rank can have, from the settings and the free memory.
 
-Not the memory itself (`drafter/compute/kv_cache.py`, `state_memory.py`), but that states' is made here; nor
-who gets them (`cluster/page_books.py`, `states.py`). Called by `rank.py`.
+It also allocates the states. The page memory is `drafter/compute/kv_cache.py`'s, and `cluster/page_books.py`
+and `states.py` hand pages and states out. Called by `rank.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ...machine import free_ram_bytes
 from ..model.parallel import Sharding
 from .plan import LoadPlan
 
-_CPU_SHARE = 0.25  # of the memory that is free
+_CPU_SHARE = 0.25  # of free memory
 _CPU_CAP_BYTES = 4 * 2**30
-_STATES_PER_REQUEST = 2  # one to compute in, and one that is saved
+_STATES_PER_REQUEST = 2  # the one being computed, and a saved one
 _STATES_SHARE = 0.5  # of the memory for pages and states
 
 
 def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
-    """Memory of a page of each pool, on a rank that holds these models."""
+    """Return the bytes of a page in each pool, on a rank that holds these models."""
     pages, sizes = plan.pages, [0] * plan.pages.num_pools
     models: list[tuple[Sequence[LayerPlace], Sequence[KVGeometry]]] = []
     if target:
@@ -41,35 +41,37 @@ def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> 
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
             sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.dtype)
-    if drafter and isinstance(plan.drafter, Eagle3Config):  # keeps a feature by page
+    if drafter and isinstance(plan.drafter, Eagle3Config):  # it keeps a feature per page
         pool = pages.groups[pages.drafter[0].group].pool
         sizes[pool] += plan.drafter.hidden_size * plan.dtype.itemsize
     return tuple(sizes)
 
 
 def state_bytes(plan: LoadPlan) -> int:
-    """Memory of a state on a rank, in all recurrent layers, with the records of its drafts."""
+    """Return the bytes of a state over all recurrent layers of a rank, with the records of its drafts."""
     if plan.target.states is None:
         return 0
     count, geometry = plan.target.states
-    mine = geometry.rank(plan.config.tensor_parallel_size)
-    return StateMemory.bytes_per_slot(count, mine, plan.num_speculative_tokens, plan.dtype)
+    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
+    return StateMemory.bytes_per_slot(count, geometry_of_rank, plan.num_speculative_tokens, plan.dtype)
 
 
 def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | None:
-    """A rank's; None where there are none."""
+    """Allocate a rank's recurrent states; None if the target has none."""
     if plan.target.states is None or num_states is None:
         return None
     count, geometry = plan.target.states
-    mine = geometry.rank(plan.config.tensor_parallel_size)
-    return StateMemory(count, mine, num_states, plan.num_speculative_tokens, plan.dtype, plan.device)
+    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
+    return StateMemory(
+        count, geometry_of_rank, num_states, plan.num_speculative_tokens, plan.dtype, plan.device
+    )
 
 
 def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
-    """States of a rank, of pages' memory; None where the target has no recurrent layers.
+    """Return the number of states of a rank; None if the target has no recurrent layers.
 
     Args:
-        budget_bytes: as of `affordable_pages`.
+        budget_bytes: memory for pages and states, see `affordable_pages`.
     """
     config, size = plan.config, state_bytes(plan)
     if not size or config.num_states is not None:
@@ -85,15 +87,15 @@ def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
 def affordable_pages(
     plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int | None, taken_bytes: int = 0
 ) -> tuple[int, ...]:
-    """Pages of each of a rank's pools.
+    """Return the number of pages in each of a rank's pools.
 
     Args:
-        sizes: `page_bytes` of what the rank holds.
-        budget_bytes: memory that was measured to be left; None where only settings and RAM decide (CPU).
-        taken_bytes: of that, by recurrent states.
+        sizes: `page_bytes` of the models that the rank holds.
+        budget_bytes: measured free memory; None where only settings and RAM decide (CPU).
+        taken_bytes: the part of it that recurrent states take.
 
     Raises:
-        ConfigError: what there is does not hold one sequence of `max_model_len`.
+        ConfigError: the memory does not hold one sequence of `max_model_len`.
     """
     config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
     if config.num_pages is not None:
@@ -101,7 +103,7 @@ def affordable_pages(
     rows = config.max_num_batched_tokens
 
     def bytes_of(num_tokens: int) -> int:
-        """Of a sequence, at most."""
+        """Return the largest number of bytes that a sequence takes."""
         held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
         return sum(count * size for count, size in zip(held, sizes, strict=True))
 
@@ -117,29 +119,29 @@ def affordable_pages(
         fits = bisect_right(range(1, max_model_len + 1), budget_bytes, key=bytes_of)
         raise ConfigError(
             f"max_model_len={max_model_len} needs {needed} bytes of K/V pages, but memory holds "
-            f"{max(budget_bytes, 0)}{_beside(taken_bytes)}. Set max_model_len to at most {fits}, or raise "
-            "kv_cache_memory_bytes (or, on a GPU, gpu_memory_utilization).",
+            f"{max(budget_bytes, 0)}{_states_note(taken_bytes)}. Set max_model_len to at most {fits}, or "
+            "raise kv_cache_memory_bytes (or, on a GPU, gpu_memory_utilization).",
             param="max_model_len",
         )
     shape = (plan.page_size, rows, config.max_num_seqs, max_model_len)
     return share_pages(pages, *shape, sizes, budget_bytes)
 
 
-def _beside(taken_bytes: int) -> str:
-    return f" beside {taken_bytes} bytes of recurrent states" if taken_bytes else ""
+def _states_note(taken_bytes: int) -> str:
+    return f" next to {taken_bytes} bytes of recurrent states" if taken_bytes else ""
 
 
 def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:
-    """A share of RAM; capped, but not below one whole sequence."""
+    """Return a share of free RAM, capped, but never less than one whole sequence."""
     share = int(free_ram_bytes() * _CPU_SHARE) // config.tensor_parallel_size
     return min(share, max(_CPU_CAP_BYTES, sequence_bytes))
 
 
 def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
-    """What `gpu_memory_utilization` leaves for pages, weights being loaded.
+    """Return the bytes that `gpu_memory_utilization` leaves for pages once weights are loaded.
 
     Args:
-        step_bytes: what steps will take beside the pages (`warm_up.measure_step_bytes`).
+        step_bytes: the peak that steps take in addition to the pages (`warm_up.measure_step_bytes`).
     """
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
@@ -147,7 +149,7 @@ def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) 
 
 
 def used_gpu_bytes(device: torch.device) -> int:
-    """Memory of the device that somebody has, PyTorch's reserve included."""
+    """Return the bytes of the device in use by any process, including PyTorch's reserve."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free

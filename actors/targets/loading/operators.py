@@ -1,7 +1,7 @@
-"""A plan's operators, made: a pass's (`Backend`) and a step's (`StepOperators`).
+"""Creates a plan's operators: those of a forward pass (`Backend`) and those of a step (`StepOperators`).
 
-The one place that asks whether loops are compiled, and what is not chosen is not imported: a process on a GPU
-has neither Numba nor LLVM, one on a CPU no Triton. Called by `rank.py`, and by a split drafter's worker.
+Only what the plan chooses is imported, so a GPU process has neither Numba nor LLVM, and a CPU process no
+Triton. Called by `rank.py`, and by the worker of a split drafter.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .plan import LoadPlan
 
 
 def make_backend(plan: LoadPlan) -> Backend:
-    """The target's, which may take over PyTorch's threads; what is not chosen is not imported."""
+    """Create the target's backend, which may take over PyTorch's threads."""
     return _backend(plan, plan.config.quantization)
 
 
-def make_drafter_backend(plan: LoadPlan, of_target: Backend | None = None) -> Backend:
-    """The drafter's: the target's, where that is at hand and its weights are kept alike."""
+def make_drafter_backend(plan: LoadPlan, target_backend: Backend | None = None) -> Backend:
+    """Return the drafter's backend: the target's if it is given and quantized alike, else a new one."""
     spec = plan.config.speculative_config
-    assert spec is not None, "only who speculates has a drafter"
-    if of_target is not None and spec.quantization == plan.config.quantization:
-        return of_target
+    assert spec is not None, "only speculation needs a drafter's backend"
+    if target_backend is not None and spec.quantization == plan.config.quantization:
+        return target_backend
     return _backend(plan, spec.quantization)
 
 
@@ -37,7 +37,7 @@ def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
         return TorchBackend()
     from ....drafter.compute.gpu.backend import TritonBackend
 
-    if plan.config.batch_invariant:  # for what is no product of a layer
+    if plan.config.batch_invariant:  # these flags are for GEMMs outside of layers
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
@@ -49,7 +49,7 @@ def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:
-    """For steps that the host drives; a GPU's own have kernels."""
+    """Return the operators of steps that the host drives; a GPU drives its own with kernels."""
     if not _has_loops(plan):
         return DEFINITION
     from ....drafter.step.loops.operators import LOOPS
@@ -58,7 +58,7 @@ def make_step_operators(plan: LoadPlan) -> StepOperators:
 
 
 def _has_loops(plan: LoadPlan) -> bool:
-    """On a CPU, for the dtypes that loops read."""
+    """Return whether compiled loops run here: on a CPU, with a dtype that they support."""
     if plan.device.type != "cpu":
-        return False  # and Numba is not imported to be asked
+        return False  # do not import Numba to find out
     return why_not("loops", plan.models, plan.machine) is None

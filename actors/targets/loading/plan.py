@@ -1,7 +1,7 @@
-"""What will be loaded: settings resolved against checkpoints and checked, without reading a weight.
+"""Resolves settings against checkpoints and checks them, without reading a weight.
 
-Every mistake that config files, tensor headers and settings can show is reported here. Called by
-`rank.py`, and by a split drafter's worker, which loads by the same plan.
+Reports every mistake that config files, tensor headers and settings can show. Called by `rank.py`, and by the
+worker of a split drafter, which loads by the same plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .cpu_ways import choose_way
 
 logger = logging.getLogger(__name__)
 
-NGRAM_DRAFTS = 8  # by default, of prompt look-up
+NGRAM_DRAFTS = 8  # default number of drafts of prompt lookup
 
 DraftConfig = DrafterConfig | Eagle3Config
 
@@ -68,8 +68,8 @@ class LoadPlan:
 
     @property
     def models(self) -> list[StackSpec]:
-        """What they ask of a backend."""
-        return _of_backend(self.target, self.drafter, self.device)
+        """Requirements of the models on a backend."""
+        return _stack_specs(self.target, self.drafter, self.device)
 
     @property
     def machine(self) -> Machine:
@@ -85,13 +85,17 @@ class LoadPlan:
 
     @property
     def split(self) -> bool:
-        """Whether the drafter lives in a process of its own."""
+        """Whether the drafter runs in a process of its own."""
         spec = self.config.speculative_config
         return spec is not None and spec.placement != "colocated"
 
 
 def plan_load(config: EngineConfig) -> LoadPlan:
-    """Resolve and check; CheckpointError or ConfigError names the field and the remedy."""
+    """Resolve and check the settings.
+
+    Raises:
+        CheckpointError, ConfigError: names the field and the remedy.
+    """
     folder, draft_folder, drafter = target_folder(config), None, None
     target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
@@ -109,9 +113,14 @@ def plan_load(config: EngineConfig) -> LoadPlan:
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
-    """A drafter that fits, with all its tensors where they are to be read; CheckpointError if not."""
+    """Return the config of a drafter after checking that it fits and, if they are to be read, has all its
+    tensors.
+
+    Raises:
+        CheckpointError: it does not fit, or a tensor is missing.
+    """
     spec = config.speculative_config
-    assert spec is not None, "only who speculates has a drafter"
+    assert spec is not None, "only speculation has a drafter"
     if config.load_format == "auto":
         check = check_eagle3 if spec.method == "eagle3" else check_drafter
         return check(folder, facts, spec.hf_overrides)
@@ -134,13 +143,13 @@ def plan_models(
     drafter: DraftConfig | None,
     max_model_len: int,
 ) -> LoadPlan:
-    """The plan for models whose shapes are known; of the folders nothing is read."""
+    """Return the plan for models whose shapes are known. Does not read the folders."""
     device = _device(config)
-    models = _of_backend(target, drafter, device)
+    models = _stack_specs(target, drafter, device)
     page_size = config.page_size or _page_size(config, device)
-    liked = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
+    preferred = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
-    way = choose_way(config, models, target.dtype, liked, num_values)
+    way = choose_way(config, models, target.dtype, preferred, num_values)
     if device.type == "cpu" and way.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
@@ -163,8 +172,11 @@ def plan_models(
     )
 
 
-def _of_backend(target: ModelSpec, drafter: DraftConfig | None, device: torch.device) -> list[StackSpec]:
-    """An EAGLE-3 drafter on a CPU is driven from Python by operators that all backends have there."""
+def _stack_specs(target: ModelSpec, drafter: DraftConfig | None, device: torch.device) -> list[StackSpec]:
+    """Return what the models require of a backend.
+
+    An EAGLE-3 drafter on a CPU is left out: it runs in Python by operators that every backend has there.
+    """
     if drafter is None or (isinstance(drafter, Eagle3Config) and device.type == "cpu"):
         return [target.of_backend()]
     return [target.of_backend(), drafter.of_backend()]
@@ -173,26 +185,27 @@ def _of_backend(target: ModelSpec, drafter: DraftConfig | None, device: torch.de
 def _with_end_token(
     config: EngineConfig, folder: Path, target: ModelSpec
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The target with the tokenizer's end token beside its own, as in vLLM and SGLang; and what is odd.
+    """Return the target with the tokenizer's end token added, as in vLLM and SGLang, and warnings about
+    oddities.
 
     Raises:
-        CheckpointError: the tokenizer makes ids that the target has no embedding for.
+        CheckpointError: the tokenizer has ids without an embedding in the target.
     """
     if config.skip_tokenizer_init:
         return target, ()
-    where = tokenizer_folder(config)
-    tokens = TokenIds.read(where)
-    if tokens is None:  # whoever loads the tokenizer says why
+    source = tokenizer_folder(config)
+    tokens = TokenIds.read(source)
+    if tokens is None:  # loading the tokenizer reports why
         return target, ()
     if (largest := max(tokens.known, default=-1)) >= target.vocab_size:
         raise CheckpointError(
-            f"tokenizer: {where} makes token ids up to {largest}, but the target's vocab_size is "
+            f"tokenizer: {source} makes token ids up to {largest}, but the target's vocab_size is "
             f"{target.vocab_size}. Set `tokenizer` to the one that the target was trained with.",
             param="tokenizer",
         )
     named_in = end_tokens_file(folder, config.hf_overrides)
     doubts = tuple(
-        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {where}: it "
+        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {source}: it "
         "ends an answer, but no grammar can wait for it."
         for token_id in target.eos_token_ids
         if token_id not in tokens.known
@@ -202,10 +215,13 @@ def _with_end_token(
 
 
 def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
-    """The setting, or the shorter of both models' limits; ConfigError if it is beyond one.
+    """Return the setting, or the shorter of both models' limits if it is not set.
 
     A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
-    published drafters name a training length (2048 for targets of 128k): it bounds nothing.
+    published drafters state their training length (2048 for targets of 128k), which is not a limit.
+
+    Raises:
+        ConfigError: the setting exceeds a limit.
     """
     ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
     limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
@@ -214,13 +230,13 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
         trained = drafter.rope.scaling.get("max_position_embeddings")
     if drafter is not None and isinstance(trained, int):
         limits["the drafter"] = max(trained, drafter.rope.max_positions)
-    who, limit = min(limits.items(), key=lambda item: item[1])
+    limiting_model, limit = min(limits.items(), key=lambda item: item[1])
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        remedy = ", or drop speculative_config" if who == "the drafter" else ""
+        remedy = ", or drop speculative_config" if limiting_model == "the drafter" else ""
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is longer than {who}'s limit ({limit}: "
+            f"max_model_len={config.max_model_len} is longer than {limiting_model}'s limit ({limit}: "
             f"max_position_embeddings, or yarn's factor x original length). "
             f"Set max_model_len to at most {limit}{remedy}.",
             param="max_model_len",
@@ -232,9 +248,9 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
     if (spec := config.speculative_config) is None:
         return 0
     wanted = spec.num_speculative_tokens
-    if drafter is None:  # prompt look-up finds as many as are asked for
+    if drafter is None:  # prompt lookup finds as many as requested
         return wanted or NGRAM_DRAFTS
-    if isinstance(drafter, Eagle3Config):  # a chain has no longest
+    if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
         return wanted or DEFAULT_DRAFTS
     most = drafter.max_drafts
     if wanted is None:
@@ -251,9 +267,13 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -
 
 
 def _page_size(config: EngineConfig, device: torch.device) -> int:
-    """A GPU reads a tile of keys from one page; on a CPU smaller ones waste less and are shared by more."""
+    """Return the default page size.
+
+    On a GPU a tile of keys is read from one page. On a CPU smaller pages waste less and are shared by more
+    sequences.
+    """
     if config.attention_backend == "flash_attn":
-        return 256  # the package reads no other
+        return 256  # the only size that the package supports
     return 64 if device.type == "cuda" else 16
 
 

@@ -1,6 +1,6 @@
-"""From settings to a target rank that can run steps.
+"""Loads a target rank that can run steps.
 
-    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that memory holds
+    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
                  ─▶ warm-up ─▶ Runner, ExecutorInfo
 
 Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
@@ -71,12 +71,12 @@ class RemoteSource(DraftSource, RemoteDrafter, Protocol):
     """Drafts from another process, for steps driven by the host or by the device."""
 
 
-# Makes a rank's source of drafts where the drafter has a process of its own.
+# Creates a rank's source of drafts where the drafter runs in a process of its own.
 RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
 
 
 class ModelSource(Protocol):
-    """Where a plan's models come from."""
+    """A source of the weights of a plan's models."""
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
 
@@ -84,35 +84,37 @@ class ModelSource(Protocol):
 
 
 class Checkpoints:
-    """The models in the plan's folders, or (`load_format`) random weights in their shapes."""
+    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes."""
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        source = plan.target_folder if _reads(plan) else _random(plan, target_shapes(plan.target))
+        source = (
+            plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
+        )
         return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter:
         spec = plan.config.speculative_config
         assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
-            "only a plan with a drafter asks for one"
+            "called only for plans with a drafter"
         )
-        place = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
+        common = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
         if isinstance(plan.drafter, Eagle3Config):
-            if _reads(plan):
-                return load_eagle3(plan.drafter_folder, *place, overrides=spec.hf_overrides)
-            return make_eagle3(plan.drafter, _random(plan, eagle3_shapes(plan.drafter)), *place)
+            if _reads_weights(plan):
+                return load_eagle3(plan.drafter_folder, *common, overrides=spec.hf_overrides)
+            return make_eagle3(plan.drafter, _random_tensors(plan, eagle3_shapes(plan.drafter)), *common)
         scale = spec.input_embedding_scale
-        if not _reads(plan):
-            tensors = _random(plan, drafter_shapes(plan.drafter, plan.facts))
-            return make_drafter(plan.drafter, tensors, *place, input_embedding_scale=scale)
+        if not _reads_weights(plan):
+            tensors = _random_tensors(plan, drafter_shapes(plan.drafter, plan.facts))
+            return make_drafter(plan.drafter, tensors, *common, input_embedding_scale=scale)
         folder, overrides = plan.drafter_folder, spec.hf_overrides
-        return load_drafter(folder, *place, overrides=overrides, input_embedding_scale=scale)
+        return load_drafter(folder, *common, overrides=overrides, input_embedding_scale=scale)
 
 
-def _reads(plan: LoadPlan) -> bool:
+def _reads_weights(plan: LoadPlan) -> bool:
     return plan.config.load_format == "auto"
 
 
-def _random(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
+def _random_tensors(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
     return RandomTensors(shapes, plan.dtype, plan.device)
 
 
@@ -125,14 +127,14 @@ def load_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """Load one rank of the target, and the drafter if it is colocated.
 
-    The device is CUDA's current one; threads are the process's.
+    Uses CUDA's current device and the process's number of threads.
 
     Args:
-        communicator: of the target's ranks; by default this one is alone.
-        remote_drafts: where drafts come from when the drafter is split off.
+        communicator: of the target's ranks; a single rank by default.
+        remote_drafts: makes the source of drafts if the drafter is split off.
 
     Raises:
-        CheckpointError, ConfigError: before weights are read, but for a lack of memory.
+        CheckpointError, ConfigError: before weights are read, except for a lack of memory.
     """
     return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
 
@@ -145,8 +147,8 @@ def start_runner(
     *,
     remote_drafts: RemoteDrafts | None = None,
 ) -> tuple[Runner, ExecutorInfo]:
-    """The same from a plan; `models` says where weights come from."""
-    assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
+    """Load one rank by a plan, as `load_runner` does; `models` provides the weights."""
+    assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
     rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
     check_invariance(plan, rank.backend)
     num_pages, num_states = rank.affordable_room()
@@ -154,15 +156,18 @@ def start_runner(
     warm_up(runner, plan, num_pages)
     runner.prepare()
     info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
-    logger.info("%s", _in_words(info, plan))
+    logger.info("%s", _describe(info, plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
     if plan.config.quantization is not None:
-        logger.warning("The target is quantised (%s): outputs are its own.", plan.config.quantization)
+        logger.warning(
+            "The target is quantised (%s): outputs differ from those of the unquantized model.",
+            plan.config.quantization,
+        )
     return runner, info
 
 
-def _in_words(info: ExecutorInfo, plan: LoadPlan) -> str:
+def _describe(info: ExecutorInfo, plan: LoadPlan) -> str:
     pages = " + ".join(f"{count:,}" for count in info.num_pages)
     drafts = (
         f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
@@ -174,9 +179,9 @@ def _in_words(info: ExecutorInfo, plan: LoadPlan) -> str:
 
 
 def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
-    """The target's whole embedding and head, for a drafter that lives apart."""
-    whole = Sharding(plan.target, 0, 1)
-    weights = Checkpoints().target(plan, whole)
+    """Return the target's whole embedding and head, for a drafter in another process."""
+    unsharded = Sharding(plan.target, 0, 1)
+    weights = Checkpoints().target(plan, unsharded)
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
     return LentWeights(embedding_VH, backend.head(head_VH))
@@ -206,12 +211,12 @@ def _info(
 
 
 def runs_on_device(plan: LoadPlan) -> bool:
-    """Whether requests' state lives on the device, which then drives the steps."""
+    """Return whether requests' state is on the device, which then drives the steps."""
     return plan.attention_backend in ("triton", "flash_attn")
 
 
 def device_room(plan: LoadPlan) -> tuple[int, int]:
-    """Most requests of a step, and most rows of which tokens are chosen."""
+    """Return the largest number of requests in a step, and of rows that sample a token."""
     config = plan.config
     rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
     budget = config.max_num_batched_tokens
@@ -244,14 +249,14 @@ def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
 
 
 def runs_ahead(plan: LoadPlan) -> bool:
-    """Whether steps start before the last one ends: as asked; by itself where a device would wait."""
+    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps."""
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
     return plan.device.type == "cuda" and runs_on_device(plan)
 
 
 class _Rank:
-    """A rank's models, on the way to a runner: what is missing are pages and states."""
+    """Loads a rank's models and builds runners for them with any number of pages and states."""
 
     def __init__(
         self,
@@ -269,21 +274,24 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: Drafter | None = None
         if plan.drafter is not None and not plan.split:
-            drafts_with = make_drafter_backend(plan, backend)
-            self._drafter = models.drafter(plan, self._model.lends, drafts_with)
+            drafter_backend = make_drafter_backend(plan, backend)
+            self._drafter = models.drafter(plan, self._model.lends, drafter_backend)
 
     def affordable_room(self) -> tuple[tuple[int, ...], int | None]:
-        """Pages of each pool, and states, that every rank can afford: ids are the same everywhere."""
+        """Return the pages of each pool and the states that every rank can afford."""
         plan, config, budget = self._plan, self._plan.config, None
-        stated = config.num_pages is not None or config.kv_cache_memory_bytes is not None
-        if plan.device.type == "cuda" and not stated:
+        is_set = config.num_pages is not None or config.kv_cache_memory_bytes is not None
+        if plan.device.type == "cuda" and not is_set:
             budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
         num_states = affordable_states(plan, budget)
         if num_states is not None:
             num_states = smallest(num_states, self._communicator, plan.device)
-        sizes, taken = page_bytes(plan, drafter=not plan.split), (num_states or 0) * state_bytes(plan)
-        mine = affordable_pages(plan, sizes, budget, taken)
-        return tuple(smallest(pages, self._communicator, plan.device) for pages in mine), num_states
+        sizes, state_bytes_taken = (
+            page_bytes(plan, drafter=not plan.split),
+            (num_states or 0) * state_bytes(plan),
+        )
+        local_pages = affordable_pages(plan, sizes, budget, state_bytes_taken)
+        return tuple(smallest(pages, self._communicator, plan.device) for pages in local_pages), num_states
 
     def runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
         if runs_on_device(self._plan):
@@ -291,7 +299,7 @@ class _Rank:
         return self._step_runner(num_pages, num_states)
 
     def _remote(self) -> RemoteSource | None:
-        """The way to a drafter in a process of its own."""
+        """Connect to a drafter in a process of its own, if the plan has one."""
         return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
 
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
@@ -307,10 +315,13 @@ class _Rank:
         max_requests, num_rows = device_room(plan)
         drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
         if isinstance(drafter, Eagle3Drafter):
-            assert draft_cache is not None, "a drafter has pages"
+            assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
             drafter, draft_cache, chains = None, None, DeviceChains.of(drafter, draft_cache)
-        size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states, memory = DeviceStates(*size, plan.device, plan.pages), make_state_memory(plan, num_states)
+        state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
+        states, memory = (
+            DeviceStates(*state_args, plan.device, plan.pages),
+            make_state_memory(plan, num_states),
+        )
         pages = pages_of(plan.pages, plan.pages.target, num_pages)
         models = DeviceModels(
             target=self._model,
@@ -337,7 +348,8 @@ class _Rank:
             plan.num_speculative_tokens,
             config.max_num_batched_tokens,
             guide,
-            captures=plan.device.type == "cuda" and not plan.split,  # the drafter's part would be in them
+            # a split drafter's part would have to be in the graphs
+            captures=plan.device.type == "cuda" and not plan.split,
         )
 
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> StepRunner:
@@ -350,10 +362,12 @@ class _Rank:
             drafts = LocalDrafts(_make_proposer(self._drafter, cache, operators), self._communicator)
         elif (lengths := _lookup_lengths(plan.config)) is not None:
             drafts = LookUpProposer(*lengths)
-        size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
+        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
         batch, memory = self.backend.attention_batch, make_state_memory(plan, num_states)
         recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
-        states = RequestStates(*size, plan.device, batch, operators, plan.pages, self.grammars, recurrent)
+        states = RequestStates(
+            *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
+        )
         cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size, memory)
         return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
 
@@ -364,13 +378,15 @@ class _Rank:
         return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
 
     def _step_bytes(self) -> int:
-        """What steps take beside weights, pages and states, by running the largest with some of these that
-        are given back."""
+        """Return the peak bytes of steps in addition to weights, pages and states.
+
+        Runs the largest steps with a minimal number of pages and states, whose own bytes are subtracted.
+        """
         plan, pages = self._plan, (1,) * self._plan.pages.num_pools
         states = plan.config.max_num_seqs if plan.target.states is not None else None
-        taken = measure_step_bytes(lambda: self.runner(pages, states), plan)
-        given_back = sum(page_bytes(plan, drafter=not plan.split)) + (states or 0) * state_bytes(plan)
-        return max(taken - given_back, 0)
+        measured = measure_step_bytes(lambda: self.runner(pages, states), plan)
+        minimal_cache = sum(page_bytes(plan, drafter=not plan.split)) + (states or 0) * state_bytes(plan)
+        return max(measured - minimal_cache, 0)
 
 
 def _lookup_lengths(config: EngineConfig) -> tuple[int, int] | None:
@@ -387,5 +403,5 @@ def _make_proposer(
 
 
 def pages_of(plan: PagePlan, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
-    """Pages of the pool that a model's layers use."""
+    """Return the number of pages in the pool that a model's layers use."""
     return num_pages[plan.groups[places[0].group].pool]

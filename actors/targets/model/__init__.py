@@ -1,1 +1,1 @@
-"""What all families share: the spec, weights, the decoder, and how ranks split it."""
+"""Parts that all families share: the spec, weights, the decoder, and tensor parallelism."""

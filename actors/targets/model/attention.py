@@ -1,6 +1,6 @@
-"""Attention of a layer: how a family says it, which tensors it has, and their dimensions.
+"""Specification of a layer's attention: its tensors and their dimensions.
 
-Called by `spec.py`, and by whoever takes a model's parts.
+Called by `spec.py`, and by code that reads a model's parts.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import Literal, TypeGuard, get_args
 
 from ....drafter.compute.rope import RopeConfig
 
-# Ranks share out query heads and K/V heads. "q" is of query heads, "q_and_gate" of such that each have their
-# gate behind them, "value" of K/V heads' values, "attended" of what each query head makes of them, as the
-# product behind takes it, "head" of one. Of latent attention "q_rank" is the queries' bottleneck, "latent"
-# what heads make keys and values of, "latent_key" that and the key that all share, all whole, and
-# "latent_heads" these keys and values.
+# Query heads and K/V heads are sharded over ranks. "q": all query heads; "q_and_gate": query heads, each
+# followed by its gate; "value": values of all K/V heads; "attended": attention outputs of all query heads, as
+# the output projection takes them; "head": one head. For latent attention (MLA), "q_rank": the queries'
+# bottleneck; "latent": the vector from which heads make keys and values; "latent_key": that and the key part
+# that all heads share; these three are not sharded. "latent_heads": keys and values of all heads.
 _LatentAxis = Literal["q_rank", "latent", "latent_key", "latent_heads"]
 AttentionAxis = Literal["q", "q_and_gate", "kv", "value", "attended", "q_heads", "head", _LatentAxis]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Keys and values that heads make of one vector per token (MLA): `drafter/compute/latent.py` says how.
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), see `drafter/compute/latent.py`.
 
     Attributes:
-        q_rank: of the queries' bottleneck; None where they have none.
-        nope_dim: of a head's queries and keys, what is not rotated.
-        v_dim: of a head's values.
-        eps: of the norms of both bottlenecks.
+        q_rank: size of the queries' bottleneck; None without one.
+        nope_dim: part of a head's queries and keys that is not rotated.
+        v_dim: size of a head's values.
+        eps: epsilon of the norms of both bottlenecks.
     """
 
     q_rank: int | None
@@ -41,20 +41,20 @@ class Attention:
     """Grouped-query attention over paged K/V.
 
     Attributes:
-        head_dim: of queries and keys.
-        v_head_dim: of values; at most `head_dim`, as which it is by default.
-        scale: of scores.
-        rope: None rotates nothing.
-        window: how many tokens back a row sees, itself included; None sees all.
+        head_dim: size of a head's queries and keys.
+        v_head_dim: size of a head's values, at most `head_dim`; None for `head_dim`.
+        scale: factor of the scores.
+        rope: None for no rotation.
+        window: number of tokens that a row sees, including itself; None for all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
-        v_norm: values are RMS-normed per head, too, without a weight.
-        k_is_v: values are the keys before their norm and rotation: one projection makes both.
-        row_norm: both are RMS-normed over all their heads together, before they are told apart.
-        gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
-        bias, out_bias: of the projections to q, k and v; of the one behind attention.
-        sinks: each query head has a logit without a value in its softmax.
-        latent: keys and values are made of latents. `num_kv_heads` is 1 then, `v_head_dim` the size of a
-            latent, `head_dim` that and `rope`'s: what is cached of a token.
+        v_norm: values are also RMS-normed per head, without a weight.
+        k_is_v: values are the keys before norm and rotation: one projection makes both.
+        row_norm: queries and keys are each RMS-normed over all heads together.
+        gate: the attention output is multiplied by sigmoid(gate x), where x is the input of the queries.
+        bias, out_bias: biases of the q, k and v projections, and of the output projection.
+        sinks: each query head has a logit without a value in its softmax (attention sink).
+        latent: keys and values are made of latents. Then `num_kv_heads` is 1, `v_head_dim` the size of a
+            latent, and `head_dim` that plus `rope`'s, which is what is cached per token.
     """
 
     num_heads: int
@@ -76,35 +76,37 @@ class Attention:
 
     @property
     def value_dim(self) -> int:
-        """Of a head's values."""
         return self.v_head_dim or self.head_dim
 
     @property
     def tile_dim(self) -> int:
-        """Of a head as backends cut it: what values are made of and what is rotated apart, in latents."""
+        """Head size of a backend's tiles; that of a latent for latents, whose rotated part is separate."""
         return self.head_dim if self.latent is None else self.value_dim
 
     @property
     def q_dim(self) -> int:
-        """Of a head's queries, as they are projected."""
+        """Size of a head's queries, as they are projected."""
         if self.latent is None:
             return self.head_dim
         return self.latent.nope_dim + self.head_dim - self.value_dim
 
     @property
     def attended_dim(self) -> int:
-        """Of what a head hands to the product behind attention."""
+        """Size of a head's output, as the output projection takes it."""
         return self.value_dim if self.latent is None else self.latent.v_dim
 
     def qkv_parts(self) -> tuple[str, ...]:
-        """Of the block's first product: queries, keys and values, of which `k_as_v` reads the keys' rows once
-        more; or what queries and latents are made of."""
+        """Return the parts of the block's first product.
+
+        These are queries, keys and values (`k_as_v` reads the rows of the keys again), or the down
+        projections of queries and latents.
+        """
         if self.latent is not None:
             return "q" if self.latent.q_rank is None else "q_down", "kv_down"
         return "q", "k", "k_as_v" if self.k_is_v else "v"
 
     def parts(self) -> list[str]:
-        """All parts, in the words of `ModelSpec.tensors`."""
+        """Return the names of all its tensors, as keys of `ModelSpec.tensors`."""
         qkv = self.qkv_parts()
         parts = [*(["q_norm", "k_norm"] * (self.qk_norm or self.row_norm)), *qkv]
         if self.latent is not None:
@@ -141,10 +143,10 @@ def attention_axis_size(axis: AttentionAxis, mixer: Attention) -> int:
 
 def _latent_axis_size(axis: _LatentAxis, mixer: Attention) -> int:
     latent = mixer.latent
-    assert latent is not None, "a part of latent attention"
+    assert latent is not None, "the axis belongs to latent attention"
     match axis:
         case "q_rank":
-            assert latent.q_rank is not None, "a part of queries' bottlenecks"
+            assert latent.q_rank is not None, "the axis belongs to a queries' bottleneck"
             return latent.q_rank
         case "latent":
             return mixer.value_dim

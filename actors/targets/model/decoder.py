@@ -1,10 +1,10 @@
-"""The target: a decoder over paged K/V, one implementation for every family (`spec.py`).
+"""The target: a decoder over paged K/V, with one implementation for every family (`spec.py`).
 
-Stateless: requests' K/V are in the cache it is given. Its blocks are a backend's
-(`drafter/compute/backend.py`), over products that are split between ranks. Called by the runners; the drafter
-borrows its embedding and head (`Decoder.lends`), without what the target makes of them.
+It is stateless: requests' K/V are in the cache passed to it. A backend (`drafter/compute/backend.py`)
+computes its blocks, with projections split between ranks. The drafter borrows its embedding and head
+(`Decoder.lends`), without the target's scaling. Called by the runners.
 
-    token ids --embedding, scale or norm--> x --blocks, some tapped behind them--> norm --head, cap--> logits
+    token ids --embedding, scale or norm--> x --blocks, some with taps after--> norm --head, cap--> logits
 
 Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary.
 """
@@ -38,16 +38,16 @@ class Decoder:
     """One rank's part of a target.
 
     Args:
-        weights: where the slices come from; read here, layer by layer.
-        tap_ids: 0-based blocks whose outputs the drafter wants, in its order; may be empty.
-        max_positions: positions that may occur.
-        backend: computes what is no matrix product; PyTorch's own by default.
-        places: of the K and V of each layer that has any; all in one page group by default.
+        weights: the rank's slices; read here, layer by layer.
+        tap_ids: 0-based blocks whose outputs the drafter reads, in its order; may be empty.
+        max_positions: number of positions in the rotary tables.
+        backend: computes everything but the collectives; PyTorch's operators by default.
+        places: where the K and V of each layer with attention are; all in one page group by default.
 
     Attributes:
-        backend: of its passes, and of a drafter's beside it.
-        lends: what a drafter works with.
-        num_routed: layers that have experts.
+        backend: also used by a colocated drafter.
+        lends: the embedding and head that a drafter uses.
+        num_routed: number of layers with experts.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Decoder:
         self._sharding = sharding
         embedding_UH = weights.embedding()
         self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
-        # As the model's own code does: the scale has the weights' dtype.
+        # The scale is rounded to the weights' dtype, as in the model's reference code.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         head_UH = embedding_UH if spec.tied_head else weights.head()
         self.backend = backend = backend or TorchBackend()
@@ -77,7 +77,7 @@ class Decoder:
             VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
-        ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
+        ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large, so layers share them
 
         def rope_of(config: RopeConfig | None) -> RotaryEmbedding | None:
             if config is None:
@@ -94,7 +94,7 @@ class Decoder:
         self.num_routed = sum(layer.routed is not None for layer in spec.layers)
 
     def new_cache(self, num_pages: int, page_size: int, states: StateMemory | None = None) -> PagedKVCache:
-        """Pages for this rank's K/V heads, and its states beside them."""
+        """Allocate pages for this rank's K/V heads, together with its recurrent states."""
         geometries = self._sharding.kv_geometries()
         return PagedKVCache(self.places, num_pages, page_size, geometries, self.dtype, self.device, states)
 
@@ -104,21 +104,21 @@ class Decoder:
         return self.lends.is_split
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """The target's logits [N, V] of states that are normed already."""
-        return self._scaled(self.lends.logits(hidden_NH))
+        """Return the target's logits [N, V] of hidden states that are already normed."""
+        return self._scale(self.lends.logits(hidden_NH))
 
     def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
-        """The same over this rank's part of the vocabulary, and the first token id of that part."""
+        """Return the logits of this rank's part of the vocabulary, and the first token id of that part."""
         logits_NU, first_id = self.lends.local_logits(hidden_NH)
-        return self._scaled(logits_NU), first_id
+        return self._scale(logits_NU), first_id
 
-    def _scaled(self, logits_NV: Tensor) -> Tensor:
+    def _scale(self, logits_NV: Tensor) -> Tensor:
         return scaled_logits(logits_NV, self.spec.logit_multiplier, self.spec.logit_cap)
 
     def forward(
         self, token_ids_N: Tensor, rows: PlacedRows, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a step's rows, writing their K/V.
+        """Run a step's rows and write their K/V.
 
         Returns:
             normed hidden states [N, H]; taps [N, m, H], or None without taps.
@@ -132,7 +132,7 @@ class Decoder:
 
 
 class LentEnds:
-    """`features.TargetLends` of a target in this process: its ends as they are stored."""
+    """`features.TargetLends` of a target in this process: its unscaled embedding and head."""
 
     __slots__ = ("_embedding", "_head", "is_split")
 
@@ -192,7 +192,7 @@ def _mixer_shape(
 ) -> MixerShape:
     eps, sharding, mixer = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer].mixer
     if isinstance(mixer, DeltaNet):
-        assert parts.delta is not None, "tensors of a layer with a delta rule"
+        assert parts.delta is not None, "a delta-net layer has delta-net tensors"
         return parts.delta.shape(sharding.state_geometry(layer), eps)
     return AttentionShape(
         num_heads=sharding.num_heads(layer),

@@ -1,10 +1,10 @@
-"""A layer with a gated delta rule: how a family says that, which tensors it has, how ranks cut and take them.
+"""Gated delta net layers (arXiv:2412.06464): specification, tensors, and how ranks shard and fuse them.
 
-What all these mean is told in `drafter/compute/recurrent.py` and beside it. A rank has whole key heads, and
-the value heads of these. Called by `spec.py`, `parallel.py`, `weights.py` and `decoder.py`.
+The computation is described in `drafter/compute/recurrent.py`. A rank has whole key heads, with their value
+heads. Called by `spec.py`, `parallel.py`, `weights.py` and `decoder.py`.
 
-    a checkpoint's projections, by rows          a rank's, as they are multiplied
-    delta_qkv  delta_z  delta_b  delta_a         q k v z b a, each of its heads
+    a checkpoint's projections, by rows          a rank's, fused into one product
+    delta_qkv  delta_z  delta_b  delta_a         q k v z b a, each for its heads
     delta_qkvz (q k v z of a key head, then of the next), delta_ba likewise      transformed into the same
 
 Legend: O outputs, H hidden, C channels (q, k and v), T taps, V value heads, F value dim.
@@ -21,8 +21,9 @@ from torch import Tensor
 from ....cluster.state_shape import StateGeometry
 from ....drafter.compute.recurrent import DeltaNetShape
 
-# Dimensions of its tensors: all that is convolved; of all value heads together, and their number; both of the
-# above and what is beside them, by key head; of one value head; taps of the convolution.
+# Dimensions of its tensors. "delta_channels": all channels of the convolution; "delta_values", "delta_heads":
+# values of all value heads, and their number; "delta_qkvz", "delta_ba": q, k, v, z and b, a grouped by key
+# head; "delta_value": values of one head; "delta_taps": taps of the convolution.
 DeltaAxis = Literal[
     "delta_channels", "delta_values", "delta_heads", "delta_qkvz", "delta_ba", "delta_value", "delta_taps"
 ]
@@ -32,10 +33,10 @@ _OTHERS = ("delta_conv", "delta_rate", "delta_dt_bias", "delta_norm", "delta_out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """A gated delta rule behind a short convolution: a state of all tokens instead of their K/V.
+    """Gated delta rule after a short convolution: a recurrent state instead of K/V per token.
 
     Attributes:
-        geometry: of all ranks together.
+        geometry: sizes over all ranks together.
     """
 
     geometry: StateGeometry
@@ -43,7 +44,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class DeltaTensors:
-    """A rank's, beside its projections; all fp32."""
+    """A rank's tensors other than the projections, all fp32."""
 
     kernel_CT: Tensor
     rate_V: Tensor
@@ -51,7 +52,7 @@ class DeltaTensors:
     norm_F: Tensor
 
     def shape(self, geometry: StateGeometry, eps: float) -> DeltaNetShape:
-        """What a backend is asked for; `geometry` is the rank's."""
+        """Return the layer as a backend takes it; `geometry` is the rank's."""
         return DeltaNetShape(geometry, self.kernel_CT, self.rate_V, self.dt_bias_V, self.norm_F, eps)
 
 
@@ -63,48 +64,48 @@ def read_delta(parts: _Parts) -> DeltaTensors:
     return DeltaTensors(*(parts.one(part).contiguous() for part in _OTHERS[:-1]))
 
 
-def projections(named: Iterable[str]) -> tuple[str, ...]:
-    """Those that a family names, in the order in which they are one product."""
-    named = frozenset(named)
-    return next(parts for parts in _PROJECTIONS if named >= set(parts))
+def projections(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the projections that a family has, in their order in the fused product."""
+    names = frozenset(names)
+    return next(parts for parts in _PROJECTIONS if names >= set(parts))
 
 
-def delta_parts(named: Iterable[str]) -> list[str]:
-    """All parts, in the words of `ModelSpec.tensors`."""
-    return [*projections(named), *_OTHERS]
+def delta_parts(names: Iterable[str]) -> list[str]:
+    """Return the names of all tensors, as keys of `ModelSpec.tensors`."""
+    return [*projections(names), *_OTHERS]
 
 
 def is_delta_axis(axis: str) -> TypeGuard[DeltaAxis]:
     return axis in get_args(DeltaAxis)
 
 
-def delta_axis_size(axis: DeltaAxis, kind: StateGeometry) -> int:
-    values = kind.num_value_heads * kind.value_dim
+def delta_axis_size(axis: DeltaAxis, geometry: StateGeometry) -> int:
+    values = geometry.num_value_heads * geometry.value_dim
     match axis:
         case "delta_channels":
-            return kind.channels
+            return geometry.channels
         case "delta_values":
             return values
         case "delta_heads":
-            return kind.num_value_heads
+            return geometry.num_value_heads
         case "delta_qkvz":
-            return kind.channels + values
+            return geometry.channels + values
         case "delta_ba":
-            return 2 * kind.num_value_heads
+            return 2 * geometry.num_value_heads
         case "delta_value":
-            return kind.value_dim
+            return geometry.value_dim
         case "delta_taps":
-            return kind.taps
+            return geometry.taps
 
 
-def delta_slices(axis: DeltaAxis, kind: StateGeometry, rank: int, world_size: int) -> Sequence[slice]:
-    """A rank's part of a dimension, which may lie in three; none: it has it whole."""
+def delta_slices(axis: DeltaAxis, geometry: StateGeometry, rank: int, world_size: int) -> Sequence[slice]:
+    """Return a rank's part of a dimension as one or three slices; none means the whole dimension."""
     if axis in ("delta_value", "delta_taps"):
         return ()
-    sizes = [delta_axis_size(axis, kind)]
+    sizes = [delta_axis_size(axis, geometry)]
     if axis == "delta_channels":
-        keys = kind.num_key_heads * kind.key_dim
-        sizes = [keys, keys, kind.num_value_heads * kind.value_dim]
+        keys = geometry.num_key_heads * geometry.key_dim
+        sizes = [keys, keys, geometry.num_value_heads * geometry.value_dim]
     slices, begin = list[slice](), 0
     for size in sizes:
         share = size // world_size

@@ -1,6 +1,6 @@
-"""The MLP of a layer: how a family says it, which tensors it has, and their dimensions.
+"""Specification of a layer's MLP: its tensors and their dimensions.
 
-Called by `spec.py`, and by whoever takes a model's parts.
+Called by `spec.py`, and by code that reads a model's parts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ....drafter.compute.int4 import WORD
 from ....drafter.compute.layers import Activation
 from ....drafter.compute.packed import BLOCK
 
-# Ranks share out inner states, and of experts either their inner states or the experts. "inner" is a dense
-# MLP's, "shared" that of the expert that all rows share, "experts" the router's, whole; "expert_gate_up" are
-# an expert's gate rows, then its up rows, "expert_pairs" the same rows taking turns.
+# Inner states are sharded over ranks; for experts either their inner states or the experts themselves.
+# "inner": a dense MLP; "shared": the shared expert; "experts": the router's outputs, not sharded;
+# "expert_gate_up": an expert's gate rows, then its up rows; "expert_pairs": the same rows interleaved.
 MLPAxis = Literal[
     "inner",
     "experts",
@@ -28,8 +28,8 @@ MLPAxis = Literal[
     "expert_inner_blocks",
     "expert_inner_words",
 ]
-# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all,
-# or that packed in MXFP4; or each packed in INT4.
+# Forms in which a checkpoint may store a layer's experts, the usual one first: a tensor per expert, one
+# tensor for all, one for all packed in MXFP4, or one per expert packed in INT4.
 FUSED_EXPERTS = ("experts_gate_up", "experts_down")
 PACKED_EXPERTS = (
     "experts_gate_up_blocks",
@@ -45,7 +45,7 @@ EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMLP:
-    """down(activation(gate x) * up x); `bias`: of all three."""
+    """down(activation(gate x) * up x); `bias` applies to all three projections."""
 
     inner_size: int
     activation: Activation = "silu"
@@ -62,15 +62,15 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedMLP:
-    """The weighted sum of the experts that a router chooses for a row, each a gated MLP.
+    """Mixture of experts: a weighted sum of the gated MLPs that a router chooses for each row.
 
     Attributes:
-        inner_size: of an expert.
-        limit: of the activation `swiglu_clamped`.
-        bias: of the experts' products.
-        shared: an expert that every row has; of its own size.
-        shared_gate: the shared expert is weighed by sigmoid(w x).
-        inner_multiple: what a rank's part of the inner size must be a multiple of (a quantisation's block).
+        inner_size: inner size of an expert.
+        limit: clamping limit of the activation `swiglu_clamped`.
+        bias: whether the experts' projections have biases.
+        shared: an expert of its own size that every row passes.
+        shared_gate: the shared expert is weighted by sigmoid(w x).
+        inner_multiple: a rank's part of the inner size must be a multiple of this (a quantization block).
     """
 
     router: Router
@@ -93,18 +93,18 @@ class RoutedMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideMLP:
-    """norm(dense(mlp_norm x)) + norm'(routed(norm'' x)): both of one residual (Gemma 4's experts)."""
+    """norm(dense(mlp_norm x)) + norm'(routed(norm'' x)): a dense MLP and experts in parallel (Gemma 4)."""
 
     dense: GatedMLP
     routed: RoutedMLP
 
 
-# `dense` is what every row passes whole (the expert that all rows share is none), `routed` what has experts.
+# `dense` is the dense MLP (not a shared expert), `routed` the one with experts; either may be None.
 MLP = GatedMLP | RoutedMLP | BesideMLP
 
 
 def mlp_parts(mlp: MLP, expert_forms: Sequence[tuple[str, ...]]) -> list[str]:
-    """All parts, in the words of `ModelSpec.tensors`; of the experts' forms the first."""
+    """Return the names of all tensors, as keys of `ModelSpec.tensors`, with the first form of experts."""
     parts: list[str] = []
     if mlp.dense is not None:
         parts += ["gate", "up", "down"] + ["gate_bias", "up_bias", "down_bias"] * mlp.dense.bias
@@ -127,10 +127,10 @@ def is_mlp_axis(axis: str) -> TypeGuard[MLPAxis]:
 
 def mlp_axis_size(axis: MLPAxis, mlp: MLP) -> int:
     if axis == "inner":
-        assert mlp.dense is not None, "a part of dense MLPs"
+        assert mlp.dense is not None, "the axis belongs to a dense MLP"
         return mlp.dense.inner_size
     routed = mlp.routed
-    assert routed is not None, "a part of routed MLPs"
+    assert routed is not None, "the axis belongs to a routed MLP"
     match axis:
         case "experts" | "expert":
             return routed.router.num_experts
@@ -143,5 +143,5 @@ def mlp_axis_size(axis: MLPAxis, mlp: MLP) -> int:
         case "expert_gate_up" | "expert_pairs":
             return 2 * routed.inner_size
         case "shared":
-            assert routed.shared is not None, "a part of the shared expert"
+            assert routed.shared is not None, "the axis belongs to a shared expert"
             return routed.shared.inner_size

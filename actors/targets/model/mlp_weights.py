@@ -1,7 +1,7 @@
-"""The tensors of a layer's MLP, dense, routed or both, as a rank takes them; `weights.py` reads the parts.
+"""Reads a rank's tensors of a layer's MLP, dense, routed or both, from the parts that `weights.py` provides.
 
-A routed MLP's experts stand in the checkpoint one by one, in one tensor, or packed (`spec.EXPERT_FORMS`):
-here they are [E, 2 I, H] and [E, H, I] each way, of this rank's experts or of its part of each one's inner
+A checkpoint stores the experts of a routed MLP one by one, in one tensor, or packed (`spec.EXPERT_FORMS`).
+Here they always become [E, 2 I, H] and [E, H, I], with this rank's experts or its part of each one's inner
 states.
 
 Legend: H hidden, I inner size of a rank, E experts of a rank.
@@ -26,7 +26,7 @@ from .feed_forward import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 @dataclass(frozen=True, slots=True)
 class DenseTensors:
-    """Gate rows before up rows; the bias of down is None but on rank 0."""
+    """A dense MLP's tensors: gate rows before up rows. The bias of down is None except on rank 0."""
 
     gate_up_IH: Tensor
     gate_up_bias_I: Tensor | None
@@ -36,7 +36,7 @@ class DenseTensors:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTensors:
-    """`shared_weight_1H` makes the weight of the shared expert; None where it counts whole."""
+    """A routed MLP's tensors. `shared_weight_1H` makes the shared expert's weight; None for a weight of 1."""
 
     router: RouterWeights
     experts: ExpertWeights
@@ -46,7 +46,7 @@ class RoutedTensors:
 
 @dataclass(frozen=True, slots=True)
 class BesideTensors:
-    """`routed_norm_H` is before the experts, the others behind the MLP that they are named for."""
+    """Tensors of `BesideMLP`. `routed_norm_H` precedes the experts; the others follow their MLP."""
 
     dense: DenseTensors
     dense_out_norm_H: Tensor
@@ -59,28 +59,25 @@ MlpTensors = DenseTensors | RoutedTensors | BesideTensors
 
 
 class LayerParts(Protocol):
-    """One layer's parts, in the words of `ModelSpec.tensors`: a rank's slices, on its device."""
+    """The tensors of one layer by their key in `ModelSpec.tensors`: a rank's slices, on its device."""
 
     def one(self, part: str) -> Tensor: ...
 
     def maybe(self, part: str) -> Tensor | None:
-        """None where the layer has none, or where it is rank 0's alone."""
+        """Return a tensor; None if the layer has none, or only rank 0 has it."""
         ...
 
     def joined(self, *parts: str) -> Tensor | None:
-        """Along their first dimension; None where the layer has none."""
+        """Return these tensors joined along their first dimension; None if the layer has none."""
         ...
 
     def of_each_expert(self, part: str) -> Iterator[Tensor]:
-        """Of this rank's, in order."""
+        """Iterate over the tensors of this rank's experts, in order."""
         ...
 
 
 def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
-    """
-    Args:
-        prefix: of the names of parts: "", or "shared_".
-    """
+    """Read a dense MLP, whose parts' names begin with `prefix` ("" or "shared_")."""
     gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
     return DenseTensors(
         gate_up_IH=torch.cat([parts.one(gate), parts.one(up)]),
@@ -99,12 +96,13 @@ def read_routed(
     has_down_bias: bool,
     eps: float,
 ) -> RoutedTensors:
-    """
+    """Read a routed MLP.
+
     Args:
-        form: how the checkpoint holds the experts: one of `EXPERT_FORMS`.
-        experts: that this rank has, or has a part of.
-        has_down_bias: else another rank's part of the sum has it.
-        eps: of the router's norm.
+        form: how the checkpoint stores the experts: one of `EXPERT_FORMS`.
+        experts: the experts of which this rank has all or a part.
+        has_down_bias: False if another rank adds the bias.
+        eps: epsilon of the router's norm.
     """
     norm_H = parts.maybe("router_norm")
     router = RouterWeights(
@@ -132,25 +130,25 @@ def read_routed(
 def _read_experts(
     parts: LayerParts, form: tuple[str, ...], count: int
 ) -> tuple[Tensor | Packed, Tensor | Packed]:
-    """gate_up [E, 2 I, H] and down [E, H, I]."""
+    """Return gate_up [E, 2 I, H] and down [E, H, I]."""
     if form == FUSED_EXPERTS:
         return parts.one("experts_gate_up"), parts.one("experts_down")
     if form == PACKED_EXPERTS:
         gate_up_blocks, gate_up_scales, down_blocks, down_scales = (parts.one(part) for part in form)
         return MXFP4(gate_up_blocks, gate_up_scales), MXFP4(down_blocks, down_scales)
     if form == INT4_EXPERTS:
-        gate_up_blocks, down_blocks = _of_each(parts, form[::2], count)
-        gate_up_scales, down_scales = _of_each(parts, form[1::2], count)
+        gate_up_blocks, down_blocks = _stack_experts(parts, form[::2], count)
+        gate_up_scales, down_scales = _stack_experts(parts, form[1::2], count)
         return Int4(gate_up_blocks, gate_up_scales), Int4(down_blocks, down_scales)
-    return _of_each(parts, form, count)
+    return _stack_experts(parts, form, count)
 
 
-def _of_each(parts: LayerParts, names: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
-    """Tensors of single experts, gate, up and down, in two: gate's rows before up's in the first."""
+def _stack_experts(parts: LayerParts, names: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
+    """Stack the experts' gate, up and down tensors into two: gate rows before up rows, and down."""
     gate_up, down = torch.empty(0), torch.empty(0)
-    of_each = (parts.of_each_expert(part) for part in names)
-    for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*of_each, strict=True)):
-        if i == 0:  # room for all, once their sizes are known: no expert is held twice
+    tensors = (parts.of_each_expert(part) for part in names)
+    for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*tensors, strict=True)):
+        if i == 0:  # allocate once the sizes are known, so that no expert is held twice
             inner, *of_row = gate_IH.shape
             gate_up = gate_IH.new_empty(count, 2 * inner, *of_row)
             down = down_HI.new_empty(count, *down_HI.shape)

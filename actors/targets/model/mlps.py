@@ -1,4 +1,4 @@
-"""A layer's MLP out of its tensors: a backend's products, split between ranks, with one sum over them.
+"""Builds a layer's MLP from its tensors: a backend's projections, split between ranks, with one all-reduce.
 
 Called by `decoder.py`, at load.
 """
@@ -23,10 +23,11 @@ def make_mlp(
     eps: float,
     dtype: torch.dtype,
 ) -> DenseMLP | Routed | Beside:
-    """
+    """Build a layer's MLP.
+
     Args:
-        eps: of the norms of MLPs that stand side by side.
-        dtype: to compute in.
+        eps: epsilon of the norms of parallel MLPs (`BesideMLP`).
+        dtype: dtype to compute in.
     """
     match layer.mlp, tensors:
         case GatedMLP(), DenseTensors():
@@ -42,7 +43,7 @@ def make_mlp(
                 routed_out_norm=RMSNorm(tensors.routed_out_norm_H, eps),
             )
         case _:
-            raise AssertionError("read by the same specification")
+            raise AssertionError("tensors do not match the layer's specification")
 
 
 def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, backend: Backend) -> DenseMLP:
@@ -57,7 +58,7 @@ def _routed(
     mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend, dtype: torch.dtype
 ) -> Routed:
     shared = tensors.shared
-    assert (mlp.shared is None) == (shared is None), "read by the same specification"
+    assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
     weight_1H = tensors.shared_weight_1H
     experts = tensors.experts if backend.packed_experts else tensors.experts.dequantised(dtype)
     return Routed(
@@ -68,7 +69,8 @@ def _routed(
         else DenseMLP(
             gate_up=backend.linear(shared.gate_up_IH, shared.gate_up_bias_I),
             activation=mlp.shared.activation,
-            down=backend.linear(shared.down_HI, shared.down_bias_H),  # summed with the experts' part
+            # summed over ranks together with the experts
+            down=backend.linear(shared.down_HI, shared.down_bias_H),
         ),
         shared_gate=None if weight_1H is None else backend.linear(weight_1H),
         all_reduce=None if communicator.world_size == 1 else communicator.all_reduce,

@@ -1,9 +1,9 @@
-"""Tensor parallelism: which part of the weights a rank holds, and the layers that put parts together.
+"""Tensor parallelism: the part of the weights that a rank holds, and layers with collectives.
 
 Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers, latents and hidden states
-are whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V
-heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do
-nothing. The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
+are replicated. Experts are split by inner size if it divides, else each rank has whole experts. K/V heads are
+replicated if there are fewer of them than ranks. A single rank runs the same code with collectives that do
+nothing. `actors/workers/process_group.py` has the real collectives; torch.distributed is not used here.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
@@ -27,7 +27,7 @@ from .spec import Axis, LayerSpec, ModelSpec
 
 
 class Communicator(Protocol):
-    """The collectives of the target's ranks, on contiguous tensors of their device."""
+    """Collectives over the target's ranks, on contiguous tensors on their device."""
 
     @property
     def rank(self) -> int: ...
@@ -40,16 +40,16 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors of equal shape, joined along `dim` in the order of ranks."""
+        """Join the ranks' tensors of equal shape along `dim`, in rank order."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The tensor of rank `source`, in place."""
+        """Copy the tensor of rank `source` to all ranks, in place."""
         ...
 
 
 class SingleRank:
-    """The communicator of a target that is not split."""
+    """The communicator of a target that is not sharded."""
 
     rank = 0
     world_size = 1
@@ -69,11 +69,15 @@ class Sharding:
 
     Attributes:
         vocab: its token ids.
-        vocab_rows: U, equal on all ranks; the last ranks may have fewer token ids than that.
+        vocab_rows: U, equal on all ranks; the last ranks may have fewer token ids.
     """
 
     def __init__(self, spec: ModelSpec, rank: int, world_size: int) -> None:
-        """Split a target; ConfigError if it does not divide."""
+        """Split a target.
+
+        Raises:
+            ConfigError: a size does not divide by `world_size`.
+        """
         for layer in spec.layers:
             _check_layer(layer, world_size)
         self.spec, self.rank, self.world_size = spec, rank, world_size
@@ -82,16 +86,16 @@ class Sharding:
         self.vocab = slice(first, min(first + self.vocab_rows, spec.vocab_size))
 
     def heads(self, layer: int) -> slice:
-        """Query heads of a layer."""
+        """Return this rank's query heads of a layer."""
         return _part(self.spec.attention(layer).num_heads, self.rank, self.world_size)
 
     def kv_heads(self, layer: int) -> slice:
-        """K/V heads of a layer; ranks share one where there are fewer than ranks."""
+        """Return this rank's K/V heads of a layer; ranks share one if there are fewer heads than ranks."""
         count = self.spec.attention(layer).num_kv_heads
         if self.world_size <= count:
             return _part(count, self.rank, self.world_size)
-        mine = self.rank * count // self.world_size
-        return slice(mine, mine + 1)
+        head = self.rank * count // self.world_size
+        return slice(head, head + 1)
 
     def num_heads(self, layer: int) -> int:
         return _length(self.heads(layer))
@@ -100,7 +104,7 @@ class Sharding:
         return _length(self.kv_heads(layer))
 
     def kv_geometries(self) -> list[KVGeometry]:
-        """Of each layer with K/V, what a token has there; the same on all ranks."""
+        """Return the K/V sizes of each layer with attention; equal on all ranks."""
         mixers = [(i, layer.mixer) for i, layer in enumerate(self.spec.layers)]
         return [
             KVGeometry(self.num_kv_heads(i), mixer.head_dim, mixer.value_dim, v_in_k=mixer.latent is not None)
@@ -109,22 +113,22 @@ class Sharding:
         ]
 
     def state_geometry(self, layer: int) -> StateGeometry:
-        """Of a layer with a state, what a request has there; the same on all ranks."""
+        """Return a rank's state sizes of a recurrent layer; equal on all ranks."""
         return self.spec.delta_net(layer).geometry.rank(self.world_size)
 
     def slices_of(self, axis: Axis, layer: int) -> Sequence[slice]:
-        """This rank's part of a tensor's dimension, which may lie in several; none: it has it whole."""
+        """Return this rank's part of a dimension as one or several slices; none means the whole dimension."""
         mixer = self.spec.layers[layer].mixer
         if isinstance(mixer, DeltaNet) and is_delta_axis(axis):
             return delta_slices(axis, mixer.geometry, self.rank, self.world_size)
-        if axis == "expert_gate_up" and (mine := self.slice_of("expert_inner", layer)):
+        if axis == "expert_gate_up" and (part := self.slice_of("expert_inner", layer)):
             inner = self.spec.axis_size("expert_inner", layer)
-            return mine, slice(inner + mine.start, inner + mine.stop)
-        mine = self.slice_of(axis, layer)
-        return () if mine is None else (mine,)
+            return part, slice(inner + part.start, inner + part.stop)
+        part = self.slice_of(axis, layer)
+        return () if part is None else (part,)
 
     def slice_of(self, axis: Axis, layer: int) -> slice | None:
-        """The same of a dimension whose part is one; None has it whole."""
+        """Return this rank's part of a dimension that is one slice; None means the whole dimension."""
         match axis:
             case "q":
                 return _scaled(self.heads(layer), self.spec.attention(layer).q_dim)
@@ -147,22 +151,22 @@ class Sharding:
             case "expert":
                 return None if self.splits_experts(layer) else self.experts(layer)
             case "expert_inner" | "expert_pairs" | "expert_inner_blocks" | "expert_inner_words":
-                return self._of_experts(axis, layer)
+                return self._expert_slice(axis, layer)
             case _:
                 return None
 
     def experts(self, layer: int) -> slice:
-        """The experts that this rank has, or has a part of."""
+        """Return the experts of which this rank has all or a part."""
         count = self.spec.axis_size("expert", layer)
         return slice(0, count) if self.splits_experts(layer) else _part(count, self.rank, self.world_size)
 
     def splits_experts(self, layer: int) -> bool:
-        """Whether a rank has a part of every expert; else it has whole ones."""
+        """Return whether each rank has a part of every expert, rather than whole experts."""
         routed = self.spec.layers[layer].routed
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
 
-    def _of_experts(self, axis: Axis, layer: int) -> slice | None:
+    def _expert_slice(self, axis: Axis, layer: int) -> slice | None:
         if not self.splits_experts(layer):
             return None
         return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
@@ -227,13 +231,13 @@ def _does_not_divide(name: str, size: int, world_size: int) -> ConfigError:
 def row_linear(
     weight_OH: Tensor, bias_O: Tensor | None, communicator: Communicator, backend: Backend
 ) -> Projection:
-    """A projection back to the hidden state, whose inputs are split; `bias` is given to rank 0 alone."""
+    """Return a projection whose inputs are split over ranks, with an all-reduce. Only rank 0 has a bias."""
     linear = backend.linear(weight_OH, bias_O)
     return linear if communicator.world_size == 1 else _RowLinear(linear, communicator)
 
 
 class _RowLinear:
-    """Partial products are summed."""
+    """A projection that sums the ranks' partial products."""
 
     __slots__ = ("_communicator", "_linear")
 
@@ -247,7 +251,7 @@ class _RowLinear:
 
 
 class VocabEmbedding:
-    """Rows of token ids; each rank knows its own and the sum has them all."""
+    """Vocabulary-parallel embedding: each rank looks up its own ids, and an all-reduce adds the rows."""
 
     __slots__ = ("_communicator", "_first", "_rows", "_split", "_weight_UH")
 
@@ -261,13 +265,13 @@ class VocabEmbedding:
         if not self._split:
             return self._weight_UH.index_select(0, token_ids_N)
         local_N = token_ids_N - self._first
-        foreign_N = (local_N < 0) | (local_N >= self._rows)
-        rows_NH = self._weight_UH.index_select(0, local_N.masked_fill_(foreign_N, 0))
-        return self._communicator.all_reduce(rows_NH.masked_fill_(foreign_N.unsqueeze(1), 0.0))
+        other_ranks_N = (local_N < 0) | (local_N >= self._rows)
+        rows_NH = self._weight_UH.index_select(0, local_N.masked_fill_(other_ranks_N, 0))
+        return self._communicator.all_reduce(rows_NH.masked_fill_(other_ranks_N.unsqueeze(1), 0.0))
 
 
 class VocabHead:
-    """Logits of all token ids, on every rank; or of a rank's own."""
+    """Vocabulary-parallel head: logits of all token ids on every rank, or only of a rank's own."""
 
     __slots__ = ("_communicator", "_linear", "_sharding", "_vocab_size")
 
@@ -280,9 +284,9 @@ class VocabHead:
         self._communicator = communicator
 
     def local(self, x_NH: Tensor) -> tuple[Tensor, int]:
-        """Logits of this rank's token ids, and the first of these ids."""
-        mine = self._sharding.vocab
-        return self._linear(x_NH)[:, : mine.stop - mine.start], mine.start
+        """Return the logits of this rank's token ids, and the first of these ids."""
+        vocab = self._sharding.vocab
+        return self._linear(x_NH)[:, : vocab.stop - vocab.start], vocab.start
 
     def __call__(self, x_NH: Tensor) -> Tensor:
         logits_NV = self._communicator.all_gather(self._linear(x_NH))
@@ -290,6 +294,6 @@ class VocabHead:
 
 
 def smallest(value: int, communicator: Communicator, device: torch.device) -> int:
-    """The least of the ranks' values."""
+    """Return the smallest of the ranks' values, by one collective."""
     mine_1 = torch.tensor([value], dtype=torch.int64, device=device)
     return int(communicator.all_gather(mine_1).min())

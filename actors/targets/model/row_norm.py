@@ -1,9 +1,9 @@
-"""RMSNorm of a layer's whole queries, and of its whole keys, where ranks have parts of them.
+"""RMSNorm over all queries, and over all keys, of a layer whose heads are split over ranks.
 
     scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
 
-Not the norm of each head (`AttentionShape.q_norm_D`). Made by `decoder.py`; called by `blocks.py` on the
-product of queries, keys and values, before heads are told apart. One small sum over ranks a layer.
+It is not the per-head norm (`AttentionShape.q_norm_D`). Made by `decoder.py`; `blocks.py` calls it on the
+fused product of queries, keys and values. Costs one small all-reduce per layer.
 
 Legend: N rows, O outputs of a rank's product, Q and K widths of its queries and of its keys.
 """
@@ -18,12 +18,12 @@ from .parallel import Communicator, Sharding
 
 
 class RowNorm:
-    """See the module's text.
+    """Norm of whole queries and keys, see the module's docstring.
 
     Args:
         q_norm_Q, k_norm_K: this rank's part of the weights.
-        eps: of both norms.
-        layer: whose heads `sharding` knows.
+        eps: epsilon of both norms.
+        layer: the layer in `sharding`.
     """
 
     __slots__ = ("_communicator", "_eps", "_row_squares", "_shares_2", "_weight_O", "_widths")
@@ -43,14 +43,14 @@ class RowNorm:
         self._widths = (len(q_norm_Q), len(k_norm_K))
         self._eps, self._communicator = eps, communicator
         mixer, ranks = sharding.spec.attention(layer), sharding.world_size
-        # K/V heads that several ranks have are summed several times.
+        # K/V heads that several ranks share are summed several times.
         copies = (1, ranks * sharding.num_kv_heads(layer) // mixer.num_kv_heads)
         sizes = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
         shares = [1.0 / (size * copy) for size, copy in zip(sizes, copies, strict=True)]
         self._shares_2 = torch.tensor(shares, device=q_norm_Q.device)
 
     def __call__(self, qkv_NO: Tensor) -> Tensor:
-        """Queries and keys normed, in place; values as they are."""
+        """Norm queries and keys in place; values are unchanged."""
         squares_N2 = self._communicator.all_reduce(self._row_squares(qkv_NO, self._widths))
         scales_N2 = squares_N2.mul_(self._shares_2).add_(self._eps).rsqrt_()
         parts = qkv_NO.split((*self._widths, qkv_NO.shape[1] - sum(self._widths)), dim=1)

@@ -1,7 +1,7 @@
-"""What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
+"""A target as data: the decoder runs any `ModelSpec`, and each family reads its config.json into one.
 
-Plain values, known before a weight is read. A family that needs what is not here yet adds a field or a kind
-of mixer or MLP, and the decoder learns to run it.
+Plain values, known before a weight is read. For a family with a new feature, add a field or a kind of mixer
+or MLP here and implement it in the decoder.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention (attention.py) | DeltaNet (delta_net.py)
                                     └ mlp: GatedMLP | RoutedMLP | BesideMLP (feed_forward.py)
@@ -34,8 +34,8 @@ from .feed_forward import (
 )
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
-# Dimensions of tensors: "one" is one; "_blocks" are those of packed weights (`drafter/compute/packed.py`),
-# "block_bytes" what one holds, "_words" what INT4 is stored in.
+# Dimensions of tensors. "one" has size 1. "_blocks" count blocks of packed weights
+# (`drafter/compute/packed.py`), "block_bytes" the bytes of one block, "_words" the words that store INT4.
 Axis = (
     Literal["hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]
     | AttentionAxis
@@ -49,8 +49,8 @@ class LayerSpec:
     """One block: x += mixer(norm x), then x += mlp(norm x).
 
     Attributes:
-        sandwich: what is added is normed, too.
-        scalar: x is multiplied by a number of the layer behind all that.
+        sandwich: what is added to x is normed, too.
+        scalar: x is multiplied by a scalar of the layer at the end.
     """
 
     mixer: Attention | DeltaNet
@@ -68,7 +68,6 @@ class LayerSpec:
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Of its MLPs' inner states."""
         dense, routed = self.dense, self.routed
         mlps = [dense, routed, None if routed is None else routed.shared]
         return frozenset(mlp.inner_size for mlp in mlps if mlp is not None)
@@ -76,10 +75,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A function of a tensor with its first arguments given; equal to another one of the same arguments."""
+    """A function of a tensor with its first arguments bound; equal to another one with equal arguments."""
 
     function: Callable[..., Tensor]
-    arguments: tuple[Any, ...]  # Any: of whatever the function takes
+    arguments: tuple[Any, ...]  # Any: whatever the function takes
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.function(*self.arguments, rows)
@@ -87,18 +86,18 @@ class Transform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
-    """Where a part of the model is in a checkpoint, and how a rank takes it.
+    """Location of a tensor in a checkpoint, and how a rank reads it.
 
     Attributes:
-        name: with {layer} for the layer's number, and {expert} where each expert has a tensor; behind the
-            checkpoint's own prefix (`weights.py`).
-        axes: its dimensions: they say its shape, and which slice is a rank's.
-        stored: dtypes that a checkpoint may store it in, in safetensors' words.
-        transform: of the rank's slice, at load, of one expert's where each has a tensor; what it returns in
-            fp32 stays fp32.
-        first_rank: given to rank 0 alone, since the ranks' results are summed.
-        beside_body: named beside the body (the head), not inside it.
-        constant: no checkpoint holds it (`name` is empty): all its elements are this, in fp32.
+        name: after the checkpoint's own prefix (`weights.py`), with {layer} for the layer's index, and
+            {expert} if each expert has a tensor.
+        axes: its dimensions, which determine its shape and a rank's slice.
+        stored: dtypes in which a checkpoint may store it, as safetensors names them.
+        transform: applied at load to the rank's slice (of one expert if each has a tensor). A result in fp32
+            stays fp32.
+        first_rank: only rank 0 has it, since the ranks' results are summed.
+        beside_body: named outside of the body's prefix (the head).
+        constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
     """
 
     name: str
@@ -112,22 +111,23 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A target.
+    """The specification of a target.
 
     Attributes:
         architecture: Hugging Face's class name.
-        out_norm_eps: of the norms of what a block adds; None: `rms_norm_eps`, like all others.
-        embed_scale: of the embedding, as the first block gets it; the drafter borrows it without.
-        embed_norm: the embedding is RMS-normed, without a weight, as the first block gets it; likewise.
+        out_norm_eps: epsilon of the norms of what a block adds (`sandwich`); None for `rms_norm_eps`.
+        embed_scale: factor of the embedding before the first block; the drafter borrows the unscaled
+            embedding.
+        embed_norm: the embedding is RMS-normed without a weight before the first block; not for the drafter.
         tied_head: the head is the embedding.
-        logit_multiplier, logit_cap: of the target's logits, in this order: cap tanh(multiplier z / cap), None
-            caps nothing; the drafter borrows the head without.
-        fp32_norms: norms' weights stay in fp32, whatever the dtype.
-        tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
+        logit_multiplier, logit_cap: logits are cap tanh(multiplier z / cap); None for no cap. The drafter
+            borrows the head without them.
+        fp32_norms: norm weights stay in fp32, whatever the dtype.
+        tensors: part -> where it is. Parts that a layer lacks are not looked up, and of several
             `EXPERT_FORMS` the checkpoint has one.
-        dtype: of the checkpoint.
-        fp8_block: rows and columns that share a scale, where the checkpoint holds matrices in FP8; they are
-            computed with in `dtype`.
+        dtype: dtype of the checkpoint.
+        fp8_block: rows and columns that share a scale, where the checkpoint stores matrices in FP8; they are
+            computed in `dtype`.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
 
@@ -155,27 +155,27 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Of the layers that have K/V, in their order."""
+        """Attention mixers of the layers with K/V, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
-        """Of the layers that have a state instead, in their order."""
+        """Mixers of the layers with a recurrent state instead, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer that has K/V."""
+        """Sliding window of each layer with K/V; None for full attention."""
         return tuple(mixer.window for mixer in self.attentions)
 
     @property
     def states(self) -> tuple[int, StateGeometry] | None:
-        """How many layers have states, and of which geometry, all ranks together; None where none has."""
+        """Number and geometry of layers with recurrent states, over all ranks together; None without any."""
         mixers = self.delta_nets
         return (len(mixers), mixers[0].geometry) if mixers else None
 
     def of_backend(self) -> StackSpec:
-        """What it asks of a backend."""
+        """Return what this model requires of a backend."""
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -184,11 +184,11 @@ class ModelSpec:
         )
 
     def _features(self) -> frozenset[Feature]:
-        """What it has beyond a plain block."""
+        """Return the features it has beyond a plain block."""
         mixers = self.attentions
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
-        has: dict[Feature, bool] = {
+        present: dict[Feature, bool] = {
             "norms behind attention and MLP": any(layer.sandwich for layer in self.layers),
             "routed experts": any(layer.routed for layer in self.layers),
             "GELU": any(mlp.activation == "gelu_tanh" for mlp in mlps),
@@ -207,10 +207,10 @@ class ModelSpec:
             "latent attention": any(mixer.latent for mixer in mixers),
             "recurrent states": bool(self.delta_nets),
         }
-        return frozenset(feature for feature, there in has.items() if there)
+        return frozenset(feature for feature, is_present in present.items() if is_present)
 
     def layer_parts(self, layer: int) -> list[str]:
-        """The parts of a layer, in the words of `tensors`."""
+        """Return the parts of a layer, as keys of `tensors`."""
         spec = self.layers[layer]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         match spec.mixer:
@@ -221,23 +221,23 @@ class ModelSpec:
         return [*norms, *mixer, *mlp_parts(spec.mlp, self.expert_forms), *(["scalar"] * spec.scalar)]
 
     def qkv_parts(self, layer: int) -> tuple[str, ...]:
-        """Of the block's first product: see `Attention.qkv_parts`; or what a delta rule takes in."""
+        """Return the parts of the block's first product: attention's, or a delta net's projections."""
         mixer = self.layers[layer].mixer
         return projections(self.tensors) if isinstance(mixer, DeltaNet) else mixer.qkv_parts()
 
     @property
     def expert_forms(self) -> list[tuple[str, ...]]:
-        """Those of `EXPERT_FORMS` that the family knows names for."""
+        """The forms in `EXPERT_FORMS` for which the family has tensor names."""
         return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
 
     def in_form(self, form: tuple[str, ...]) -> ModelSpec:
-        """This model, as a checkpoint that holds its experts so."""
+        """Return this model for a checkpoint that stores its experts in this form."""
         others = {part for other in self.expert_forms if other != form for part in other}
         tensors = {part: rule for part, rule in self.tensors.items() if part not in others}
         return replace(self, tensors=tensors)
 
     def axis_size(self, axis: Axis, layer: int) -> int:
-        """Of a dimension, whole."""
+        """Return the full size of a dimension."""
         match axis:
             case "one":
                 return 1
@@ -256,17 +256,15 @@ class ModelSpec:
             case _ if is_delta_axis(axis):
                 return delta_axis_size(axis, self.delta_net(layer).geometry)
             case _:
-                assert is_mlp_axis(axis), "there is no other kind"
+                assert is_mlp_axis(axis), "all other axes belong to MLPs"
                 return mlp_axis_size(axis, self.layers[layer].mlp)
 
     def attention(self, layer: int) -> Attention:
-        """Of a layer that has one."""
         mixer = self.layers[layer].mixer
-        assert isinstance(mixer, Attention), "a layer with attention"
+        assert isinstance(mixer, Attention), "the layer has no attention"
         return mixer
 
     def delta_net(self, layer: int) -> DeltaNet:
-        """Of a layer that has one."""
         mixer = self.layers[layer].mixer
-        assert isinstance(mixer, DeltaNet), "a layer with a delta rule"
+        assert isinstance(mixer, DeltaNet), "the layer has no delta net"
         return mixer

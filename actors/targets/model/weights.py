@@ -1,8 +1,8 @@
-"""A target's tensors, by the slices that one rank needs; nothing else of the files is read.
+"""Reads the slices of a target's tensors that one rank needs, and nothing else of the files.
 
-Shapes are checked against config.json from the files' headers before any weight is read. Names, slices and
-transforms are the family's (`ModelSpec.tensors`). Called by `loading/rank.py`; consumed layer by layer by
-`decoder.py`, so that plain weights are gone once a layer is packed.
+Shapes are checked against config.json by the files' headers before any weight is read. Names, axes and
+transforms come from the family (`ModelSpec.tensors`). Called by `loading/rank.py`; `decoder.py` reads layer
+by layer, so that plain weights are freed once a layer is packed.
 
 Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vocabulary rows of a rank.
 """
@@ -25,18 +25,19 @@ from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
 from .spec import ModelSpec, TensorRule
 
-# Where the language model's body and head may stand: alone, or as a part of a multimodal checkpoint.
+# Prefixes of the language model's body and head: alone, or as part of a multimodal checkpoint.
 _BODIES = ("model.", "model.language_model.", "language_model.model.")
 _HEADS = ("", "language_model.")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block. Query, key and value rows stand in this order, as do those of what a delta rule takes in.
+    """One block's tensors.
 
-    Biases, norms, gates and sinks are None where the family has none; the bias of o is None but on rank 0.
-    Norms of queries and keys are those of a head or of all this rank's heads. Where attention is over
-    latents, `qkv_OH` is what makes them, and queries or what these are made of.
+    Query, key and value rows are in this order, as are a delta net's projections. Biases, norms, gates and
+    sinks are None if the family has none; the bias of o is None except on rank 0. `q_norm` and `k_norm` are
+    of one head, or of all this rank's heads (`Attention.row_norm`). With latent attention `qkv_OH` makes the
+    latents, and the queries or their bottleneck.
     """
 
     attention_norm_H: Tensor
@@ -59,7 +60,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentTensors:
-    """Of latent attention what is no block's first product; those of queries None without a bottleneck.
+    """Latent attention's tensors after the block's first product; those of queries are None without a
+    bottleneck.
 
     `kv_up_UC` has each head's keys, then its values.
     """
@@ -74,8 +76,9 @@ class TargetWeights:
     """A rank's view of a checkpoint.
 
     Args:
-        source: a folder, whose files are opened and checked, or the tensors of `target_shapes` themselves.
-        sharding: which slices are this rank's.
+        source: a folder, whose files are opened and checked, or an in-memory source with the tensors of
+            `target_shapes`.
+        sharding: selects this rank's slices.
     """
 
     def __init__(
@@ -89,10 +92,9 @@ class TargetWeights:
         self._dtype, self._device = dtype, device
         self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
-        self.spec, self.sharding = _as_stored(spec, self._tensors.shapes, self._prefixes), sharding
+        self.spec, self.sharding = _in_stored_form(spec, self._tensors.shapes, self._prefixes), sharding
 
     def layer(self, index: int) -> LayerWeights:
-        """Read one block."""
         parts, is_delta = _LayerParts(self, index), isinstance(self.spec.layers[index].mixer, DeltaNet)
         return LayerWeights(
             attention_norm_H=parts.one("attention_norm"),
@@ -110,14 +112,14 @@ class TargetWeights:
             delta=read_delta(parts) if is_delta else None,
             mlp=self._mlp(parts, index),
             scalar_1=parts.maybe("scalar"),
-            latent=_latent(parts),
+            latent=_read_latent(parts),
         )
 
     def _mlp(self, parts: _LayerParts, index: int) -> MlpTensors:
         layer, sharding = self.spec.layers[index], self.sharding
         if layer.routed is None:
             return read_dense(parts)
-        # Where ranks have parts of an expert, its bias is added by one of them.
+        # If ranks have parts of an expert, only rank 0 adds its bias.
         has_down_bias = sharding.rank == 0 or not sharding.splits_experts(index)
         routed = read_routed(
             parts,
@@ -137,11 +139,11 @@ class TargetWeights:
         return self.part("final_norm")
 
     def embedding(self) -> Tensor:
-        """[U, H]; token ids beyond the vocabulary are zero rows."""
+        """Return the embedding [U, H], with zero rows for ids beyond the vocabulary."""
         return self._vocab("embedding")
 
     def head(self) -> Tensor:
-        """[U, H]; the embedding where they are tied."""
+        """Return the head [U, H], which is the embedding if they are tied."""
         return self.embedding() if self.spec.tied_head else self._vocab("head")
 
     def _vocab(self, part: str) -> Tensor:
@@ -150,29 +152,29 @@ class TargetWeights:
         return torch.nn.functional.pad(rows_UH, (0, 0, 0, missing)) if missing else rows_UH
 
     def part(self, part: str, layer: int = 0, expert: int = 0) -> Tensor:
-        """This rank's slice of a part (`ModelSpec.tensors`), on the device, in the dtype to compute in."""
+        """Return this rank's slice of a part (`ModelSpec.tensors`) on the device, in the computing dtype."""
         rule = self.spec.tensors[part]
         if rule.constant is not None:
             sizes = [self.spec.axis_size(axis, layer) for axis in rule.axes]
             return torch.full(sizes, rule.constant, device=self._device)
         tensor = self._slice(rule, layer, expert).to(self._device)
         if part in _ROTATED:
-            tensor = _arranged(tensor, part, self.spec.attention(layer))
+            tensor = _arrange_for_rope(tensor, part, self.spec.attention(layer))
         if rule.transform is not None:
             tensor = rule.transform(tensor)
             if tensor.dtype is torch.float32:
                 return tensor
         if tensor.dtype is torch.uint8:
-            return tensor  # packed
-        stays_fp32 = part in _PRECISE or (self.spec.fp32_norms and part.endswith("norm"))
+            return tensor  # packed weights
+        stays_fp32 = part in _FP32_PARTS or (self.spec.fp32_norms and part.endswith("norm"))
         return tensor.to(torch.float32 if stays_fp32 else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)
         for dim, axis in enumerate(rule.axes):
-            mine = self.sharding.slices_of(axis, layer)
-            if mine and self._tensors.shapes[name][dim] != sum(each.stop - each.start for each in mine):
-                slices = [self._tensors.slice(name, each, dim) for each in mine]
+            parts = self.sharding.slices_of(axis, layer)
+            if parts and self._tensors.shapes[name][dim] != sum(each.stop - each.start for each in parts):
+                slices = [self._tensors.slice(name, each, dim) for each in parts]
                 return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
         return self._tensors.get(name)
 
@@ -180,44 +182,46 @@ class TargetWeights:
 class _LayerParts:
     """`mlp_weights.LayerParts` of one layer."""
 
-    __slots__ = ("_layer", "_there", "_weights")
+    __slots__ = ("_layer", "_present", "_weights")
 
     def __init__(self, weights: TargetWeights, layer: int) -> None:
         self._weights, self._layer = weights, layer
-        self._there = frozenset(weights.spec.layer_parts(layer))
+        self._present = frozenset(weights.spec.layer_parts(layer))
 
     def one(self, part: str) -> Tensor:
         return self._weights.part(part, self._layer)
 
     def maybe(self, part: str) -> Tensor | None:
-        if part not in self._there:
+        if part not in self._present:
             return None
-        anothers = self._weights.spec.tensors[part].first_rank and self._weights.sharding.rank > 0
-        return None if anothers else self.one(part)
+        is_other_ranks = self._weights.spec.tensors[part].first_rank and self._weights.sharding.rank > 0
+        return None if is_other_ranks else self.one(part)
 
     def joined(self, *parts: str) -> Tensor | None:
-        found = [self.one(part) for part in parts if part in self._there]
+        found = [self.one(part) for part in parts if part in self._present]
         return torch.cat(found) if found else None
 
     def of_each_expert(self, part: str) -> Iterator[Tensor]:
-        mine = self._weights.sharding.experts(self._layer)
-        return (self._weights.part(part, self._layer, expert) for expert in range(mine.start, mine.stop))
+        experts = self._weights.sharding.experts(self._layer)
+        return (
+            self._weights.part(part, self._layer, expert) for expert in range(experts.start, experts.stop)
+        )
 
 
-def _latent(parts: _LayerParts) -> LatentTensors | None:
+def _read_latent(parts: _LayerParts) -> LatentTensors | None:
     kv_norm_C, kv_up_UC = parts.maybe("kv_down_norm"), parts.maybe("kv_up")
     if kv_norm_C is None or kv_up_UC is None:
         return None
     return LatentTensors(parts.maybe("q_down_norm"), parts.maybe("q_up"), kv_norm_C, kv_up_UC)
 
 
-_PRECISE = frozenset({"router_correction", "expert_scale"})  # kept in fp32: they decide who computes
-# Rows of heads that are rotated, whole or, where attention is over latents, their last ones.
+_FP32_PARTS = frozenset({"router_correction", "expert_scale"})  # the router's choices depend on these
+# Tensors whose rows are heads that rope rotates: all of their rows, or with latent attention the last ones.
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_up", "kv_down"})
 
 
-def _arranged(rows: Tensor, part: str, mixer: Attention) -> Tensor:
-    """Rows in the order that rotation wants (`RopeConfig.arranged`)."""
+def _arrange_for_rope(rows: Tensor, part: str, mixer: Attention) -> Tensor:
+    """Return the rows in the order that rotation expects (`RopeConfig.arranged`)."""
     if mixer.rope is None:
         return rows
     if mixer.latent is None:
@@ -228,30 +232,30 @@ def _arranged(rows: Tensor, part: str, mixer: Attention) -> Tensor:
 
 
 def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> TensorFolder:
-    """Open the files and check that every tensor is there in its shape, without reading one.
+    """Open the files and check that every tensor is there with its shape, without reading one.
 
     Args:
-        dtype: to compute in.
+        dtype: dtype to compute in.
     """
     tensors = Fp8Folder(folder, spec.fp8_block, dtype) if spec.fp8_block else TensorFolder(folder)
     prefixes = _prefixes(tensors.shapes)
-    spec = _as_stored(spec, tensors.shapes, prefixes)
+    spec = _in_stored_form(spec, tensors.shapes, prefixes)
     read = _rules_by_name(spec, prefixes)
     for name, (rule, shape) in read.items():
         tensors.check(name, shape, rule.stored)
     tensors.refuse_stray_scales(read)
-    _refuse_unasked(tensors, spec, prefixes)
+    _refuse_unexpected(tensors, spec, prefixes)
     return tensors
 
 
-def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str, str]) -> None:
-    """A bias or norm that is there though config.json says nothing of it would be left out in silence."""
+def _refuse_unexpected(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str, str]) -> None:
+    """Raise CheckpointError for a bias or norm that config.json does not mention and would be ignored."""
     stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
-    unasked = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
-    asked = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
-    for part in sorted(unasked):
+    unexpected = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
+    expected = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
+    for part in sorted(unexpected):
         name = _full_name(spec.tensors[part], 0, prefixes)
-        if name in tensors.shapes and name not in asked:
+        if name in tensors.shapes and name not in expected:
             raise CheckpointError(
                 f"model: {tensors.folder} holds {name}, but config.json asks for none (attention_bias, "
                 "mlp_bias). Take config.json and weights from one revision.",
@@ -259,23 +263,18 @@ def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str,
             )
 
 
-def target_shapes(
-    spec: ModelSpec, prefixes: tuple[str, str] = (_BODIES[0], _HEADS[0])
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a target must have; of several forms of experts the usual.
-
-    Args:
-        prefixes: of body and head.
-    """
+def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a target must have; of several forms of experts the usual one."""
+    prefixes = (_BODIES[0], _HEADS[0])
     return {name: shape for name, (_, shape) in _rules_by_name(spec, prefixes).items()}
 
 
 def _rules_by_name(
     spec: ModelSpec, prefixes: tuple[str, str]
 ) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
-    """The rule and shape of every tensor that a target must have."""
-    whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
-    parts = [(part, 0) for part in whole]
+    """Return the rule and shape of every tensor that a target must have."""
+    global_parts = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
+    parts = [(part, 0) for part in global_parts]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
     rules = [(spec.tensors[part], layer) for part, layer in parts]
     return {
@@ -289,22 +288,22 @@ def _rules_by_name(
     }
 
 
-def _as_stored(
+def _in_stored_form(
     spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], prefixes: tuple[str, str]
 ) -> ModelSpec:
-    """The model in the form of experts that a checkpoint has; in the usual one where it has none."""
+    """Return the model with experts in the form that the checkpoint has; in the usual form if it has none."""
     layer = next((i for i, layer in enumerate(spec.layers) if layer.routed is not None), None)
     if layer is None:
         return spec
     forms = spec.expert_forms
-    there = (form for form in forms if _full_name(spec.tensors[form[0]], layer, prefixes) in shapes)
-    return spec.in_form(next(there, forms[0]))
+    present = (form for form in forms if _full_name(spec.tensors[form[0]], layer, prefixes) in shapes)
+    return spec.in_form(next(present, forms[0]))
 
 
 def _prefixes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Of body and head, as this checkpoint spells them."""
-    body = next((at for at in _BODIES if f"{at}embed_tokens.weight" in shapes), _BODIES[0])
-    head = next((at for at in _HEADS if f"{at}lm_head.weight" in shapes), _HEADS[0])
+    """Return the prefixes of body and head in this checkpoint."""
+    body = next((prefix for prefix in _BODIES if f"{prefix}embed_tokens.weight" in shapes), _BODIES[0])
+    head = next((prefix for prefix in _HEADS if f"{prefix}lm_head.weight" in shapes), _HEADS[0])
     return body, head
 
 

@@ -1,1 +1,1 @@
-"""How a rank steps: driven from the host, or on the device."""
+"""Runners that execute a rank's steps, driven from the host or on the device."""

@@ -1,8 +1,9 @@
-"""How ranks choose tokens together on a device: of split heads the best choice wins, by one collective.
+"""Token choices that all ranks share, on a device: of a split head the best local choice wins, by a
+collective.
 
-Called by `iteration.py` for the target's rows and by `drafting.py` for drafts, which come with margins.
+Called by `iteration.py` for the target's rows, and by `drafting.py` for drafts, which have margins.
 
-Legend: N rows, X rows of which a token is chosen, K candidates of a row, U vocabulary of a rank, V of all.
+Legend: N rows, X rows that sample a token, K candidates of a row, U vocabulary of a rank, V of all.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ..model.parallel import Communicator
 
 
 class Head(Protocol):
-    """What turns hidden states into logits, the target's or the drafter's."""
+    """Computes logits of hidden states, for the target or the drafter."""
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks have parts of it."""
+        """Whether each rank has a part of it."""
         ...
 
     def logits(self, hidden_XH: Tensor, /) -> Tensor: ...
@@ -33,7 +34,7 @@ class Head(Protocol):
 
 
 class Choosers(Protocol):
-    """What choosing needs of a loaded rank."""
+    """The parts of a loaded rank that choosing needs."""
 
     @property
     def states(self) -> DeviceStates: ...
@@ -55,19 +56,22 @@ def choose(
     filters: bool,
     masks: DeviceMasks | None,
 ) -> Tensor:
-    """The target's token of each row, int64, the same on all ranks: of a split head each rank chooses within
-    its part of the vocabulary, and the best choice wins. A filter or a mask needs all of it."""
+    """Return the target's token of each row, int64, equal on all ranks.
+
+    With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
+    and masks need all logits on every rank.
+    """
     state, workspace, communicator = rank.states.sampling, rank.workspace, rank.communicator
-    where = (slots_X, positions_X, state)
+    sampling_inputs = (slots_X, positions_X, state)
     if filters or masks is not None or not head.is_split:
         logits_XV = head.logits(hidden_XH)
         chosen_X, _ = sample_rows(
-            logits_XV, *where, filters=filters, workspace=workspace, masks=masks, checks=True
+            logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
         )
         return communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)
     ids_X, scores_X = sample_rows(
-        logits_XU, *where, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
     )
     return best_of_ranks(ids_X, scores_X, communicator)
 
@@ -81,7 +85,7 @@ def choose_drafts(
     *,
     filters: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A draft for each row (int64), and how sure it is (fp32), in the same way."""
+    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens."""
     state, workspace, communicator = rank.states.sampling, rank.workspace, rank.communicator
     seconds_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
     is_split, first_id = head.is_split and not filters, 0
@@ -106,7 +110,7 @@ def choose_drafts(
 
 
 def first_rank_s(ids_N: Tensor, margins_N: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Rank 0's drafts and margins. One collective, where there are several ranks."""
+    """Return rank 0's drafts and margins, by one collective if there are several ranks."""
     if communicator.world_size == 1:
         return ids_N, margins_N
     ids_N, margins_N = communicator.broadcast(torch.stack((ids_N.int(), margins_N.view(torch.int32))))
@@ -114,7 +118,7 @@ def first_rank_s(ids_N: Tensor, margins_N: Tensor, communicator: Communicator) -
 
 
 def best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -> Tensor:
-    """Ids of the highest scores; of equal ones the lowest id, which is the first rank's. One collective."""
+    """Return the ids of the highest scores over ranks, by one collective; ties go to the lowest id."""
     mine_12X = torch.stack((scores_X.view(torch.int32), ids_X.int())).unsqueeze(0)
     all_scores, all_ids = communicator.all_gather(mine_12X, dim=0).unbind(1)
     best_1X = all_scores.view(torch.float32).argmax(dim=0, keepdim=True)
@@ -124,10 +128,11 @@ def best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -
 def surest_of_ranks(
     ids_N: Tensor, scores_N: Tensor, seconds_N: Tensor, communicator: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """The same, and by how much such a score is above the next one, of whichever rank. One collective.
+    """Return the ids of the highest scores over ranks, and their margins to the second best, by one
+    collective.
 
     Args:
-        seconds_N: the second best score of each rank's part.
+        seconds_N: the second best score within each rank's part.
     """
     mine_13N = torch.stack((scores_N.view(torch.int32), seconds_N.view(torch.int32), ids_N.int()))
     scores_PN, seconds_PN, ids_PN = communicator.all_gather(mine_13N.unsqueeze(0), dim=0).unbind(1)
@@ -139,9 +144,10 @@ def surest_of_ranks(
 
 
 def candidates_of_ranks(found: Candidates, top_k: int, communicator: Communicator) -> Candidates:
-    """The best of what all ranks have. One collective.
+    """Return the best candidates over all ranks, by one collective.
 
-    Of equal scores the lowest ids, as of one vocabulary: ranks lie in the order of ids, and so do a rank's.
+    Ties go to the lowest ids, as in a single vocabulary: ranks are in id order, and so are a rank's
+    candidates.
     """
     mine_13NK = torch.stack(
         (*(x.view(torch.int32) for x in (found.scores_NK, found.z_NK)), found.ids_NK.int())

@@ -1,18 +1,18 @@
-"""Steps on a GPU: submitted without waiting, those that decode as CUDA graphs; outcomes come later.
+"""Steps on a GPU, launched without waiting, with decoding steps as CUDA graphs; results are collected later.
 
-The twin of `host.py` (the CPU's), of the same meaning. Requests that decode replay two graphs (`graphs.py`),
-one that drafts and one that verifies; rows of prompts are launched behind them, kernel by kernel, while the
-graphs run. Neither waits for the step before, nor for the host.
+The counterpart of `host.py` (for CPUs) with the same results. Decoding requests replay two graphs
+(`graphs.py`): one drafts, one verifies. Prompt rows are launched after them, kernel by kernel, while the
+graphs run. Neither waits for the previous step or the host.
 
-    submit(plan): what the plan says ─▶ [draft] ─▶ [cut ─▶ verify ─▶ sample ─▶ inject]  those that decode
-                  (one copy)            [verify ─▶ sample ─▶ inject]                    prompts
-                                        [log probabilities]  rows that are asked (`told.py`)
-                                        ─▶ outcomes ─▶ host (one copy)
+    submit(plan): the plan's arrays ─▶ [draft] ─▶ [trim ─▶ verify ─▶ sample ─▶ inject]  decoding requests
+                  (one copy)           [verify ─▶ sample ─▶ inject]                     prompts
+                                       [log probabilities]  requested rows (`told.py`)
+                                       ─▶ outcomes ─▶ host (one copy)
     collect():    wait for that copy
 
-On a CPU, where tests run the same kernels in Triton's interpreter, all of this is the same but for the graph.
+On a CPU, where tests run these kernels in Triton's interpreter, everything but the graphs is the same.
 
-Legend: R requests, G those of one iteration, W tokens of a request at most.
+Legend: R requests, G requests of one iteration, W most tokens of a request.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ Places = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One iteration's share of a step: whose it is, and the shape of what it brings home.
+    """One iteration's share of a step: its requests, and the shape of its outcome.
 
     Attributes:
-        requests_G: their places in the plan.
-        parts: that were timed.
-        num_requests, width: of the outcome, padding included.
+        requests_G: their indices in the plan.
+        parts: the parts that are timed.
+        num_requests, width: shape of the outcome, including padding.
     """
 
     requests_G: Places
@@ -72,29 +72,29 @@ class _Share:
         return Outcome.num_values(self.num_requests, self.width)
 
     def over(self, values: Tensor) -> Outcome:
-        """The outcome, where it stands."""
+        """Return a view of the outcome at the beginning of `values`."""
         return Outcome.over(values, self.num_requests, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step under way: what it is made of, and where its outcome will be."""
+    """A submitted step, with the host memory that its outcome is copied to."""
 
     plan: SchedulerOutput
     shares: Sequence[_Share]
-    told: Told | None
+    logprob_rows: Told | None
     arrival: Arrival
 
 
 class DeviceSteps:
-    """Steps of whatever has states on the device and an iteration over them.
+    """Runs steps over any models with request state on the device.
 
     Args:
-        models: what they are made with.
-        max_requests: most that run at once.
-        num_drafts: most of a request.
-        max_rows: of a step.
-        guide: of a target whose requests may have grammars.
+        models: creates the steps' passes.
+        max_requests: most requests that run at once.
+        num_drafts: most drafts of a request.
+        max_rows: most rows of a step.
+        guide: given if requests may have grammars.
     """
 
     def __init__(
@@ -107,43 +107,48 @@ class DeviceSteps:
     ) -> None:
         self._models, self._guide = models, guide
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
-        self._room, self._num_drafts = StepRequests.room(max_requests), num_drafts
-        states, lists = models.states, (2, NUM_LISTS, self._room)
-        num_values = 2 * NUM_LISTS * self._room
-        num_trim_values = TrimLists.num_values(self._room, num_drafts)
-        num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._room)
+        self._capacity, self._num_drafts = StepRequests.room(max_requests), num_drafts
+        states, lists = models.states, (2, NUM_LISTS, self._capacity)
+        num_values = 2 * NUM_LISTS * self._capacity
+        num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
+        num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
         self._upload = Upload(states.arena, num_values + num_trim_values + num_saves, states.most_changes)
-        of_lists, of_trim, of_saves = self._upload.values.split((num_values, num_trim_values, num_saves))
-        self._decoding, self._prompts = of_lists.view(lists).unbind(0)
-        trim = TrimLists.over(of_trim, self._room)
-        # Of requests that decode, and of the others.
-        self._saves = of_saves.view(2, 2, self._room if num_saves else 0, MAX_SAVES)
-        most = max(kind.num_outcome_values for kind in self._kinds.all())
+        list_values, trim_values, save_values = self._upload.values.split(
+            (num_values, num_trim_values, num_saves)
+        )
+        self._decoding, self._prompts = list_values.view(lists).unbind(0)
+        trim = TrimLists.over(trim_values, self._capacity)
+        # Index 0 is for decoding requests, index 1 for prompts.
+        self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
+        max_outcome = max(kind.num_outcome_values for kind in self._kinds.all())
         self._vocab_size = models.target.spec.vocab_size
-        most_told = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
-        self._home = Homeward(most + Outcome.num_values(max_requests, 1) + most_told, models.device)
-        self._graphs = StepGraphs(models, self._decoding, trim, self._home.values)
+        max_logprobs = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
+        self._outcomes = Homeward(
+            max_outcome + Outcome.num_values(max_requests, 1) + max_logprobs, models.device
+        )
+        self._graphs = StepGraphs(models, self._decoding, trim, self._outcomes.values)
         self._pending: deque[_Pending] = deque()
         self._expert_reads = ReadsMeter(models.target)
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
-        """Launch a step."""
-        assert len(self._pending) < MAX_IN_FLIGHT, "outcomes would arrive where others wait"
+        assert len(self._pending) < MAX_IN_FLIGHT, (
+            "too many steps in flight: outcomes would overwrite each other"
+        )
         decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
-        assert not plan.num_drafts[~decodes_R].any(), "who drafts lacks its newest token alone"
+        assert not plan.num_drafts[~decodes_R].any(), "a drafting request lacks only its newest token"
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         if self._guide is not None:
             self._guide.admit(plan)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
-        lists.append(TrimLists.pack(plan.trim, decoding, self._room, self._num_drafts))
+        lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts))
         recurrent = self._models.recurrent
         if recurrent is not None:
-            lists += [pack_saves(plan, requests_G, self._room) for requests_G in (decoding, prompts)]
+            lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
         if recurrent is not None:
             recurrent.enter(plan)
-        models, values, num_values = self._models, self._home.values, 0
+        models, values, num_values = self._models, self._outcomes.values, 0
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
@@ -161,19 +166,17 @@ class DeviceSteps:
             rows_RW1 = share.over(values[num_values:]).rows_RW1
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
             num_values += share.num_values
-        told = Told.of(plan, models.states, self._vocab_size)
-        if told is not None:
-            place = values[num_values : num_values + told.num_values]
-            place.copy_(told.tell(plan, passes, models.target, models.states))
-            num_values += told.num_values
-        self._pending.append(_Pending(plan, shares, told, self._home.bring(num_values)))
+        logprob_rows = Told.of(plan, models.states, self._vocab_size)
+        if logprob_rows is not None:
+            place = values[num_values : num_values + logprob_rows.num_values]
+            place.copy_(logprob_rows.tell(plan, passes, models.target, models.states))
+            num_values += logprob_rows.num_values
+        self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.bring(num_values)))
 
     def is_ready(self) -> bool:
-        """Whether `collect` would not wait."""
         return self._pending[0].arrival.is_over
 
     def collect(self) -> StepResult:
-        """The outcome of the oldest step."""
         step = self._pending.popleft()
         plan, values, models = step.plan, step.arrival.wait(), self._models
         most = int(plan.num_drafts.max(initial=0))
@@ -196,7 +199,7 @@ class DeviceSteps:
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
-        logprobs = (None, None) if step.told is None else step.told.read(values)
+        logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
         reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
         return StepResult(
             plan.step,
@@ -210,16 +213,15 @@ class DeviceSteps:
         )
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step to its end."""
         self.submit(plan)
         return self.collect()
 
     def _pack(self, plan: SchedulerOutput, requests_G: Places) -> IntArray:
         slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
-        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._room)
+        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._capacity)
 
     def _decode(self, plan: SchedulerOutput, requests_G: Places) -> _Share:
-        """Replay the step's kinds."""
+        """Run the passes of decoding requests."""
         filters = self._filters(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters)
         if block is not None:
@@ -232,13 +234,15 @@ class DeviceSteps:
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
     def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
-        """Launch the rows of prompts; their outcome is left behind so many numbers, and their hidden states
-        come back."""
+        """Launch the prompts' rows and return their hidden states.
+
+        Their outcome is written at `offset` in the outcome memory.
+        """
         num_requests, num_sampled = len(requests_G), int(plan.samples[requests_G].sum())
         first_G, rows_G = plan.num_computed[requests_G], plan.num_rows[requests_G]
-        assert (first_G >= 0).all(), "only who decodes waits for a token under way"
+        assert (first_G >= 0).all(), "a prompt's position is known on the host"
         requests = StepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
-        outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
+        outcome = Outcome.over(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         masks = self._masks(plan, requests_G)
         saves = None if plan.saves is None or self._models.recurrent is None else self._saves[1]
@@ -249,7 +253,7 @@ class DeviceSteps:
         return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
 
     def _masks(self, plan: SchedulerOutput, requests_G: Places) -> MakeMasks | None:
-        """What makes the masks of these requests; None where no grammar says anything."""
+        """Return the function that makes these requests' masks; None if no grammar restricts them."""
         if self._guide is None or not self._guide.holds(plan, requests_G):
             return None
         return partial(self._guide.masks, plan, requests_G)
@@ -259,11 +263,11 @@ class DeviceSteps:
 
 
 class DeviceRunner(DeviceSteps):
-    """A loaded rank.
+    """A loaded rank whose steps the device drives.
 
     Args:
-        models, max_requests, num_drafts, max_rows, guide: as of `DeviceSteps`.
-        captures: whether decoding steps become CUDA graphs.
+        models, max_requests, num_drafts, max_rows, guide: see `DeviceSteps`.
+        captures: whether decoding steps are captured as CUDA graphs.
     """
 
     def __init__(
@@ -293,20 +297,19 @@ class DeviceRunner(DeviceSteps):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the graphs."""
         if self._captures:
             self._graphs.capture(self._kinds.all())
             self._expert_reads.forget()
 
     @torch.inference_mode()
     def exchange(self, drafter: Drafter) -> None:
-        """Graphs know the old one's weights: they are made anew."""
+        """Replace the drafter, and capture the graphs again, as they hold the old drafter's weights."""
         if self.models.device.type == "cuda":
             torch.cuda.synchronize(self.models.device)
         if isinstance(drafter, DFlashDrafter):
             models = replace(self.models, drafter=drafter)
         else:
-            assert self.models.chains is not None, "a drafter of the same kind"
+            assert self.models.chains is not None, "the new drafter has the kind of the old one"
             models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
         self._models = self.models = models
         self._graphs.renew(self.models)
@@ -314,7 +317,7 @@ class DeviceRunner(DeviceSteps):
 
     @torch.inference_mode()
     def rehearse(self, largest: SchedulerOutput) -> int:
-        """Capture the graphs of the largest steps alone; how many there are besides."""
+        """Capture only the graphs of the largest steps, and return the number of all others."""
         if not self._captures:
             self.execute(largest)
             return 0

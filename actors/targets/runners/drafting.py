@@ -1,8 +1,8 @@
-"""The drafter's pass of a decoding step: blocks, proposals behind the known tokens, and how sure they are.
+"""The drafter's pass of a decoding step: it writes blocks, drafts after the known tokens, and margins.
 
-It comes before the target's (`iteration.py`), as a graph of its own: how many rows blocks have, and how many
-of their drafts are verified, are two things. What it leaves are the drafts in the requests' tokens and their
-margins in the workspace. Made by `DeviceModels.drafting`, called by `graphs.py`.
+It precedes the target's pass (`iteration.py`) and is a graph of its own, as the number of rows in blocks does
+not depend on the number of drafts that are verified. Drafts are left in the requests' tokens and margins in
+the workspace. Created by `DeviceModels.drafting`, called by `graphs.py`.
 
 Legend: R requests, N rows of blocks, E selector's rank.
 """
@@ -28,8 +28,10 @@ from .runner import RemoteDrafter
 
 
 class Drafters(Choosers, Protocol):
-    """What drafting needs of a loaded rank: a drafter and its pages, chains, the way to a drafter, or what is
-    looked up."""
+    """The parts of a loaded rank that drafting needs.
+
+    One of these drafts: a drafter with its pages, EAGLE-3 chains, a remote drafter, or prompt lookup.
+    """
 
     @property
     def drafter(self) -> DFlashDrafter | None: ...
@@ -48,12 +50,12 @@ class Drafters(Choosers, Protocol):
 
 
 class Drafting:
-    """A pass over given inputs.
+    """A drafting pass over given inputs.
 
     Args:
-        requests: who decodes; whoever may draft in it drafts.
-        times: of the step's outcome; the first two are written.
-        filters: as of `iteration.Iteration`.
+        requests: decoding requests, of which all that may draft do.
+        times: timestamps of the step's outcome; the first two are written.
+        filters: see `iteration.Iteration`.
     """
 
     def __init__(self, models: Drafters, requests: StepRequests, times: Tensor, *, filters: bool) -> None:
@@ -85,14 +87,16 @@ class Drafting:
     def _choose(self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
         if drafter.selector is not None:
             return self._select(drafter, drafter.selector, hidden_NH, rows)
-        where = (hidden_NH, rows.slots_N, rows.positions_N)
-        return choose_drafts(self._models, drafter, *where, filters=self._filters)
+        head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
+        return choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
 
     def _select(
         self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: StepRows
     ) -> tuple[Tensor, Tensor]:
-        """A draft per row, along each request's path, the same on all ranks: of a split head each rank finds
-        candidates within its part of the vocabulary."""
+        """Return a draft and margin per row, chosen along each request's path, equal on all ranks.
+
+        With a split head each rank finds candidates within its part of the vocabulary.
+        """
         models, communicator, first_id = self._models, self._models.communicator, 0
         top_k, state, is_split = (
             selector.codebooks.top_k,
@@ -103,7 +107,7 @@ class Drafting:
             logits, first_id = drafter.local_logits(hidden_NH)
         else:
             logits = drafter.logits(hidden_NH)
-        found = find_candidates(
+        candidates = find_candidates(
             logits,
             rows,
             state,
@@ -113,11 +117,11 @@ class Drafting:
             vocab_start=first_id,
         )
         if is_split:
-            found = candidates_of_ranks(found, top_k, communicator)
+            candidates = candidates_of_ranks(candidates, top_k, communicator)
         gates_NE, cu_rows_R1 = selector.gates(hidden_NH), self._requests.cu_rows_R1
         margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
         chosen_N = walk_paths(
-            found,
+            candidates,
             gates_NE,
             rows,
             cu_rows_R1,

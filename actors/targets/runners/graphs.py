@@ -1,24 +1,24 @@
 """Decoding steps by kind, each with buffers of its own shape; on a GPU one CUDA graph per kind of pass.
 
-A step that drafts is two passes: the drafter's over blocks, and the target's over as many rows as are to be
-verified. The two follow one another, so each has kinds of its own, and any of one goes with any of the other:
+A drafting step has two passes: the drafter's over blocks, and the target's over the rows to verify. Each pass
+has kinds of its own, and any two can be combined:
 
     blocks    requests   1 2 3 4 6 8 12 16 24 32 48 64 96 128 192 256 ..          the most that run
               rows each  2, 4, 6, 8, 12, 16, .. most drafts + 1 (the lengths of `draft_lengths`)
     target    rows       1 2 3 4 6 8 12 16 24 32 40 48 56 64 80 96 112 128 160 .. the budget
               rows each  1, at most 4, at most as many as there are
 
-Beside these whether any request filters its distribution, and, where nobody drafts, whether the drafter's
-context is written. Drafts per request may differ: rows are ragged, and those behind the last are padding.
-Where a plan trims, the drafts that are worth most fill the target's rows. No kind has more rows than a step's
-budget. With 15 drafts and a budget of 2048 rows these are 294 graphs for 64 requests, 394 for 256, of which
-188 are of the drafter's few layers.
+Kinds also differ in whether any request filters its distribution and, if no request drafts, in whether the
+drafter's context is written. Requests may have different numbers of drafts: rows are ragged, with padding
+after the last. Where a plan trims, the most valuable drafts fill the target's rows. No kind has more rows
+than a step's budget. With 15 drafts and a budget of 2048 rows there are 294 graphs for 64 requests and 394
+for 256, of which 188 are for the drafter's few layers.
 
-All share one pool of memory, since one runs at a time and leaves nothing there: drafts stand in the requests'
-tokens, margins in the workspace. Where there is no graph (a CPU; a GPU before they are captured) a kind's
-parts are launched one by one over the same buffers, padding included. Called by `device.py`.
+All graphs share one memory pool, since one runs at a time and keeps nothing there: drafts are in the
+requests' tokens, margins in the workspace. Without graphs (on a CPU, or before the capture) a kind's kernels
+are launched one by one over the same buffers, including padding. Called by `device.py`.
 
-Legend: W rows of a request at most.
+Legend: W most rows of a request.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from .iteration import Iteration, MakeMasks, StepModels
 from .outcome import Outcome
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
-_NARROW = 4  # rows of a request: attention's tiles are lower
+_NARROW = 4  # rows of a request up to which attention uses lower tiles
 
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A kind of a decoding step's pass.
+    """A kind of pass in a decoding step.
 
     Attributes:
-        drafts: the drafter's; else the target's.
-        num_requests: there is room for.
+        drafts: whether it is the drafter's pass; else the target's.
+        num_requests: most requests.
         width: most rows of a request.
-        num_rows: N, padding included.
-        filters: whether any request has top-k, top-p, min-p or rules, or asks for log probabilities.
-        writes_context: whether the drafter gets what the target computes.
+        num_rows: N, including padding.
+        filters: whether any request has top-k, top-p, min-p or logits rules, or requests log probabilities.
+        writes_context: whether the drafter's context is written.
     """
 
     drafts: bool
@@ -70,15 +70,15 @@ class PassKind:
 
 
 class StepKinds:
-    """All kinds of one engine's decoding steps.
+    """All kinds of an engine's decoding steps.
 
     Args:
-        max_requests: most that run at once.
-        num_drafts: most of a request.
-        max_rows: a step's budget.
+        max_requests: most requests that run at once.
+        num_drafts: most drafts of a request.
+        max_rows: a step's budget of rows.
 
     Attributes:
-        rows: of the target's passes, rising.
+        rows: row counts of the target's passes, ascending.
     """
 
     def __init__(self, max_requests: int, num_drafts: int, max_rows: int) -> None:
@@ -96,9 +96,9 @@ class StepKinds:
     def of(
         self, plan: SchedulerOutput, requests_G: NDArray[np.intp], *, filters: bool
     ) -> tuple[PassKind | None, PassKind]:
-        """The drafter's pass, if anybody drafts, and the target's, for those of a plan that decode.
+        """Return the drafter's pass, if any request drafts, and the target's, for a plan's decoding requests.
 
-        A plan that trims has chosen how many rows the target's has; else it has all that were planned.
+        A plan that trims may set the rows of the target's pass; otherwise it has all planned rows.
         """
         num_requests, rows_G = len(requests_G), plan.num_rows[requests_G]
         width, num_rows = int(rows_G.max()), int(rows_G.sum())
@@ -109,7 +109,7 @@ class StepKinds:
         return block, self.target(num_requests, width, num_rows, filters=filters, writes_context=writes)
 
     def block(self, num_requests: int, width: int, *, filters: bool) -> PassKind:
-        """The smallest kind of the drafter's passes that has room for a step; it must keep the bounds."""
+        """Return the smallest kind of drafter's pass that a step fits in; the step must keep the bounds."""
         width = self._block_widths[bisect_left(self._block_widths, width)]
         sizes = self._block_sizes[width]
         return self._block(sizes[bisect_left(sizes, num_requests)], width, filters)
@@ -117,22 +117,24 @@ class StepKinds:
     def target(
         self, num_requests: int, width: int, num_rows: int, *, filters: bool, writes_context: bool
     ) -> PassKind:
-        """The same of the target's, for so many rows in all, of which a request has `width` at most."""
-        assert num_requests <= num_rows, "everybody has a row"
+        """Return the smallest kind of target's pass for `num_rows` rows with at most `width` per request."""
+        assert num_requests <= num_rows, "every request has a row"
         width = self._widths[bisect_left(self._widths, width)]
-        rows = self.rows[bisect_left(self.rows, max(num_rows, self._fewest(width)))]
-        return self._target(rows, width, filters, writes_context or not self._may_not_write(width))
+        rows = self.rows[bisect_left(self.rows, max(num_rows, self._min_rows(width)))]
+        return self._target(rows, width, filters, writes_context or not self._writes_optionally(width))
 
     def all(self) -> list[PassKind]:
-        """The target's, then the drafter's; of most rows first: the others then fit into their memory."""
+        """Return the target's kinds, then the drafter's, largest first, so that later ones fit
+        their memory.
+        """
         switches = (True, False)
         targets = [
             self._target(rows, width, filters, writes)
             for width in self._widths
             for rows in self.rows
-            if self._fewest(width) <= rows <= self._most(width)
+            if self._min_rows(width) <= rows <= self._max_rows_of_width(width)
             for filters in switches
-            for writes in (switches if self._may_not_write(width) else (True,))
+            for writes in (switches if self._writes_optionally(width) else (True,))
         ]
         blocks = [
             self._block(size, width, filters)
@@ -143,7 +145,7 @@ class StepKinds:
         return [*_largest_first(targets), *_largest_first(blocks)]
 
     def largest(self) -> list[PassKind]:
-        """Of the target's and of the drafter's passes those of most rows, with filters and without."""
+        """Return the kinds with the most rows of target and drafter, with filters and without."""
         kinds = self.all()
         first_block = next((i for i, kind in enumerate(kinds) if kind.drafts), len(kinds))
         return [*kinds[:2], *kinds[first_block : first_block + 2]]
@@ -154,16 +156,16 @@ class StepKinds:
     def _target(self, rows: int, width: int, filters: bool, writes_context: bool) -> PassKind:
         return PassKind(False, min(rows, self._max_requests), width, rows, filters, writes_context)
 
-    def _may_not_write(self, width: int) -> bool:
-        """Nobody drafts in the pass, though there is a drafter."""
+    def _writes_optionally(self, width: int) -> bool:
+        """Return whether the pass may skip the drafter's context: it has no drafts, but the engine can."""
         return width == 1 < self._widths[-1]
 
-    def _fewest(self, width: int) -> int:
-        """Rows of a pass in which somebody has more than the next lower width."""
+    def _min_rows(self, width: int) -> int:
+        """Return the least rows of a pass in which a request has more rows than the next smaller width."""
         lower = self._widths[self._widths.index(width) - 1] if width > 1 else 0
         return self.rows[bisect_left(self.rows, lower + 1)]
 
-    def _most(self, width: int) -> int:
+    def _max_rows_of_width(self, width: int) -> int:
         return self.rows[bisect_left(self.rows, min(self._max_requests * width, self._max_rows))]
 
 
@@ -172,7 +174,7 @@ def _largest_first(kinds: Iterable[PassKind]) -> list[PassKind]:
 
 
 def _ladder(most: int, steps: int) -> tuple[int, ...]:
-    """Numbers of which none is far above the next lower one: so many to an octave; the last is `most`."""
+    """Return sizes up to `most` with `steps` sizes per octave above 16; the last one is `most`."""
     sizes = [size for size in _SMALL_SIZES if size < most]
     size = _SMALL_SIZES[-1]
     while size < most:
@@ -183,12 +185,12 @@ def _ladder(most: int, steps: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """What replays the kinds.
+    """Runs or replays the passes of all kinds.
 
     Args:
-        lists_LW: on the device, where the requests that decode arrive (`rows.pack`).
-        trim: where it arrives by what their drafts are cut.
-        outcome: on the device, where outcomes are left: at its begin.
+        lists_LW: device memory with the lists of decoding requests (`rows.pack`).
+        trim: device memory with the plan's values for trimming.
+        outcome: device memory for outcomes, which are written at its beginning.
     """
 
     def __init__(self, models: StepModels, lists_LW: Tensor, trim: TrimLists, outcome: Tensor) -> None:
@@ -197,19 +199,19 @@ class StepGraphs:
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
 
     def renew(self, models: StepModels) -> None:
-        """Forget what was made with other models."""
+        """Drop everything that was made with other models."""
         self._models = models
         self._passes.clear()
         self._graphs.clear()
 
     def parts(self, kind: PassKind) -> tuple[str, ...]:
-        """Of a step with such a pass of the target; see `iteration.Iteration.parts`."""
+        """Return the timed parts of a step with this target pass, see `iteration.Iteration.parts`."""
         target = self._pass(kind)
-        assert isinstance(target, Iteration), "the drafter's pass is one of the parts"
+        assert isinstance(target, Iteration), "only the target's pass has parts"
         return target.parts
 
     def replay(self, kind: PassKind) -> None:
-        """Run a pass whose requests have arrived."""
+        """Run a pass; its requests' lists have been uploaded."""
         graph = self._graphs.get(kind)
         if graph is None:
             self._pass(kind).run()
@@ -217,16 +219,16 @@ class StepGraphs:
             graph.replay()
 
     def run_guided(self, kind: PassKind, masks: MakeMasks) -> None:
-        """Run such a pass of the target with grammars' masks, which only the host can make: no graph."""
+        """Run a target's pass with grammar masks, without a graph, as the host makes the masks."""
         self._iteration(kind, masks).run()
 
     def capture(self, kinds: Iterable[PassKind]) -> None:
-        """Make their graphs, one behind the other.
+        """Capture the graphs of these kinds one after another.
 
-        Requests are taken out first: with nobody there a run is short, and writes nothing of anybody's. Each
-        kind runs once before its capture, for its kernels must be loaded by then. `torch.cuda.graph` would
-        collect garbage and give back the allocator's memory each time; `capture_begin` does neither, and in
-        the mode "thread_local" lets other threads (NCCL's watchdog, another engine) go on.
+        The request lists are emptied first, which makes a run short and keeps it from writing to any
+        request's memory. Each kind runs once before its capture, which loads its kernels. `torch.cuda.graph`
+        would collect garbage and empty the allocator's cache each time; `capture_begin` does neither, and
+        with mode "thread_local" other threads (NCCL's watchdog, another engine) can go on.
         """
         self._lists_LW.zero_()
         device = self._models.device
@@ -234,12 +236,12 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for kind in kinds:
-                one, graph = self._pass(kind), torch.cuda.CUDAGraph()
-                one.run()
+                pass_, graph = self._pass(kind), torch.cuda.CUDAGraph()
+                pass_.run()
                 torch.cuda.synchronize(device)
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    one.run()
+                    pass_.run()
                 finally:
                     graph.capture_end()
                 self._graphs[kind] = graph

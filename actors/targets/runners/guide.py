@@ -1,10 +1,10 @@
-"""Grammars in the steps of a device: masks are made on the host, so these steps wait for their drafts.
+"""Grammars in steps of a device. The host makes the masks, so these steps wait for their drafts.
 
-    draft ─▶ [wait: tokens that stand, drafts ─▶ host] ─▶ drafts with what is forced ─▶ verify ─▶ sample ─▶ ..
-                                                      └─▶ masks ──────────────────────────────────┘
+    draft ─▶ [wait: committed tokens, drafts ─▶ host] ─▶ drafts with forced tokens ─▶ verify ─▶ sample ─▶ ..
+                                                      └─▶ masks ──────────────────────┘
 
-Steps in which nobody has a grammar are not touched: they run ahead, as graphs. Why these do not:
-docs/decisions/grammars.md. Called by `device.py`; what it does to a step is `iteration.py`'s.
+Steps without a grammar are not affected: they run ahead, as graphs. docs/decisions/grammars.md says why these
+do not. Called by `device.py`; `iteration.py` applies masks and drafts.
 
 Legend: G requests of one iteration, K most drafts.
 """
@@ -34,7 +34,7 @@ class DeviceGuide:
     """The grammars of a rank's requests.
 
     Attributes:
-        forces: what is forced stands in for drafts. Not where a drafter elsewhere goes by its own.
+        forces: whether forced tokens replace drafts; not with a remote drafter, which would keep its own.
     """
 
     grammars: GrammarStates
@@ -46,18 +46,18 @@ class DeviceGuide:
             self.grammars.admit(request.slot, request.sampling.grammar)
 
     def holds(self, plan: SchedulerOutput, requests_G: Places) -> bool:
-        """Whether any of these requests of a plan has a grammar that says something in this step."""
+        """Return whether a grammar restricts any of these requests of a plan in this step."""
         return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
 
     def masks(self, plan: SchedulerOutput, requests_G: Places, verified: StepRequests) -> DeviceMasks | None:
-        """Edit the drafts that are verified, and say what the rows may choose. Waits for the device."""
+        """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device."""
         tables = self.states.tables
-        numbers = (plan.slots, plan.num_rows, plan.num_drafts)
-        slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in numbers)
+        arrays = (plan.slots, plan.num_rows, plan.num_drafts)
+        slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in arrays)
         slots = torch.from_numpy(slots_G).to(tables.token_ids.device)
         begin_G = tables.num_computed[slots].cpu().numpy() + rows_G - planned_G
         drafts_G = verified.num_drafts_R[: len(slots_G)].cpu().numpy().astype(np.int64)
-        last = tables.token_ids.shape[1] - 1  # nobody's: where what must not be kept is written
+        last = tables.token_ids.shape[1] - 1  # unused column, where values that must not be kept are written
         columns_K = np.arange(int(drafts_G.max(initial=0)))
         is_draft_GK = columns_K < drafts_G[:, None]
         columns_GK = np.where(is_draft_GK, begin_G[:, None] + columns_K, last)

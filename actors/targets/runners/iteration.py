@@ -1,11 +1,10 @@
-"""The target's pass over some of a step's requests: cut the drafts, verify, sample, inject.
+"""The target's pass over some of a step's requests: trim the drafts, verify, sample, inject.
 
-What `host.py` does with indices made on the host happens here from a few integers and the requests' state
-on the device (`drafter/step/device/states.py`). The host is asked nothing, so that the whole can be captured
-in one CUDA graph, and launched before the last step's outcome is known. Called by `device.py` for prompts,
-by `graphs.py` for requests that decode, behind the drafter's pass (`drafting.py`) if they draft. A drafter
-that is split off has an iteration of its own (`workers/device_drafter.py`), which this one sends choices and
-features.
+It does what `host.py` does, but computes indices on the device from a few integers and the requests' state
+there (`drafter/step/device/states.py`). It never waits for the host, so it can be captured in one CUDA graph
+and launched before the last step's outcome is known. Called by `device.py` for prompts, and by `graphs.py`
+for decoding requests, after the drafter's pass (`drafting.py`) if they draft. A split drafter has an
+iteration of its own (`workers/device_drafter.py`), to which this one sends choices and features.
 
 Legend: R requests, N rows, X sampled rows.
 """
@@ -38,22 +37,21 @@ from .drafting import Drafting
 from .outcome import Outcome
 from .runner import RemoteDrafter
 
-MakeMasks = Callable[[StepRequests], DeviceMasks | None]  # of the drafts that are verified
+MakeMasks = Callable[[StepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModels:
-    """A loaded rank: models, their pages, the requests' state.
+    """A loaded rank: models, their pages, and the requests' state.
 
     Attributes:
-        drafter, draft_cache: None where there is none here.
-        chains: an EAGLE-3 drafter in their place.
-        recurrent: where the target's recurrent states stand; None where it has none.
-        remote: the way to a drafter in a process of its own.
-        lookup_lengths: of runs that are looked for in the past, without a drafter; without any of these, a
-            rank decodes plainly.
-        workspace: for choosing tokens, over the whole vocabulary or this rank's part of it.
-        hidden: [N, H], where steps that decode leave what log probabilities are made of.
+        drafter, draft_cache: a colocated DFlash drafter; else None.
+        chains: a colocated EAGLE-3 drafter; else None.
+        recurrent: the target's recurrent states; None if it has none.
+        remote: the connection to a drafter in a process of its own.
+        lookup_lengths: n-gram lengths of prompt lookup. Without this and any drafter a rank decodes plainly.
+        workspace: for sampling, over the whole vocabulary or this rank's part of it.
+        hidden: [N, H], where decoding steps leave hidden states for log probabilities.
     """
 
     target: Decoder
@@ -71,7 +69,7 @@ class DeviceModels:
 
     @property
     def tells_margins(self) -> bool:
-        """Whether whoever drafts knows how sure its drafts are."""
+        """Whether the source of drafts gives margins."""
         return self.lookup_lengths is None
 
     @property
@@ -92,25 +90,25 @@ class DeviceModels:
         masks: MakeMasks | None = None,
         saves: Tensor | None = None,
     ) -> Iteration:
-        listens = any(each is not None for each in (self.drafter, self.remote, self.chains))
-        injects = writes_context and listens
+        has_drafter = any(each is not None for each in (self.drafter, self.remote, self.chains))
+        injects = writes_context and has_drafter
         return Iteration(
             self, requests, outcome, trim, filters=filters, injects=injects, masks=masks, saves=saves
         )
 
 
 class Iteration:
-    """A pass over given inputs.
+    """A target's pass over given inputs.
 
     Args:
-        requests: who takes part, with all drafts that were made.
-        outcome: written.
-        trim: by what drafts are cut where there is no room for all; needed where somebody drafts.
-        filters: whether any request narrows its distribution by top-k, top-p or min-p, or has rules, or asks
-            for log probabilities: then a step that decodes leaves its hidden states in `models`.
-        injects: the drafter's context gets what the target saw.
-        masks: of requests that have grammars, made when drafts are placed: such a pass waits.
-        saves: recurrent states that its rows are to save (`device/recurrent.py`); nobody drafts in it.
+        requests: the participating requests, with all their drafts.
+        outcome: written by the pass.
+        trim: values by which drafts are trimmed to the pass's rows; needed if any request drafts.
+        filters: whether any request has top-k, top-p, min-p or logits rules, or requests log probabilities. A
+            decoding step then leaves its hidden states in `models`.
+        injects: whether the drafter's context is written.
+        masks: makes the grammar masks once drafts are placed; such a pass waits for the host.
+        saves: recurrent states that its rows save (`device/recurrent.py`); then no request drafts.
     """
 
     def __init__(
@@ -131,15 +129,16 @@ class Iteration:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Those of the step, the drafter's pass included, in order, by their names in `StepTimings`; their
-        times follow each other."""
+        """The timed parts of the step, including the drafter's pass, in order, as named in `StepTimings`."""
         draft = ("draft_s",) if self._requests.max_drafts else ()
         inject = ("inject_s",) if self._injects else ()
         return (*draft, "verify_s", "sample_s", *inject)
 
     def run(self) -> Tensor:
-        """All parts; the hidden states of all rows, for as long as no other pass runs. What one leaves to
-        another is let go at the end: graphs share memory."""
+        """Run all parts and return the hidden states of all rows, which are valid until another pass runs.
+
+        References to everything else are dropped at the end, as graphs share memory.
+        """
         models, times, requests = self._models, self._outcome.times, self._verified()
         marks = count(2 if requests.max_drafts else 1)
         if not requests.max_drafts:
@@ -162,11 +161,11 @@ class Iteration:
         return hidden_NH
 
     def _verified(self) -> StepRequests:
-        """The requests with as many of their drafts as the pass has room for."""
+        """Return the requests with as many of their drafts as fit the pass."""
         requests, outcome = self._requests, self._outcome
         if not requests.max_drafts:
             return requests
-        assert self._trim is not None, "whoever drafts may be cut"
+        assert self._trim is not None, "a drafting pass needs values for trimming"
         margins_N = self._models.workspace.margins_N
         return trim_drafts(
             requests, margins_N, self._trim, requests.num_rows, outcome.num_drafts_R, outcome.margins_RD
@@ -175,34 +174,34 @@ class Iteration:
     def _sample(
         self, requests: StepRequests, rows: StepRows, hidden_NH: Tensor, masks: DeviceMasks | None
     ) -> Tensor:
-        """The target's choices, and which drafts they leave standing."""
+        """Sample the target's tokens, accept drafts and advance the requests; returns the tokens."""
         models, index_X = self._models, requests.sampled_X
-        of_row = (hidden_NH, rows.slots_N, rows.positions_N + 1)
+        row_inputs = (hidden_NH, rows.slots_N, rows.positions_N + 1)
         if index_X is not None:
-            of_row = [values_N.index_select(0, index_X) for values_N in of_row]
+            row_inputs = [values_N.index_select(0, index_X) for values_N in row_inputs]
         chosen_X = rows.token_ids_N[:0]
-        if len(of_row[0]):  # chunks of prompts may choose nothing
-            chosen_X = choose(models, models.target, *of_row, filters=self._filters, masks=masks)
+        if len(row_inputs[0]):  # chunks of prompts may sample nothing
+            chosen_X = choose(models, models.target, *row_inputs, filters=self._filters, masks=masks)
         accept_and_advance(chosen_X, requests, models.states.tables, self._outcome.rows_RW1)
         return chosen_X
 
     def _inject(
         self, requests: StepRequests, rows: StepRows, chosen_X: Tensor, taps_NmH: Tensor | None
     ) -> None:
-        """Make the drafter's context of what the target saw."""
+        """Write the drafter's context from the target's taps."""
         drafter, cache, remote = self._models.drafter, self._models.draft_cache, self._models.remote
-        assert taps_NmH is not None, "a target that drafts taps"
+        assert taps_NmH is not None, "a target with a drafter has taps"
         if self._models.chains is not None:
             num_tokens_R, tables = self._outcome.rows_RW1[:, -1], self._models.states.tables
             return self._models.chains.inject(requests, rows, taps_NmH, num_tokens_R, tables)
         if remote is not None:
             return remote.send(requests.num_drafts_R, chosen_X, taps_NmH)
-        assert drafter is not None and cache is not None, "a drafter has pages"
+        assert drafter is not None and cache is not None, "a colocated drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 
 
 class StepModels(Protocol):
-    """What steps are made with."""
+    """The models that steps need, and the passes made of them."""
 
     @property
     def states(self) -> DeviceStates: ...

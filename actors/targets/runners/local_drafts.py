@@ -1,11 +1,11 @@
-"""Drafters beside the target, as sources of drafts: one, or one and a candidate that is on trial.
+"""Colocated drafters as a source of drafts: one drafter, or a drafter and a candidate on trial.
 
     plan ─┬─ requests of the drafter ──▶ drafts ─┐
           └─ those on trial ─▶ candidate drafts ─┴─▶ drafts [R, K]
-    taps ───▶ context of both, of all requests: the same page ids, each in memory of its own
+    taps ───▶ context of both for all requests: the same page ids, each in memory of its own
 
-Both know all requests, so either can be taken away between two steps without a token to be computed anew.
-Used by `host.StepRunner`; made by `loading/rank.py`.
+Both have the context of all requests, so either can be removed between two steps without recomputing a token.
+Used by `host.StepRunner`; created by `loading/rank.py`.
 
 Legend: N rows, R requests, K most drafts, m taps, H hidden.
 """
@@ -27,23 +27,23 @@ from .runner import Drafter
 
 
 class Proposer(Protocol):
-    """A drafter and its pages: `drafter/dflash/propose.py`'s, or `drafter/eagle3/propose.py`'s."""
+    """A drafter and its pages: that of `drafter/dflash/propose.py` or `drafter/eagle3/propose.py`."""
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals: ...
 
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None: ...
 
     def with_drafter(self, drafter: Any) -> Proposer:  # Any: a drafter of its own kind
-        """The same with another drafter of the same shape, over the same pages."""
+        """Return a proposer with another drafter of the same shape, over the same pages."""
         ...
 
     def beside(self, drafter: Any) -> Proposer:  # Any: a drafter of its own kind
-        """Another drafter of the same shape, over the same page ids in memory of its own."""
+        """Return a proposer with a drafter of the same shape, with the same page ids in its own memory."""
         ...
 
 
 class LocalDrafts:
-    """Drafters beside the target. Every rank has them whole; embedding and head are the target's, split."""
+    """Colocated drafters, whole on every rank; they use the target's sharded embedding and head."""
 
     def __init__(self, proposer: Proposer, communicator: Communicator) -> None:
         self._proposer = proposer
@@ -55,7 +55,7 @@ class LocalDrafts:
         self._proposer = self._proposer.with_drafter(drafter)
 
     def begin_trial(self, drafter: Drafter) -> None:
-        """Requests that run go on with the drafter that they have."""
+        """Add a candidate. Running requests keep their drafter."""
         self._candidate = self._proposer.beside(drafter)
         self._on_trial.clear()
 
@@ -69,22 +69,22 @@ class LocalDrafts:
             return share(self._proposer.propose(plan, states), self._communicator)
         for request in plan.admitted:
             (self._on_trial.add if request.on_trial else self._on_trial.discard)(request.slot)
-        tried_R = np.isin(plan.slots, list(self._on_trial))
-        own = self._proposer.propose(_drafting(plan, ~tried_R), states)
-        other = self._candidate.propose(_drafting(plan, tried_R), states)
-        return share(_merged(own, other, torch.from_numpy(tried_R)), self._communicator)
+        on_trial_R = np.isin(plan.slots, list(self._on_trial))
+        current = self._proposer.propose(_plan_where(plan, ~on_trial_R), states)
+        candidate = self._candidate.propose(_plan_where(plan, on_trial_R), states)
+        return share(_merge(current, candidate, torch.from_numpy(on_trial_R)), self._communicator)
 
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
     ) -> None:
-        assert taps_NmH is not None, "a target with a drafter taps"
+        assert taps_NmH is not None, "a target with a drafter has taps"
         self._proposer.inject(taps_NmH, rows, num_tokens_R)
         if self._candidate is not None:
             self._candidate.inject(taps_NmH, rows, num_tokens_R)
 
 
 def share(proposals: Proposals, communicator: Communicator) -> Proposals:
-    """Rank 0's, in one message; on all ranks of the same shape, and with margins or without."""
+    """Broadcast rank 0's proposals. Their shape, and whether they have margins, is equal on all ranks."""
     drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
     if communicator.world_size == 1 or not drafts_RK.numel():
         return proposals
@@ -95,28 +95,28 @@ def share(proposals: Proposals, communicator: Communicator) -> Proposals:
     return Proposals(drafts_RK.long(), margins_RK.view(torch.float32))
 
 
-def _drafting(plan: SchedulerOutput, who_R: np.ndarray) -> SchedulerOutput:
-    """The plan in which these alone draft."""
-    return plan.verifying(np.where(who_R, plan.num_drafts, 0).astype(np.int32))
+def _plan_where(plan: SchedulerOutput, drafts_R: np.ndarray) -> SchedulerOutput:
+    """Return the plan in which only these requests draft."""
+    return plan.verifying(np.where(drafts_R, plan.num_drafts, 0).astype(np.int32))
 
 
-def _merged(own: Proposals, other: Proposals, tried_R: Tensor) -> Proposals:
-    """The one's, and of those on trial the other's."""
-    width = max(own.drafts_RK.shape[1], other.drafts_RK.shape[1])
-    tried_R1 = tried_R.to(own.drafts_RK.device).unsqueeze(1)
+def _merge(current: Proposals, candidate: Proposals, on_trial_R: Tensor) -> Proposals:
+    """Return the candidate's proposals for requests on trial, and the current drafter's for all others."""
+    width = max(current.drafts_RK.shape[1], candidate.drafts_RK.shape[1])
+    on_trial_R1 = on_trial_R.to(current.drafts_RK.device).unsqueeze(1)
     drafts_RK = torch.where(
-        tried_R1, _widened(other.drafts_RK, width, -1), _widened(own.drafts_RK, width, -1)
+        on_trial_R1, _pad_columns(candidate.drafts_RK, width, -1), _pad_columns(current.drafts_RK, width, -1)
     )
-    if not width or (own.margins_RK is None and other.margins_RK is None):
+    if not width or (current.margins_RK is None and candidate.margins_RK is None):
         return Proposals(drafts_RK, None)
-    mine_RK, its_RK = (
+    current_RK, candidate_RK = (
         torch.full(drafts_RK.shape, torch.nan, device=drafts_RK.device)
         if each.margins_RK is None
-        else _widened(each.margins_RK, width, torch.nan)
-        for each in (own, other)
+        else _pad_columns(each.margins_RK, width, torch.nan)
+        for each in (current, candidate)
     )
-    return Proposals(drafts_RK, torch.where(tried_R1, its_RK, mine_RK))
+    return Proposals(drafts_RK, torch.where(on_trial_R1, candidate_RK, current_RK))
 
 
-def _widened(values_RK: Tensor, width: int, nothing: float) -> Tensor:
-    return torch.nn.functional.pad(values_RK, (0, width - values_RK.shape[1]), value=nothing)
+def _pad_columns(values_RK: Tensor, width: int, fill: float) -> Tensor:
+    return torch.nn.functional.pad(values_RK, (0, width - values_RK.shape[1]), value=fill)

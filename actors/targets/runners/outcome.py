@@ -1,14 +1,13 @@
-"""What a step brings home: its tokens, which drafts were verified, how sure all of them were, and when its
-parts ended; in one copy that nobody waits for.
+"""A step's outcome and its copy to the host: tokens, numbers of verified drafts, margins and times.
 
-    Outcome    numbers of one iteration, over memory of the device or of the host
-    Homeward   memory on the device where iterations leave them, and pinned memory they are copied to
+    Outcome    int32 values of one iteration, in memory of the device or the host
+    Homeward   device memory where iterations write them, and the pinned memory they are copied to
 
-The copy stands in the stream of the steps, a few KB behind a step's last kernel: on a stream beside it the
-next step would have to wait for it all the same, for a graph writes its outcome where the last one did.
-Called by `device.py`.
+The copy of a few KB follows a step's last kernel in the same stream, and the host does not wait for it. On
+another stream the next step would have to wait for it just as well, as a graph writes its outcome to the
+memory of the last one. Called by `device.py`.
 
-Legend: R requests, W tokens of a request at most, D = W - 1 drafts.
+Legend: R requests, W most tokens of a request, D = W - 1 drafts.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import torch
 from torch import Tensor
 
 MAX_IN_FLIGHT = 4
-NUM_TIMES = 5  # the begin and the ends of at most four parts
+NUM_TIMES = 5  # the start, and the ends of at most four parts
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Views of a run of int32 numbers.
+    """Views of consecutive int32 values.
 
     Attributes:
-        times: int64 [NUM_TIMES], nanoseconds: when the first part began and when each ended.
-        reads_1: int64, of `Backend.expert_reads` behind the last part; where there are experts.
-        rows_RW1: int32 [R, W + 1], the new tokens of each request, then -1; last, how many.
-        num_drafts_R: int32, verified; nothing is written where nobody drafts.
-        margins_RD: fp32, of the drafts that were made, nan where there is none.
+        times: int64 [NUM_TIMES], nanoseconds: the start of the first part and the end of each part.
+        reads_1: int64, `Backend.expert_reads` after the last part, if the target has experts.
+        rows_RW1: int32 [R, W + 1], the new tokens of each request padded with -1; the last column is their
+            number.
+        num_drafts_R: int32, verified drafts; not written if no request drafts.
+        margins_RD: fp32, margins of the drafts; nan where there is none.
     """
 
     times: Tensor
@@ -42,12 +42,12 @@ class Outcome:
 
     @staticmethod
     def num_values(num_requests: int, width: int) -> int:
-        """Numbers of such an outcome, so that another may follow: a multiple of 16 bytes."""
+        """Return the number of values, rounded up to 16 bytes so that another outcome may follow."""
         return 2 * (NUM_TIMES + 1) + (num_requests * (2 * width + 1) + 3) // 4 * 4
 
     @classmethod
     def over(cls, values: Tensor, num_requests: int, width: int) -> Outcome:
-        """The first of these numbers."""
+        """Return views of the first of these values."""
         r, most, begin = num_requests, width - 1, 2 * (NUM_TIMES + 1)
         head, rows, drafts, margins, _ = values.split(
             (begin, r * (width + 1), r, r * most, len(values) - begin - r * (2 * width + 1))
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Memory of the host; `copied` is None where a copy is over when it returns."""
+    """Host memory that values are copied to; `copied` is None where copies are synchronous."""
 
     values: Tensor
     copied: torch.cuda.Event | None
@@ -74,10 +74,10 @@ class Arrival:
 
 
 class Homeward:
-    """The way of outcomes to the host.
+    """Copies outcomes to the host.
 
     Args:
-        num_values: of a step, at most.
+        num_values: most values of a step.
 
     Attributes:
         values: int32 [num_values] on the device.
@@ -93,12 +93,12 @@ class Homeward:
             )
             for _ in range(MAX_IN_FLIGHT)
         ]
-        self._turn = 0
+        self._next = 0
 
     def bring(self, num_values: int) -> Arrival:
-        """Copy the first numbers; where they arrive is used again after `MAX_IN_FLIGHT` steps."""
-        arrival = self._arrivals[self._turn]
-        self._turn = (self._turn + 1) % MAX_IN_FLIGHT
+        """Start to copy the first values. Their host memory is reused after `MAX_IN_FLIGHT` steps."""
+        arrival = self._arrivals[self._next]
+        self._next = (self._next + 1) % MAX_IN_FLIGHT
         arrival.values[:num_values].copy_(self.values[:num_values], non_blocking=True)
         if arrival.copied is not None:
             arrival.copied.record()

@@ -1,4 +1,6 @@
-"""What a loaded rank can do, whoever drives its steps; and the clock of a step's parts."""
+"""The interface of a loaded rank, whether host or device drives its steps; and the timer of a
+step's parts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Drafter = DFlashDrafter | Eagle3Drafter
 
 
 class Runner(Protocol):
-    """A loaded rank: `host.StepRunner`, or `device.DeviceRunner`. Steps run in the order of submission."""
+    """A loaded rank: `host.StepRunner` or `device.DeviceRunner`. Steps run in the order of submission."""
 
     @property
     def model(self) -> Decoder: ...
@@ -31,92 +33,87 @@ class Runner(Protocol):
 
     @property
     def grammars(self) -> GrammarStates | None:
-        """Those of running requests; None where no text can be held to anything."""
+        """Grammars of the running requests; None if the rank cannot use grammars."""
         ...
 
-    def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step."""
-        ...
+    def submit(self, plan: SchedulerOutput) -> None: ...
 
     def is_ready(self) -> bool:
-        """Whether the oldest step submitted has ended."""
+        """Return whether the oldest submitted step has ended."""
         ...
 
     def collect(self) -> StepResult:
-        """The oldest step's result; waits for it."""
+        """Wait for the oldest submitted step and return its result."""
         ...
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step to its end; nothing else may be under way."""
+        """Run one step and wait for its result; no other step may be in flight."""
         ...
 
     def prepare(self) -> None:
-        """Make ready for requests, once every kind of step has run."""
+        """Get ready for requests, after every kind of step has run in the warm-up."""
         ...
 
     def rehearse(self, largest: SchedulerOutput) -> int:
-        """Take the memory of the largest decoding step, and of what `prepare` makes for it; returns how many
-        graphs `prepare` makes besides."""
+        """Allocate the memory of the largest decoding step and its graphs; return the number of others."""
         ...
 
     def exchange(self, drafter: Drafter) -> None:
-        """Draft with another one of the same shape from now on, over the same pages; of those beside it."""
+        """Replace a colocated drafter by another one of the same shape, over the same pages."""
         ...
 
 
 @runtime_checkable
 class TriesDrafters(Protocol):
-    """A runner that can have another drafter beside its own: `host.StepRunner`."""
+    """A runner that can have a candidate next to its drafter: `host.StepRunner`."""
 
     def begin_trial(self, candidate: Drafter) -> None:
-        """It drafts for the requests that are admitted `on_trial`, and gets the context of all."""
+        """Let a candidate draft for requests admitted `on_trial`, and write its context for all requests."""
         ...
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Forget it; or, if it is promoted, the other. A no-op where there is none."""
+        """Drop the candidate, or the current drafter if `promoted`. Does nothing if no trial is running."""
         ...
 
 
 class RemoteDrafter(Protocol):
-    """The way to a drafter in a process of its own, where the device drives the steps; on every rank."""
+    """The connection to a remote drafter where the device drives the steps; on every rank."""
 
     def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Its proposals, int64 [N], a token per row of the blocks that `lay_out_block` makes; and how sure
-        each is, fp32 [N], nan where it did not say."""
+        """Return drafts, int64 [N], per row of `lay_out_block`'s blocks, and margins, fp32 [N], or nan."""
         ...
 
     def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
-        """How many drafts were verified, and the target's choices, from which it finds what stood as the
-        target does; and what its context is made of."""
+        """Send verified drafts, the target's choices (from which it finds accepted drafts), and taps."""
         ...
 
 
 class ReadsMeter:
-    """What routed layers read from one step to the next; `Backend.expert_reads` counts and wraps."""
+    """Measures what routed layers read between two steps; the counter `Backend.expert_reads` wraps."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
-        self._before: int | None = None
+        self._last_count: int | None = None
 
     def forget(self) -> None:
-        """Something else has read: the next step's count is not known."""
-        self._before = None
+        """Forget the last count, as something other than steps has read."""
+        self._last_count = None
 
     def take(self) -> ExpertReads | None:
-        """Since the last time, of a count on the host; one pass."""
+        """Return the reads since the last call, after a single pass, from the counter on the host."""
         reads_1 = self._model.backend.expert_reads
         return None if reads_1 is None else self.of(int(reads_1), num_passes=1)
 
     def of(self, count: int, *, num_passes: int) -> ExpertReads | None:
-        """Since the last time, of a count that has come from elsewhere."""
-        before, self._before = self._before, count
+        """Return the reads since the last call, over `num_passes` passes, from an already copied count."""
+        before, self._last_count = self._last_count, count
         if before is None or not self._model.num_routed:
             return None
         return ExpertReads((count - before) % 2**32, num_passes * self._model.num_routed)
 
 
 class Clock:
-    """Times between marks; on a GPU by events, which are read once the results are on the host."""
+    """Records times between marks; on a GPU with events, which are read once the results are on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -133,7 +130,7 @@ class Clock:
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """Between consecutive marks."""
+        """Return the seconds between consecutive marks."""
         if not self._on_gpu:
             return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
         self._events[-1].synchronize()

@@ -1,12 +1,12 @@
-"""Log probabilities where the device drives the steps: told behind a step's passes, of rows that are asked.
+"""Log probabilities where the device drives the steps, computed after a step's passes for requested rows.
 
-Their logits are made once more, a few rows at a time, from hidden states: a step's own have been ruled, and
-are too large to be kept, within a graph above all. What comes out follows the step's tokens in the one copy
-home; nothing waits. `drafter/step/logprobs.py` says what it means. Called by `device.py`.
+Their logits are computed again, a few rows at a time, from hidden states: the step's own logits are already
+filtered, and too large to keep, especially in a graph. The results follow the step's tokens in the one copy
+to the host; nothing waits. `drafter/step/logprobs.py` describes the values. Called by `device.py`.
 
-    [decode ─▶ hidden, tokens]  [prompts ─▶ hidden, tokens]  ─▶ rows asked for ─▶ head ─▶ told   (then home)
+    [decode ─▶ hidden, tokens]  [prompts ─▶ hidden, tokens]  ─▶ requested rows ─▶ head ─▶ values (to host)
 
-Legend: R requests, N rows, H hidden, W tokens of a request at most, Y rows that tell, E numbers of a row.
+Legend: R requests, N rows, H hidden, W most tokens of a request, Y requested rows, E values per row.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from ....drafter.step.device.states import DeviceStates
 from ....drafter.step.logprobs import AskedRows, num_told, read_told, tell_in_chunks
 from ..model.decoder import Decoder
 
-_UNKNOWN = 2**30  # a position behind any prompt
+_UNKNOWN = 2**30  # a position after any prompt
 
 
 class Computed(NamedTuple):
-    """What one of a step's passes left on the device.
+    """Results of one of a step's passes, on the device.
 
     Attributes:
-        requests: their places in the plan.
-        hidden_NH: of its rows, request after request; padding may follow.
-        tokens_RW: int32, what came out for each; -1 behind it.
-        num_drafts_R: int32, how many of their drafts were verified, which the device alone knows; None where
-            nobody drafts.
+        requests: their indices in the plan.
+        hidden_NH: hidden states of its rows, request by request; padding may follow.
+        tokens_RW: int32, each request's new tokens, padded with -1.
+        num_drafts_R: int32, numbers of verified drafts, known only on the device; None if no request drafts.
     """
 
     requests: Sequence[int]
@@ -45,7 +44,7 @@ class Computed(NamedTuple):
     num_drafts_R: Tensor | None
 
     def rows(self, plan: SchedulerOutput, place: int, begin: int, count: int) -> Tensor:
-        """Hidden states of some of a request's rows; behind those that it has, others."""
+        """Return hidden states of a request's rows; those after its last row are arbitrary."""
         if self.num_drafts_R is None:
             first = int(plan.num_rows[self.requests[:place]].sum()) + begin
             return self.hidden_NH[first : first + count]
@@ -56,7 +55,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a step is to tell: for tokens that it chooses, and for those of prompts."""
+    """The rows of a step whose log probabilities were requested: of sampled tokens, and of prompt tokens."""
 
     chosen: AskedRows | None
     prompts: AskedRows | None
@@ -64,7 +63,7 @@ class Told:
 
     @classmethod
     def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> Told | None:
-        """None if nobody asked. Rows are counted within their request."""
+        """Return the requested rows, counted within their request; None if there are none."""
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
         counts_R = (drafts_R + 1) * plan.samples
@@ -74,7 +73,7 @@ class Told:
 
     @property
     def num_rows(self) -> int:
-        """Y."""
+        """Y, the number of requested rows."""
         return sum(int(asked.counts_A.sum()) for asked in (self.chosen, self.prompts) if asked is not None)
 
     @property
@@ -83,28 +82,30 @@ class Told:
 
     @property
     def num_values(self) -> int:
-        """Y x E."""
+        """Y x E, the number of values."""
         return self.num_rows * num_told(self.num_top, self.vocab_size)
 
     def tell(
         self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
     ) -> Tensor:
-        """Launch it; int32 [Y x E]."""
-        places = {request: (one, i) for one in passes for i, request in enumerate(one.requests)}
+        """Launch the computation and return its values, int32 [Y x E]."""
+        places = {request: (pass_, i) for pass_ in passes for i, request in enumerate(pass_.requests)}
         parts: list[tuple[Tensor, Tensor]] = []
         for request, begin, count in _runs(self.chosen):
             computed, i = places[request]
             parts.append((computed.rows(plan, i, begin, count), computed.tokens_RW[i, :count]))
         token_ids = states.tables.token_ids
         for request, _, count in _runs(self.prompts):
-            slot, behind = int(plan.slots[request]), int(plan.num_computed[request]) + 1
+            slot, next_position = int(plan.slots[request]), int(plan.num_computed[request]) + 1
             computed, i = places[request]
-            parts.append((computed.rows(plan, i, 0, count), token_ids[slot, behind : behind + count]))
+            parts.append(
+                (computed.rows(plan, i, 0, count), token_ids[slot, next_position : next_position + count])
+            )
         hidden_YH, ids_Y = (torch.cat(each) for each in zip(*parts, strict=True))
         return tell_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(-1)
 
     def read(self, values: Tensor) -> tuple[StepLogprobs | None, StepLogprobs | None]:
-        """What has arrived: of chosen tokens, and of prompts."""
+        """Return the log probabilities of sampled tokens and of prompt tokens from values on the host."""
         told_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
         num_chosen = 0 if self.chosen is None else int(self.chosen.counts_A.sum())
         chosen = None if self.chosen is None else read_told(told_YE[:num_chosen], self.chosen)
@@ -113,7 +114,7 @@ class Told:
 
 
 def _runs(asked: AskedRows | None) -> Iterable[tuple[int, int, int]]:
-    """Request, first row and number of rows."""
+    """Yield (request, first row, number of rows)."""
     if asked is None:
         return ()
     columns = (asked.requests_A, asked.begins_A, asked.counts_A)

@@ -20,15 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numba import carray
-from numpy.typing import NDArray
 
+from ..backend import Ints
 from ..loops.elements import elements, pointer
 from .instructions import begin_attention
 from .kinds import has_tiles, of_two_kinds
 from .row_attention import attend_rows, row_scratch_bytes
 from .tile_attention import attend_tiles, tile_scratch_bytes
 
-Ints = NDArray[np.integer]
 _GROUP = 256  # rows of an item
 _INT64 = np.int64(0)
 
@@ -61,7 +60,7 @@ class PagedContexts:
         device: torch.device | str,
         window: int | None = None,
     ) -> PagedContexts:
-        """As `AttentionBatch.build`."""
+        """See `backend.Backend.attention_batch`."""
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)

@@ -23,7 +23,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..loops.argmax import widen
 from ..loops.llvm import (
     FLOATS,
     INT32,
@@ -38,6 +37,7 @@ from ..loops.llvm import (
     procedure,
     spread,
     store,
+    widen,
 )
 from ..loops.machine import Instructions, bf16_instructions
 

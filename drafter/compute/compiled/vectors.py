@@ -16,7 +16,6 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..loops.argmax import widen
 from ..loops.llvm import (
     FLOATS,
     HALVES,
@@ -33,6 +32,7 @@ from ..loops.llvm import (
     procedure,
     spread,
     store,
+    widen,
 )
 from ..loops.machine import Instructions, bf16_instructions
 

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..backend import PlacedRows
+from ..backend import Ints, PlacedRows
 from ..rope import RotaryEmbedding, Rotation
-
-Ints = NDArray[np.integer]
 
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
@@ -122,14 +119,7 @@ class AttentionBatch:
         device: torch.device | str,
         window: int | None = None,
     ) -> AttentionBatch:
-        """Plan the attention of rows laid out request after request.
-
-        Args:
-            first_position_R: absolute position of each request's first row.
-            num_rows_R: rows of each request, at least 1.
-            pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
-            window: of the layers to come, at most; pages behind it may be another's.
-        """
+        """Plan the attention of a step's rows; see `backend.Backend.attention_batch`."""
         lengths_R = first_position_R + num_rows_R
         starts_R = np.cumsum(num_rows_R) - num_rows_R
         step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)

@@ -96,8 +96,7 @@ class _TorchAttention:
         elif normed is not qk_NJD:
             qk_NJD.copy_(normed)
         if shape.v_norm:
-            v_NKF = qkv_NO[:, self._heads[0] * head_dim :].unflatten(-1, (shape.num_kv_heads, -1))
-            v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
+            norm_values(qkv_NO, shape)
         cache.write(layer, step.rows.kv_slots[group], qkv_NO[:, num_q * head_dim :])
         return paged_attention(
             qk_NJD[:, :num_q],
@@ -110,6 +109,12 @@ class _TorchAttention:
             sinks_Q=shape.sinks_Q,
             first_key=shape.first_key,
         )
+
+
+def norm_values(qkv_NO: Tensor, shape: AttentionShape) -> None:
+    """RMS-norm the values of each row, without a weight and in place."""
+    v_NKF = qkv_NO[:, -shape.num_kv_heads * shape.v_head_dim :].unflatten(-1, (shape.num_kv_heads, -1))
+    v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
 
 
 class _TorchContextWriter:

@@ -272,14 +272,12 @@ def _attend(
                 page_stride,
                 token_stride,
             )
+            queries = (q_RD, q_tail_RC, first + token_R, scale * _LOG2_E)
             m_R, l_R, o_RF = attend_piece(
-                q_RD,
-                q_tail_RC,
+                queries,
                 keys,
-                first + token_R,
                 lo,
                 hi,
-                scale * _LOG2_E,
                 DIM,
                 V_DIM,
                 V_WIDTH,
@@ -301,11 +299,10 @@ def _attend(
                 # A tile's pieces lie behind each other; in shared pairs this is where its piece 0 would be.
                 origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
                 slot = origin + piece * KV_HEADS
-                store_part(max_ptr, sum_ptr, partial_ptr, slot, m_R, l_R, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
+                parts = (max_ptr, sum_ptr, partial_ptr)
+                store_part(parts, slot, m_R, l_R, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
                 _finish_tile(
-                    max_ptr,
-                    sum_ptr,
-                    partial_ptr,
+                    parts,
                     arrived_ptr,
                     origin,
                     piece,
@@ -326,9 +323,7 @@ def _attend(
 
 @triton.jit
 def _finish_tile(
-    max_ptr,
-    sum_ptr,
-    partial_ptr,
+    parts,
     arrived_ptr,
     origin,
     piece,
@@ -351,48 +346,17 @@ def _finish_tile(
     run_slot = origin + run_begin * KV_HEADS
     if is_last(arrived_ptr + 2 * run_slot, run_end - run_begin):
         run_m_R, run_l_R, run_o_RF = add_slots(
-            max_ptr,
-            sum_ptr,
-            partial_ptr,
-            origin,
-            run_begin,
-            run_end,
-            1,
-            real_R,
-            KV_HEADS,
-            BLOCK_ROWS,
-            V_WIDTH,
+            parts, origin, run_begin, run_end, 1, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH
         )
         if run_end - run_begin == end - begin:
             _write_out(out_ptr, out_R, sinks_ptr, head_R, run_m_R, run_l_R, run_o_RF, real_R, V_DIM)
         else:
             tl.debug_barrier()  # all threads have read the part that the run's sum replaces
-            store_part(
-                max_ptr,
-                sum_ptr,
-                partial_ptr,
-                run_slot,
-                run_m_R,
-                run_l_R,
-                run_o_RF,
-                real_R,
-                BLOCK_ROWS,
-                V_WIDTH,
-            )
+            store_part(parts, run_slot, run_m_R, run_l_R, run_o_RF, real_R, BLOCK_ROWS, V_WIDTH)
             runs = tl.cdiv(end, run_pieces) - begin // run_pieces
             if is_last(arrived_ptr + 2 * (origin + begin * KV_HEADS) + 1, runs):
                 all_m_R, all_l_R, all_o_RF = add_slots(
-                    max_ptr,
-                    sum_ptr,
-                    partial_ptr,
-                    origin,
-                    begin,
-                    end,
-                    run_pieces,
-                    real_R,
-                    KV_HEADS,
-                    BLOCK_ROWS,
-                    V_WIDTH,
+                    parts, origin, begin, end, run_pieces, real_R, KV_HEADS, BLOCK_ROWS, V_WIDTH
                 )
                 _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RF, real_R, V_DIM)
 

@@ -35,6 +35,7 @@ from .delta_rule import (
     decay_of,
     load_folded,
     operands,
+    rows_of,
     runs_in_chunks,
     sigmoid,
     sizes,
@@ -142,9 +143,7 @@ def _prepare(
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
-    drafts = tl.load(num_drafts + request)
+    begin, count, drafts = rows_of(request, cu_rows, num_drafts)
     if not runs_in_chunks(count - drafts, drafts, MOST_ROWS):
         return
     low, high = _span(tl.load(firsts + request), count, chunk, CHUNK)
@@ -219,9 +218,7 @@ def _run_chunks(
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, head = tl.program_id(0), tl.program_id(1)
     key = head // (VALUES // KEYS)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
-    drafts = tl.load(num_drafts + request)
+    begin, count, drafts = rows_of(request, cu_rows, num_drafts)
     if not runs_in_chunks(count - drafts, drafts, MOST_ROWS):
         return
     slot = tl.load(slots + request).to(tl.int64)
@@ -229,22 +226,9 @@ def _run_chunks(
     i_M, d_D = tl.arange(0, CHUNK), tl.arange(0, KEY_WIDTH)
     f_F = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_f = f_F < VALUE_DIM
+    records, pending = (k_records, u_records, g_records), tl.load(pendings + request)
     state_DF = load_folded(
-        states,
-        k_records,
-        u_records,
-        g_records,
-        slot,
-        key,
-        head,
-        tl.load(pendings + request),
-        d_D,
-        f_F,
-        KEYS,
-        KEY_DIM,
-        VALUES,
-        VALUE_DIM,
-        MAX_DRAFTS,
+        states, records, slot, key, head, pending, d_D, f_F, KEYS, KEY_DIM, VALUES, VALUE_DIM, MAX_DRAFTS
     )
     for chunk in range(0, tl.cdiv(first % CHUNK + count, CHUNK)):
         low, high = _span(first, count, chunk, CHUNK)
@@ -275,20 +259,9 @@ def _run_chunks(
         left_MF = tl.exp(whole - sum_M)[:, None] * u_MF
         state_DF = tl.dot(k_DM, left_MF, state_DF * tl.exp(whole), input_precision=PRODUCT)
         if saves is not None:
+            lists = (saves + request * SAVES, saves_stride)
             store_saves(
-                saves,
-                saves_stride,
-                request,
-                first + high,
-                states,
-                state_DF,
-                head,
-                d_D,
-                f_F,
-                KEY_DIM,
-                VALUES,
-                VALUE_DIM,
-                SAVES,
+                lists, first + high, states, state_DF, head, d_D, f_F, KEY_DIM, VALUES, VALUE_DIM, SAVES
             )
     store_state(states, slot, state_DF, True, head, d_D, f_F, KEY_DIM, VALUES, VALUE_DIM)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..eager.delta_net import EPS
 from ..recurrent import DeltaNetShape
 from ..state_memory import MAX_SAVES, DeviceStateRows, StateMemory
+from .delta_rule import rows_of
 from .launch import dependent_launch, wait_for_predecessor
 
 _ROWS = 16  # of a program: a verified block is one
@@ -109,13 +110,11 @@ def _take_in(
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     WINDOW: tl.constexpr = TAPS - 1
     request, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
+    begin, count, drafts = rows_of(request, cu_rows, num_drafts)
     if block * ROWS >= count:
         return
     slot = tl.load(slots + request).to(tl.int64)
-    pending = tl.load(pendings + request)
-    known = count - tl.load(num_drafts + request)
+    known = count - drafts
     is_value = head >= 2 * KEYS
     channel_F = tl.arange(0, WIDTH)
     inside_F = channel_F < tl.where(is_value, VALUE_DIM, KEY_DIM)
@@ -123,25 +122,14 @@ def _take_in(
     fresh = mixed + begin.to(tl.int64) * row_stride
     window = windows + slot * (WINDOW * CHANNELS)
     kept = inputs + slot * (MAX_DRAFTS * CHANNELS)
+    source = (fresh, row_stride, window, kept, tl.load(pendings + request))
 
     row_N = block * ROWS + tl.arange(0, ROWS)
     is_row_N = row_N < count
     total_NF = tl.zeros([ROWS, WIDTH], tl.float32)
     for tap in tl.static_range(TAPS):
         weight_F = tl.load(kernel + channel_F * TAPS + tap, mask=inside_F, other=0.0)
-        x_NF = _input(
-            row_N - WINDOW + tap,
-            is_row_N,
-            channel_F,
-            inside_F,
-            fresh,
-            row_stride,
-            window,
-            kept,
-            pending,
-            CHANNELS,
-            WINDOW,
-        )
+        x_NF = _input(row_N - WINDOW + tap, is_row_N, channel_F, inside_F, source, CHANNELS, WINDOW)
         total_NF += x_NF.to(tl.float32) * weight_F[None, :]
     y_NF = (total_NF / (1.0 + tl.exp(-total_NF))).to(mixed.dtype.element_ty).to(tl.float32)
     if head < 2 * KEYS:
@@ -159,22 +147,9 @@ def _take_in(
                 passed = tl.load(saves + request * SAVES + save) - first
                 if (passed > 0) & (passed <= known):
                     to = tl.load(saves + saves_stride + request * SAVES + save).to(tl.int64)
-                    _write_window(
-                        windows + to * (WINDOW * CHANNELS),
-                        passed,
-                        channel_F,
-                        inside_F,
-                        fresh,
-                        row_stride,
-                        window,
-                        kept,
-                        pending,
-                        CHANNELS,
-                        WINDOW,
-                    )
-        _write_window(
-            window, known, channel_F, inside_F, fresh, row_stride, window, kept, pending, CHANNELS, WINDOW
-        )
+                    to_window = windows + to * (WINDOW * CHANNELS)
+                    _write_window(to_window, passed, channel_F, inside_F, source, CHANNELS, WINDOW)
+        _write_window(window, known, channel_F, inside_F, source, CHANNELS, WINDOW)
         tl.debug_barrier()  # and the drafts' inputs
         draft_P = tl.arange(0, DRAFTS)
         is_draft_PF = (known + draft_P < count)[:, None] & inside_F[None, :]
@@ -184,20 +159,9 @@ def _take_in(
 
 
 @triton.jit
-def _input(
-    n_N,
-    wanted_N,
-    channel_F,
-    inside_F,
-    fresh,
-    row_stride,
-    window,
-    kept,
-    pending,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Inputs number n of this pass; negative ones are those before it, see the module's text."""
+def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return inputs number n of this pass; negative numbers are inputs before it, see the module's text."""
+    fresh, row_stride, window, kept, pending = source
     before_N = pending + WINDOW + n_N
     is_fresh_N = wanted_N & (n_N >= 0)
     in_window_N = wanted_N & (n_N < 0) & (before_N < WINDOW)
@@ -222,34 +186,10 @@ def _input(
 
 
 @triton.jit
-def _write_window(
-    to,
-    count,
-    channel_F,
-    inside_F,
-    fresh,
-    row_stride,
-    window,
-    kept,
-    pending,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """The inputs before row `count`. Places rise, and each is made of later ones: read first."""
+def _write_window(to, count, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
+    """Write the inputs before row `count`. Places rise and are made of later ones, so they are read first."""
     one_1 = tl.zeros([1], tl.int32)
     for w in tl.static_range(WINDOW):
-        x_1F = _input(
-            one_1 + count - WINDOW + w,
-            one_1 == 0,
-            channel_F,
-            inside_F,
-            fresh,
-            row_stride,
-            window,
-            kept,
-            pending,
-            CHANNELS,
-            WINDOW,
-        )
+        x_1F = _input(one_1 + count - WINDOW + w, one_1 == 0, channel_F, inside_F, source, CHANNELS, WINDOW)
         tl.debug_barrier()  # all threads have read
         tl.store(to + w * CHANNELS + channel_F[None, :], x_1F, mask=inside_F[None, :])

@@ -143,9 +143,7 @@ def _run_rows(
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, head = tl.program_id(0), tl.program_id(1)
     key = head // (VALUES // KEYS)
-    begin = tl.load(cu_rows + request)
-    count = tl.load(cu_rows + request + 1) - begin
-    drafts = tl.load(num_drafts + request)
+    begin, count, drafts = rows_of(request, cu_rows, num_drafts)
     known = count - drafts
     if (count == 0) | runs_in_chunks(known, drafts, MOST_ROWS):
         return
@@ -153,22 +151,9 @@ def _run_rows(
     d_D = tl.arange(0, KEY_WIDTH)
     f_F = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_d, is_f = d_D < KEY_DIM, f_F < VALUE_DIM
+    records, pending = (k_records, u_records, g_records), tl.load(pendings + request)
     state_DF = load_folded(
-        states,
-        k_records,
-        u_records,
-        g_records,
-        slot,
-        key,
-        head,
-        tl.load(pendings + request),
-        d_D,
-        f_F,
-        KEYS,
-        KEY_DIM,
-        VALUES,
-        VALUE_DIM,
-        MAX_DRAFTS,
+        states, records, slot, key, head, pending, d_D, f_F, KEYS, KEY_DIM, VALUES, VALUE_DIM, MAX_DRAFTS
     )
     tl.debug_barrier()  # all threads have read the records that drafts write over
     rate, dt_bias = tl.load(rates + head), tl.load(dt_biases + head)
@@ -203,21 +188,16 @@ def _run_rows(
             tl.store(u_record + (n - known) * (VALUES * VALUE_DIM) + f_F, u_F, mask=is_f)
         store_state(states, slot, state_DF, n == known - 1, head, d_D, f_F, KEY_DIM, VALUES, VALUE_DIM)
         if saves is not None:
-            store_saves(
-                saves,
-                saves_stride,
-                request,
-                tl.where(n < known, tl.load(firsts + request) + n + 1, -1),
-                states,
-                state_DF,
-                head,
-                d_D,
-                f_F,
-                KEY_DIM,
-                VALUES,
-                VALUE_DIM,
-                SAVES,
-            )
+            position = tl.where(n < known, tl.load(firsts + request) + n + 1, -1)
+            lists = (saves + request * SAVES, saves_stride)
+            store_saves(lists, position, states, state_DF, head, d_D, f_F, KEY_DIM, VALUES, VALUE_DIM, SAVES)
+
+
+@triton.jit
+def rows_of(request, cu_rows, num_drafts):
+    """Return where a request's rows begin, how many there are, and how many of them are drafts."""
+    begin = tl.load(cu_rows + request)
+    return begin, tl.load(cu_rows + request + 1) - begin, tl.load(num_drafts + request)
 
 
 @triton.jit
@@ -244,9 +224,7 @@ def decay_of(a, rate, dt_bias):
 @triton.jit
 def load_folded(
     states,
-    k_records,
-    u_records,
-    g_records,
+    records,
     slot,
     key,
     head,
@@ -259,7 +237,8 @@ def load_folded(
     VALUE_DIM: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
 ):
-    """Columns [D, F] of a slot's state behind the first `pending` of its records."""
+    """Return columns [D, F] of a slot's state behind the first `pending` of its records (k, u, g)."""
+    k_records, u_records, g_records = records
     inside_DF = (d_D < KEY_DIM)[:, None] & (f_F < VALUE_DIM)[None, :]
     at_DF = d_D[:, None] * VALUE_DIM + f_F[None, :]
     state_DF = tl.load(
@@ -298,9 +277,7 @@ def store_state(
 
 @triton.jit
 def store_saves(
-    saves,
-    saves_stride,
-    request,
+    lists,
     position,
     states,
     state_DF,
@@ -312,8 +289,10 @@ def store_saves(
     VALUE_DIM: tl.constexpr,
     SAVES: tl.constexpr,
 ):
-    """Where the request's state is to be saved at this position; nowhere at 0."""
+    """Store the state where the request's saves (their address, and the stride from positions to slots) ask
+    for it at this position."""
+    saves, saves_stride = lists
     for save in tl.static_range(SAVES):
-        wanted = tl.load(saves + request * SAVES + save) == position
-        to = tl.load(saves + saves_stride + request * SAVES + save).to(tl.int64)
+        wanted = tl.load(saves + save) == position
+        to = tl.load(saves + saves_stride + save).to(tl.int64)
         store_state(states, to, state_DF, wanted, head, d_D, f_F, KEY_DIM, VALUES, VALUE_DIM)

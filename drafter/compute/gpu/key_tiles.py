@@ -25,13 +25,10 @@ _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; 
 
 @triton.jit
 def attend_piece(
-    q_RD,
-    q_tail_RC,
+    queries,
     keys,
-    position_R,
     lo,
     hi,
-    scale,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr,
@@ -44,48 +41,33 @@ def attend_piece(
     SPLIT_TILES: tl.constexpr,
     RUN_SPLITS: tl.constexpr,
 ):
-    """Key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits.
+    """Attend to key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits.
 
     Args:
+        queries: (q [R, D]; their tails [R, C]; their positions [R]; scale of scores that are powers of two).
         keys: (pointers to keys, values and the request's page table; number of keys; strides of pages and of
             tokens).
-        scale: of scores that are powers of two.
     """
     if SPLIT_TILES == 0:
         return _attend_tiles(
-            q_RD,
-            q_tail_RC,
-            keys,
-            position_R,
-            lo,
-            hi,
-            scale,
-            DIM,
-            V_DIM,
-            V_WIDTH,
-            TAIL,
-            PAGE,
-            BLOCK_KEYS,
-            CAUSAL,
-            WINDOW,
-            FIRST_KEY,
+            queries, keys, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY
         )
     else:
         RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
-        m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
+        ROWS: tl.constexpr = queries[0].shape[0]
+        m_R, l_R, o_RF = no_part(ROWS, V_WIDTH)
         for run in range(lo // RUN, tl.cdiv(hi, RUN)):
-            run_m_R, run_l_R, run_o_RF = no_part(q_RD.shape[0], V_WIDTH)
+            run_m_R, run_l_R, run_o_RF = no_part(ROWS, V_WIDTH)
             run_lo = tl.maximum(lo, run * RUN)
             run_hi = tl.minimum(hi, run * RUN + RUN)
             for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
+                split_lo = tl.maximum(run_lo, split * SPLIT_TILES)
+                split_hi = tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES)
                 split_m_R, split_l_R, split_o_RF = _attend_tiles(
-                    q_RD,
-                    q_tail_RC,
+                    queries,
                     keys,
-                    position_R,
-                    tl.maximum(run_lo, split * SPLIT_TILES),
-                    tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES),
-                    scale,
+                    split_lo,
+                    split_hi,
                     DIM,
                     V_DIM,
                     V_WIDTH,
@@ -105,13 +87,10 @@ def attend_piece(
 
 @triton.jit
 def _attend_tiles(
-    q_RD,
-    q_tail_RC,
+    queries,
     keys,
-    position_R,
     lo,
     hi,
-    scale,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr,
@@ -123,6 +102,7 @@ def _attend_tiles(
     FIRST_KEY: tl.constexpr,
 ):
     """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
+    q_RD, q_tail_RC, position_R, scale = queries
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
     dim_D = tl.arange(0, q_RD.shape[1])
     dim_F = tl.arange(0, V_WIDTH)

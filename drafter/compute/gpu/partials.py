@@ -32,9 +32,9 @@ def add_parts(m_R, l_R, o_RD, m2_R, l2_R, o2_RD):
 
 
 @triton.jit
-def store_part(
-    max_ptr, sum_ptr, out_ptr, slot, m_R, l_R, o_RD, real_R, ROWS: tl.constexpr, DIM: tl.constexpr
-):
+def store_part(parts, slot, m_R, l_R, o_RD, real_R, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Store a part in its slot of `parts`: pointers to the m, l and o of all slots."""
+    max_ptr, sum_ptr, out_ptr = parts
     place_R = slot * ROWS + tl.arange(0, ROWS)
     tl.store(max_ptr + place_R, m_R, mask=real_R, cache_modifier=".cg")
     tl.store(sum_ptr + place_R, l_R, mask=real_R, cache_modifier=".cg")
@@ -54,9 +54,7 @@ def is_last(arrived_ptr, expected):
 
 @triton.jit
 def add_slots(
-    max_ptr,
-    sum_ptr,
-    out_ptr,
+    parts,
     origin,
     begin,
     end,
@@ -66,10 +64,11 @@ def add_slots(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """The sum of parts begin, then the multiples of `step` below `end`, in this order.
+    """Add up part `begin`, then the multiples of `step` below `end`, in this order.
 
-    Part i is in slot origin + i * STRIDE.
+    Part i is in slot origin + i * STRIDE of `parts`.
     """
+    max_ptr, sum_ptr, out_ptr = parts
     m_R, l_R, o_RD = no_part(ROWS, DIM)
     for i in range(begin // step, tl.cdiv(end, step)):
         slot = origin + tl.maximum(begin, i * step) * STRIDE

@@ -1,6 +1,6 @@
 """Sums of squares of the parts of a row: what a norm of whole queries and whole keys begins with.
 
-What `OperatorBackend.row_squares` is on a CPU. A program owns a part of a row, so that its bits depend on no
+What `Backend.row_squares` is on a CPU. A program owns a part of a row, so that its bits depend on no
 other row, as those of PyTorch's sums on a GPU do.
 
 Legend: N rows, O elements of a row, parts are queries and keys; B elements of a turn.

@@ -60,7 +60,7 @@ def rows_from_host(
     device: torch.device | str,
     window: int | None = None,
 ) -> PagedRows:
-    """The rows of a step whose places the host knows; as `attention.AttentionBatch.build`."""
+    """Return a step's rows, which the host knows; see `backend.Backend.attention_batch`."""
 
     def put(values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)

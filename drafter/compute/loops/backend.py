@@ -1,7 +1,7 @@
-"""What `TorchBackend` means on CPUs: compiled loops between its products and attention.
+"""`CpuBackend`: `TorchBackend` with compiled loops between its products and attention.
 
-Serves fp32, a target's rank of several, and bf16 where `compiled/` cannot. Chosen at load
-(`actors/targets/loading/operators.py`).
+Serves what `compiled/` does not: fp32, tensor-parallel ranks, and in bf16 models with more than plain blocks.
+Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..eager.attention import paged_attention
 from ..eager.attention_batch import TorchPass
-from ..eager.backend import TorchBackend
+from ..eager.backend import TorchBackend, norm_values
+from ..eager.experts import TorchExperts
 from ..experts import Experts, ExpertWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
@@ -21,18 +22,17 @@ from ..recurrent import DeltaNetShape
 from ..rope import RotaryEmbedding
 from . import layers
 from .delta_net import CpuDeltaNet
-from .experts import CpuExperts
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine lacks for compiled loops; of models every feature is known."""
+    """Return what this machine lacks for compiled loops, which know every feature of models."""
     if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
         return "computes float32 and bfloat16 on CPUs"
     return None
 
 
 class CpuBackend(TorchBackend):
-    """Compiled loops for fp32 and bf16; what has none here is PyTorch's."""
+    """Computes fp32 and bf16 in compiled loops; operators without one are `TorchBackend`'s."""
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
@@ -44,7 +44,7 @@ class CpuBackend(TorchBackend):
         return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return CpuExperts(weights, self._count_expert_reads(weights))
+        return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
@@ -63,7 +63,7 @@ class _CpuAttention:
     def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         if shape.v_norm:
-            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
+            norm_values(qkv_NO, shape)
         layers.norm_rotate_write(
             qkv_NO,
             shape.head_dim,

@@ -1,9 +1,9 @@
-"""What the compiled loops are made of: addresses as arrays, elements as fp32 values, options of the compiler.
+"""Parts of the compiled loops: addresses as arrays, elements as fp32 values, options of the compiler.
 
-A loop takes addresses and sizes, for turning tensors into NumPy's arrays costs as much as the work; a value
-`like` says of which type the elements are. NumPy has no bfloat16: its bits travel as uint16. Loops are
-compiled when they are first called on a machine and kept on the disk, beside their file or where
-NUMBA_CACHE_DIR says; to declare one reads and writes nothing.
+A loop takes addresses and sizes, since turning tensors into NumPy's arrays costs as much as the work; a value
+`like` gives the type of the elements. NumPy has no bfloat16, so its bits are uint16. Loops are compiled when
+they are first called on a machine and kept on disk, beside their file or in NUMBA_CACHE_DIR; declaring one
+reads and writes nothing.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -24,9 +24,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
-from .argmax import top_two_bf16, top_two_fp32
 from .machine import bf16_instructions, mask_numba
-from .scans import lane_floor_bf16, lane_floor_fp32, next_reaching_bf16, next_reaching_fp32
 
 mask_numba()
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -66,7 +64,7 @@ def _age(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Of its module, and of those that loops come from which are named there, and so on."""
+    """Return the globals of its module, of the modules of the loops named there, and so on."""
     found: dict[str, dict[str, Any]] = {}
     left = [function]
     while left:
@@ -83,7 +81,7 @@ def _is_number(value: object) -> bool:
 
 @cache
 def _hash(folder: Path) -> str:
-    """Of the sources that lie there."""
+    """Return a digest of the sources in a folder."""
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(text).hexdigest()
 
@@ -123,7 +121,7 @@ sums = _loop({"reassoc", "nsz", "contract"})
 
 @intrinsic
 def pointer(context, address, like):
-    """The address as a pointer to elements of the type of `like`."""
+    """Return the address as a pointer to elements of the type of `like`."""
 
     def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -141,36 +139,24 @@ def _void_pointer(context, address):
 
 @inlined
 def records(address, count, dtype):
-    """The array of `count` structures that begins there; `dtype` is a constant."""
+    """Return the array of `count` structures at an address; `dtype` is a constant."""
     return carray(_void_pointer(address), (count,), dtype)
 
 
 def float_of(element):
-    """fp32 of an element; for NaNs and infinities too."""
+    """Return an element as fp32; also NaNs and infinities."""
 
 
 def size_of(like):
-    """Bytes of an element of the type of `like`."""
-
-
-def top_two_of(row, count, like):
-    """Of 16 `count` such elements at an address: the largest's index, its value, and the next value, fp32."""
-
-
-def lane_floor_of(row, count, like):
-    """Of 16 `count` such elements at an address: a value that no fewer than 16 of them reach, fp32."""
-
-
-def next_reaching(row, begin, count, floor, like):
-    """The first sixteen of them, from `begin` on, of which an element reaches the floor; or `count`."""
+    """Return the bytes of an element of the type of `like`."""
 
 
 def sound(element):
-    """The element; 0 in the place of NaN and infinities."""
+    """Return the element; 0 in place of NaN and infinities."""
 
 
 def rounded(value, like):
-    """The fp32 value as an element of the type of `like`, to nearest even."""
+    """Return the fp32 value as an element of the type of `like`, rounded to nearest even."""
 
 
 @overload(float_of)
@@ -203,24 +189,3 @@ def _rounded_to(value, like):
 def _size_of(like):
     size = like.bitwidth // 8
     return lambda like: size
-
-
-@overload(top_two_of)
-def _top_two_of(row, count, like):
-    if isinstance(like, types.Integer):
-        return lambda row, count, like: top_two_bf16(row, count)
-    return lambda row, count, like: top_two_fp32(row, count)
-
-
-@overload(lane_floor_of)
-def _lane_floor_of(row, count, like):
-    if isinstance(like, types.Integer):
-        return lambda row, count, like: lane_floor_bf16(row, count)
-    return lambda row, count, like: lane_floor_fp32(row, count)
-
-
-@overload(next_reaching)
-def _next_reaching(row, begin, count, floor, like):
-    if isinstance(like, types.Integer):
-        return lambda row, begin, count, floor, like: next_reaching_bf16(row, begin, count, floor)
-    return lambda row, begin, count, floor, like: next_reaching_fp32(row, begin, count, floor)

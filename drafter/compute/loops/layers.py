@@ -94,16 +94,6 @@ def norm_rotate_write(
     )
 
 
-def norm_values(x_NO: Tensor, num_kv_heads: int, head_dim: int, eps: float) -> None:
-    """RMS-norm the last heads of each row, without a weight and in place.
-
-    Args:
-        x_NO: rows of heads, contiguous; their last `num_kv_heads * head_dim` elements are values.
-    """
-    num_rows, width = x_NO.shape
-    _norm_values(x_NO.data_ptr(), num_rows, width, num_kv_heads, head_dim, eps, LIKE[x_NO.dtype])
-
-
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
     """activation(first half) * second half of the last dimension; contiguous."""
     num_rows, width = gate_up_NI.shape
@@ -130,17 +120,6 @@ def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
         scale = _inverse_rms(x_NH[n], eps)
         for h in range(width):
             y_NH[n, h] = rounded(float_of(x_NH[n, h]) * scale * float_of(weight_H[h]), like)
-
-
-@sums
-def _norm_values(x, num_rows, width, num_kv, head_dim, eps, like):
-    x_NO = carray(pointer(x, like), (num_rows, width))
-    for n in range(num_rows):
-        for k in range(num_kv):
-            begin = width - (num_kv - k) * head_dim
-            scale = _inverse_rms(x_NO[n, begin : begin + head_dim], eps)
-            for d in range(begin, begin + head_dim):
-                x_NO[n, d] = rounded(float_of(x_NO[n, d]) * scale, like)
 
 
 @cache

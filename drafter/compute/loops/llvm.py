@@ -85,6 +85,12 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
+def widen(builder: Any, address: Value) -> Value:
+    """Load 16 bf16 as fp32."""
+    bits = builder.zext(load(builder, address, HALVES), PAIRS)
+    return builder.bitcast(builder.shl(bits, lanes(16, INT32)), FLOATS)
+
+
 def spread(builder: Any, value: Value) -> Value:
     """The int32 in all of 16 lanes."""
     one = builder.insert_element(ir.Constant(PAIRS, ir.Undefined), value, ir.Constant(INT32, 0))

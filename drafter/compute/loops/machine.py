@@ -5,7 +5,7 @@ chosen or code is compiled or read from the disk, never by an import. Asked by `
 
 MANTA_CPU_INSTRUCTIONS names the best kind that may be used, for tests and measurements of what other machines
 have. It is read before Numba compiles anything; Numba's own NUMBA_CPU_FEATURES goes before it. What oneDNN
-may use is ONEDNN_MAX_CPU_ISA's, before PyTorch is imported: `ONEDNN_NAMES` has its word for each kind.
+may use is ONEDNN_MAX_CPU_ISA's, before PyTorch is imported.
 """
 
 # Numba makes its settings from a table.
@@ -39,12 +39,6 @@ class Instructions(Enum):
     NEON = "neon"
 
 
-ONEDNN_NAMES = {
-    Instructions.AMX: "AVX512_CORE_AMX",
-    Instructions.AVX512_BF16: "AVX512_CORE_BF16",
-    Instructions.AVX512: "AVX512_CORE_VNNI",
-    Instructions.AVX2: "AVX2",
-}
 _AVX2 = {"avx2", "fma"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _NEEDS = {

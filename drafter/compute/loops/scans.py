@@ -1,11 +1,14 @@
-"""Where in a row large elements stand, sixteen lanes at a time, on any CPU. Used by `elements.py`."""
+"""Scans over a row of logits, sixteen lanes at a time, on any CPU: LLVM's vectorizer does not find them.
+
+Rows are addresses of bf16 or fp32 elements, told apart by `like` (`elements.LIKE`); `count` is in sixteens.
+NaNs are passed over. Called by `step/loops/choice.py` and `candidates.py`.
+"""
 
 # The signatures of intrinsics are Numba's, not Python's.
 # pyright: reportReturnType=false, reportArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,40 +16,89 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .argmax import fp32_lanes, larger, widened_lanes
-from .llvm import FLOATS, INT16, INT32, Value, integer, lanes
+from .llvm import (
+    FLOATS,
+    INT16,
+    INT32,
+    INT64,
+    PAIRS,
+    Value,
+    at,
+    integer,
+    lanes,
+    load,
+    spread,
+    widen,
+)
 
 
-def _lane_floor(widen: Callable[[Any, Value, Value], Value]) -> Any:
-    """An intrinsic (row, count), of 16 `count` elements: the least of the lanes' largest, so that no fewer
-    than 16 elements reach it. NaNs are passed over."""
+@intrinsic
+def top_two(context, row, count, like):
+    """Return the index of the first of the largest elements, its value, and the largest value of the others.
+
+    Values are fp32; -inf where there is no element.
+    """
 
     def generate(context, builder, signature, args):
-        row, count = args
+        row, count, _ = args
+        steps = ir.Constant(PAIRS, list(range(16)))
+        best, second, where = (cgutils.alloca_once(builder, kind) for kind in (FLOATS, FLOATS, PAIRS))
+        for place, value in ((best, lanes(float("-inf"))), (second, lanes(float("-inf"))), (where, steps)):
+            builder.store(value, place)
+        with cgutils.for_range(builder, count) as loop:
+            value, old = _sixteen(builder, row, loop.index, like), builder.load(best)
+            greater = builder.fcmp_ordered(">", value, old)
+            begin = spread(builder, builder.trunc(builder.mul(loop.index, integer(16)), INT32))
+            index = builder.add(begin, steps)
+            builder.store(_larger(builder, builder.select(greater, old, value), builder.load(second)), second)
+            builder.store(builder.select(greater, value, old), best)
+            builder.store(builder.select(greater, index, builder.load(where)), where)
+        value, index, behind = builder.load(best), builder.load(where), builder.load(second)
+        for step in (8, 4, 2, 1):
+            other, other_index, other_behind = (_swapped(builder, x, step) for x in (value, index, behind))
+            equal = builder.fcmp_ordered("==", other, value)
+            earlier = builder.and_(equal, builder.icmp_signed("<", other_index, index))
+            take = builder.or_(builder.fcmp_ordered(">", other, value), earlier)
+            behind = _larger(builder, behind, other_behind)
+            behind = _larger(builder, behind, builder.select(take, value, other))
+            value = builder.select(take, other, value)
+            index = builder.select(take, other_index, index)
+        index, value, behind = (
+            builder.extract_element(x, ir.Constant(INT32, 0)) for x in (index, value, behind)
+        )
+        found = builder.zext(index, INT64), value, behind
+        return context.make_tuple(builder, signature.return_type, found)
+
+    found = types.Tuple((types.int64, types.float32, types.float32))
+    return found(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def lane_floor(context, row, count, like):
+    """Return the least of the lanes' largest elements, fp32: at least 16 elements reach it."""
+
+    def generate(context, builder, signature, args):
+        row, count, _ = args
         largest = cgutils.alloca_once(builder, FLOATS)
         builder.store(lanes(float("-inf")), largest)
         with cgutils.for_range(builder, count) as loop:
-            builder.store(larger(builder, widen(builder, row, loop.index), builder.load(largest)), largest)
+            value = _sixteen(builder, row, loop.index, like)
+            builder.store(_larger(builder, value, builder.load(largest)), largest)
         value = builder.load(largest)
         for step in (8, 4, 2, 1):
-            other = builder.shuffle_vector(
-                value, value, ir.Constant(ir.VectorType(INT32, 16), [e ^ step for e in range(16)])
-            )
+            other = _swapped(builder, value, step)
             value = builder.select(builder.fcmp_ordered("<", other, value), other, value)
         return builder.extract_element(value, ir.Constant(INT32, 0))
 
-    def typed(typing, row, count):
-        return types.float32(types.int64, types.int64), generate
-
-    return intrinsic(typed)
+    return types.float32(types.int64, types.int64, like), generate
 
 
-def _next_reaching(widen: Callable[[Any, Value, Value], Value]) -> Any:
-    """An intrinsic (row, begin, count, floor): the first sixteen, from `begin` on, that has an element which
-    is not below the floor; `count` if none has."""
+@intrinsic
+def next_reaching(context, row, begin, count, floor, like):
+    """Return the first sixteen, from `begin` on, with an element that reaches the floor; `count` if none."""
 
     def generate(context, builder, signature, args):
-        row, begin, count, floor = args
+        row, begin, count, floor, _ = args
         here = cgutils.alloca_once_value(builder, begin)
         one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), floor, ir.Constant(INT32, 0))
         floors = builder.shuffle_vector(one, one, lanes(0, INT32))
@@ -56,7 +108,7 @@ def _next_reaching(widen: Callable[[Any, Value, Value], Value]) -> Any:
         builder.position_at_end(test)
         builder.cbranch(builder.icmp_signed("<", builder.load(here), count), look, end)
         builder.position_at_end(look)
-        reaching = builder.fcmp_ordered(">=", widen(builder, row, builder.load(here)), floors)
+        reaching = builder.fcmp_ordered(">=", _sixteen(builder, row, builder.load(here), like), floors)
         none = builder.icmp_unsigned("==", builder.bitcast(reaching, INT16), ir.Constant(INT16, 0))
         builder.cbranch(none, move, end)
         builder.position_at_end(move)
@@ -65,11 +117,21 @@ def _next_reaching(widen: Callable[[Any, Value, Value], Value]) -> Any:
         builder.position_at_end(end)
         return builder.load(here)
 
-    def typed(typing, row, begin, count, floor):
-        return types.int64(types.int64, types.int64, types.int64, types.float32), generate
-
-    return intrinsic(typed)
+    return types.int64(types.int64, types.int64, types.int64, types.float32, like), generate
 
 
-lane_floor_bf16, lane_floor_fp32 = _lane_floor(widened_lanes), _lane_floor(fp32_lanes)
-next_reaching_bf16, next_reaching_fp32 = _next_reaching(widened_lanes), _next_reaching(fp32_lanes)
+def _sixteen(builder: Any, row: Value, i: Value, like: types.Type) -> Value:
+    """The i-th sixteen elements of a row, as fp32."""
+    if isinstance(like, types.Integer):
+        return widen(builder, at(builder, row, (i, 32)))
+    return load(builder, at(builder, row, (i, 64)), FLOATS)
+
+
+def _larger(builder: Any, x: Value, y: Value) -> Value:
+    """The larger of each lane; y where x is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _swapped(builder: Any, value: Value, step: int) -> Value:
+    """The lanes, each in the place of the one that differs in bit `step` of its number."""
+    return builder.shuffle_vector(value, value, ir.Constant(PAIRS, [e ^ step for e in range(16)]))

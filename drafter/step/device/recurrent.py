@@ -206,10 +206,8 @@ def _enter(
     G: tl.constexpr,
     X: tl.constexpr,
 ):
-    _copy_parts(
-        states, windows, k_records, u_records, g_records, x_records,
-        source, target, SLOTS, BLOCK, STATE, WINDOW, K, U, G, X, 0
-    )  # fmt: skip
+    parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
+    _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         is_copy = source >= 0
         stood = tl.load(stands + source, mask=is_copy, other=0)
@@ -248,41 +246,20 @@ def _save_stood(
     if (position == 0) | (position < begin) | (position > tl.load(num_computed + slot)):
         return
     target = tl.load(at + saves_stride)
-    _copy_parts(
-        states, windows, k_records, u_records, g_records, x_records,
-        source, target, SLOTS, BLOCK, STATE, WINDOW, K, U, G, X, 1
-    )  # fmt: skip
+    parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
+    _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 1)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(stands + target, begin)
 
 
 @triton.jit
-def _copy_parts(
-    states,
-    windows,
-    k_records,
-    u_records,
-    g_records,
-    x_records,
-    source,
-    target,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STATE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    K: tl.constexpr,
-    U: tl.constexpr,
-    G: tl.constexpr,
-    X: tl.constexpr,
-    AXIS: tl.constexpr,
-):
-    _copy(states, source, target, SLOTS, BLOCK, STATE, AXIS)
-    _copy(windows, source, target, SLOTS, BLOCK, WINDOW, AXIS)
+def _copy_parts(parts, sizes, source, target, SLOTS: tl.constexpr, BLOCK: tl.constexpr, AXIS: tl.constexpr):
+    """States and windows, then records of drafts (k, u, g, x), of which there are none without a source."""
+    for part in tl.static_range(2):
+        _copy(parts[part], source, target, SLOTS, BLOCK, sizes[part], AXIS)
     if source >= 0:
-        _copy(k_records, source, target, SLOTS, BLOCK, K, AXIS)
-        _copy(u_records, source, target, SLOTS, BLOCK, U, AXIS)
-        _copy(g_records, source, target, SLOTS, BLOCK, G, AXIS)
-        _copy(x_records, source, target, SLOTS, BLOCK, X, AXIS)
+        for part in tl.static_range(2, 6):
+            _copy(parts[part], source, target, SLOTS, BLOCK, sizes[part], AXIS)
 
 
 @triton.jit

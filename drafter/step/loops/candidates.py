@@ -1,8 +1,7 @@
-"""A row's candidates, as `../candidates.py` means them, in one pass over the row. Called by `selection.py`.
+"""The candidates of a row, as in `../candidates.py`, in one pass over the row. Called by `selection.py`.
 
-The best so far are kept sorted. Of what has noise, most is never computed to the end: of a run of tokens only
-those are whose noise might lift them above the worst of the best, by a bound that needs no logarithm. Of
-equals the lowest ids are taken.
+The best so far are kept sorted. With noise, most scores are never computed: a bound that needs no logarithm
+tells which tokens may be among the best. Of equal scores the lowest ids are taken.
 
 Legend: X rows, V vocabulary, K candidates of a row, M rows with temperature > 0, C tokens of a run.
 """
@@ -18,15 +17,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ...compute.loops.elements import (
-    LIKE,
-    elements,
-    float_of,
-    lane_floor_of,
-    next_reaching,
-    pointer,
-    size_of,
-)
+from ...compute.loops.elements import LIKE, elements, float_of, pointer, size_of
+from ...compute.loops.scans import lane_floor, next_reaching
 from ..filters import floors
 from ..noise import GREATEST_NEGATIVE
 from ..sampling_batch import SamplingBatch
@@ -39,7 +31,7 @@ _MOST_IF_CUT = ROUNDING - _CUT
 
 
 def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Tensor, Tensor]:
-    """Of fp32 or bf16."""
+    """Logits are fp32 or bf16."""
     logits_XV = logits_XV.contiguous()
     num_rows, vocab_size = logits_XV.shape
     assert top_k <= vocab_size, "as many candidates as there are tokens"
@@ -92,11 +84,11 @@ def _candidates(
 
 @elements
 def _find(row, row_V, like, score_K, best_K):
-    """The largest and their ids, the best first."""
+    """Find the largest scores and their ids, the best first."""
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
     score_K[:], best_K[:] = NOTHING, 0
-    least = lane_floor_of(row, count, like) if len(best_K) <= 16 else NOTHING
+    least = lane_floor(row, count, like) if len(best_K) <= 16 else NOTHING
     c = next_reaching(row, 0, count, least, like)
     while c * 16 < vocab_size:
         for v in range(c * 16, min(c * 16 + 16, vocab_size)):
@@ -108,15 +100,17 @@ def _find(row, row_V, like, score_K, best_K):
 
 @elements
 def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
-    """The same of z + T g, noise = (T, two keys); below the floor with the least g. First of what the highest
-    bounds promise: then few of the others are left to look at."""
+    """Find the largest of z + T g, noise = (T, two keys); below the floor with the least g.
+
+    Tokens with the highest bounds are looked at first: then few of the others are left to look at.
+    """
     vocab_size, (scale, key_0, key_1) = len(row_V), noise
     for v in range(vocab_size):
         value, g = float_of(row_V[v]), most_gumbel(hash_of(mixed_V[v], key_0, key_1))
         bound_V[v] = value + scale * (_MOST_IF_CUT if value < floor else g)
     bounds, count, num_best = bound_V.ctypes.data, vocab_size // 16, 0
     score_K[:], best_K[:] = NOTHING, 0
-    split = lane_floor_of(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
+    split = lane_floor(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
     for is_first in (True, False):
         least = split if is_first else NOTHING
         c = next_reaching(bounds, 0, count, max(least, score_K[-1]), _FLOAT)
@@ -132,7 +126,7 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
 
 @elements
 def _put_in(score, token, score_K, best_K, num_best):
-    """Behind what is better, and behind lower ids that are as good; the last one falls out."""
+    """Insert behind better scores, and behind equal scores of lower ids; the last one falls out."""
     k = len(best_K) - 1
     if num_best < len(best_K):
         k = num_best

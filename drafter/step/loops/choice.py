@@ -16,7 +16,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ...compute.loops.elements import LIKE, elements, float_of, pointer, size_of, top_two_of
+from ...compute.loops.elements import LIKE, elements, float_of, pointer, size_of
+from ...compute.loops.scans import top_two
 from .candidates import NOTHING, find_noisy
 from .noise import mixed_tokens
 
@@ -108,7 +109,7 @@ def _argmax(logits, ids, margins, num_rows, vocab_size, like):
 def _argmax_row(row, vocab_size, like):
     """Sixteen at a time, then the rest one by one."""
     row_V = carray(pointer(row, like), (vocab_size,))
-    place, best, second = top_two_of(row, vocab_size // 16, like)
+    place, best, second = top_two(row, vocab_size // 16, like)
     for v in range(vocab_size // 16 * 16, vocab_size):
         value = float_of(row_V[v])
         if value > best:

@@ -1,1 +1,1 @@
-"""Load and what becomes of it: requests, when they come, and what their clients saw."""
+"""Load for benchmarks: requests (asks.py), arrival times (arrivals.py), latencies (latencies.py)."""

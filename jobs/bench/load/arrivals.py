@@ -1,6 +1,6 @@
-"""When requests come: in a closed loop, where each that ends makes room for the next, or in an open one.
+"""Arrival times of open loops: a Poisson process, independent of when requests finish, as with real users.
 
-An open loop's requests come whether or not others have ended, as users do: a Poisson process.
+In a closed loop each request that finishes is replaced by the next one, so it needs no arrival times.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ....cluster.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """An open loop.
+    """Arrivals of a Poisson process.
 
     Attributes:
-        rate: requests per second on average; infinite: all at once.
+        rate: mean requests per second; infinite: all at once.
     """
 
     rate: float
@@ -29,7 +29,7 @@ class Arrivals:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """`closed` (None), or `poisson:RATE`."""
+        """Read `closed` (returns None) or `poisson:RATE`."""
         kind, _, rate = text.partition(":")
         try:
             if kind == "closed" and not rate:
@@ -39,12 +39,12 @@ class Arrivals:
         except ValueError:
             pass
         raise ConfigError(
-            f"arrivals={text!r} is neither closed nor poisson:RATE, as poisson:4 (requests per second).",
+            f"arrivals={text!r} must be closed or poisson:RATE, such as poisson:4 (requests per second).",
             param="arrivals",
         )
 
     def offsets_s(self, count: int, seed: int) -> list[float]:
-        """Seconds from the beginning at which so many requests come; the same for the same seed."""
+        """Return the arrival times of `count` requests in seconds from the start; reproducible by seed."""
         if math.isinf(self.rate):
             return [0.0] * count
         gaps, at_s, found = random.Random(seed), 0.0, []

@@ -1,8 +1,8 @@
-"""What is asked in a benchmark of load: an endless row of requests over a file's prompts, equal for all.
+"""Requests of a load benchmark: an endless sequence over the prompts of a file, the same for every side.
 
-A request's number decides its prompt, sampling, seed and length, so that whoever asks for number 17 asks
-for the same. Lengths differ by up to half, so that requests which began together do not end together, as in
-any service. Not when they come (`arrivals.py`), nor who answers (`sweep/`).
+The number of a request determines its prompt, sampling parameters, seed and length, so request 17 is the same
+for all sides. Lengths vary by up to half, so that requests that start together do not finish together, as in
+a real service. Arrival times are in `arrivals.py`, the engines in `sweep/`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ....cluster.request import SamplingParams
 from ..passes import PromptRow
 
 Traffic = Literal["prompts", "mixed"]
-HOSTILE = "hostile"  # category
-# With equal noise drafters follow even high temperatures: at 1 they follow least.
+HOSTILE = "hostile"  # category of requests whose drafts are rarely accepted
+# Drafter and target sample with the same noise, so drafts are accepted at high temperatures, too; at 1 least.
 _HOSTILE_TEMPERATURE = 1.0
-_GOLDEN = 0.6180339887  # its multiples fill [0, 1) evenly
+_GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiples fill [0, 1) evenly
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: `prompt` is text, a `Chat` or token ids."""
+class LoadRequest:
+    """One request; `prompt` is text, a `Chat` or token ids."""
 
     number: int
     category: str
-    prompt: Any  # of a user's file
+    prompt: Any  # content of the user's file
     max_tokens: int
     temperature: float
     seed: int
@@ -48,15 +48,15 @@ class Ask:
         )
 
 
-class Asks:
-    """Requests by number, without an end.
+class RequestSource:
+    """An endless sequence of requests.
 
     Args:
-        rows: the prompts, which come round again.
-        max_tokens: of a request on average; each has between half of it and half more.
-        traffic: "mixed" makes every other request hostile to drafters: its prompt's tokens (rows must hold
-            token ids) in a random order, sampled at a temperature.
-        natural: each ends with its text, at `max_tokens` at the latest.
+        rows: the prompts, used cyclically.
+        max_tokens: mean output tokens; requests vary from 0.5 to 1.5 times this.
+        traffic: "mixed" makes every other request hard to draft for: the tokens of its prompt are shuffled
+            (rows must hold token ids) and it samples at temperature 1.
+        natural: stop at an end-of-sequence token; `max_tokens` is then the limit of each request.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Asks:
         natural: bool = False,
     ) -> None:
         self._rows = list(rows)
-        random.Random(0).shuffle(self._rows)  # a file's categories follow each other; a turn is to have all
+        random.Random(0).shuffle(self._rows)  # files are sorted by category; a turn should contain all
         self._max_tokens, self._temperature = max_tokens, temperature
         self._mixed, self._natural = traffic == "mixed", natural
 
-    def __getitem__(self, number: int) -> Ask:
+    def __getitem__(self, number: int) -> LoadRequest:
         row = self._rows[number % len(self._rows)]
         hostile, prompt = self._mixed and number % 2 == 1, row.prompt
         if hostile:
             prompt = random.Random(number).sample(prompt, len(prompt))
         share = 1.0 if self._natural else 0.5 + number * _GOLDEN % 1.0
-        return Ask(
+        return LoadRequest(
             number,
             HOSTILE if hostile else row.category,
             prompt,
@@ -91,5 +91,5 @@ class Asks:
 
 
 def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> list[PromptRow]:
-    """The same prompts as token ids."""
+    """Return the rows with token ids as prompts."""
     return [row._replace(prompt=encode_prompt(row.prompt, tokenizer).token_ids) for row in rows]

@@ -1,7 +1,7 @@
-"""What clients waited for: times to the first token, between tokens and in all.
+"""Latencies of requests: time to first token, between tokens, and end to end.
 
-Definitions are those of `vllm bench serve`. A request that asked at a, whose n tokens came at t_1 <= .. <=
-t_m (several at once where a block of drafts was accepted):
+Definitions are those of `vllm bench serve`. For a request that arrived at a and whose n tokens came at
+t_1 <= .. <= t_m (several at once where a block of drafts was accepted):
 
     ttft = t_1 - a      e2el = t_m - a      tpot = (e2el - ttft) / (n - 1), n > 1      itl: t_(i+1) - t_i
 
@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
-# Of a distribution that is kept to be drawn: per cent.
+# Percentiles that are stored for charts of a distribution.
 CURVE_PERCENTILES = (*range(0, 95, 5), *range(95, 101))
-KINDS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Of one request that ended well, in seconds; None where there is no such time."""
+    """Latencies of one finished request in seconds; `tpot_s` is None for a single token."""
 
     ttft_s: float
     e2el_s: float
@@ -34,27 +33,27 @@ class Waits:
 
     @classmethod
     def of(cls, asked_s: float, times_s: Sequence[float], num_tokens: int) -> Waits:
-        """Args: when it asked; when events with tokens came, at least one; its tokens."""
+        """Compute the latencies from the arrival time and the times of events with tokens (at least one)."""
         ttft_s, e2el_s = times_s[0] - asked_s, times_s[-1] - asked_s
         tpot_s = (e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
         return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))
 
 
 def describe(waits: Sequence[Waits]) -> dict[str, Any]:  # Any: JSON
-    """Mean and percentiles of each kind in milliseconds; None where there is none of a kind."""
-    values = {name: [value for one in waits for kind, value in _named(one) if kind == name] for name in KINDS}
-    values["itl"] = [gap for one in waits for gap in one.itl_s]
-    return {f"{name}_ms": _describe([v for v in found if v is not None]) for name, found in values.items()}
+    """Return mean and percentiles of each latency in milliseconds; None without values."""
+    values = {
+        "ttft": [each.ttft_s for each in waits],
+        "tpot": [each.tpot_s for each in waits if each.tpot_s is not None],
+        "e2el": [each.e2el_s for each in waits],
+        "itl": [gap for each in waits for gap in each.itl_s],
+    }
+    return {f"{name}_ms": _describe(found) for name, found in values.items()}
 
 
 def curves(waits: Sequence[Waits]) -> dict[str, list[float]]:
-    """To be drawn: milliseconds to the first token and between tokens at each of CURVE_PERCENTILES."""
+    """Return ttft and itl in milliseconds at each of CURVE_PERCENTILES, for charts."""
     gaps = [gap for one in waits for gap in one.itl_s]
     return {"ttft_ms": _curve([one.ttft_s for one in waits]), "itl_ms": _curve(gaps)}
-
-
-def _named(one: Waits) -> tuple[tuple[str, float | None], ...]:
-    return ("ttft", one.ttft_s), ("tpot", one.tpot_s), ("e2el", one.e2el_s)
 
 
 def _describe(seconds: Sequence[float]) -> dict[str, Any] | None:

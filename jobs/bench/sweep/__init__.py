@@ -1,1 +1,1 @@
-"""`manta bench sweep`: speculation in every way beside plain decoding, from one request to many."""
+"""`manta bench sweep`: compares all draft lengths and methods with plain decoding by load; see run.py."""

@@ -1,7 +1,7 @@
-"""What came of load on one engine, block by block, and the sums of it that figures are made of.
+"""Answers of one engine under load, block by block, and sums over blocks.
 
-A *block* is what one step brought one request. Everything that a sweep tells is counted from these; nothing
-is kept of an engine's own counters but the parts of its steps.
+A *block* here is the output of one step for one request. All figures of a sweep are computed from blocks;
+from the engine's own counters only the seconds per part of a step are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..load.latencies import Waits
 
 
 class Block(NamedTuple):
-    """`num_tokens` came at `at_s`, of `num_drafted` drafts `num_accepted` among them."""
+    """Output of a step for a request: `num_tokens` at time `at_s`; `num_accepted` of them were drafts."""
 
     at_s: float
     num_tokens: int
@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """One request; `ended_s` is None while it runs, or where it was left."""
+    """Answer to one request; `ended_s` is None while it runs, or if it was aborted."""
 
     number: int
     category: str
@@ -37,18 +37,18 @@ class Answer:
 
     @property
     def waits(self) -> Waits:
-        """Of a request that has tokens."""
+        """Return the latencies; the answer must have tokens."""
         return Waits.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPass:
-    """Load for a while.
+    """Result of a period of load on one engine.
 
     Attributes:
-        begin_s, end_s: in which it was.
-        answers: all requests, those included that were left at the end.
-        step_seconds: by part of the engine's steps.
+        begin_s, end_s: the period.
+        answers: all requests, including those aborted at the end.
+        step_seconds: seconds by part of the engine's steps.
     """
 
     begin_s: float
@@ -62,7 +62,7 @@ class LoadPass:
 
     @property
     def tokens(self) -> int:
-        """That came within the time."""
+        """Return the number of tokens produced within the period."""
         return sum(block.num_tokens for block in self._blocks)
 
     @property
@@ -71,13 +71,13 @@ class LoadPass:
 
     @property
     def request_seconds(self) -> float:
-        """For how long requests were there, all together."""
+        """Return the summed time that requests were in flight."""
         ends = ((answer, self.end_s if answer.ended_s is None else answer.ended_s) for answer in self.answers)
         return sum(end_s - answer.asked_s for answer, end_s in ends)
 
     @property
     def user_tokens_per_s(self) -> float:
-        """What one request gets: in a closed loop, tokens/s by the number of requests."""
+        """Return tokens/s of one request; in a closed loop, tokens/s divided by the number of requests."""
         return self.tokens / max(self.request_seconds, 1e-9)
 
     @property
@@ -90,12 +90,12 @@ class LoadPass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of blocks.
+    """Sums over blocks.
 
     Attributes:
-        num_blocks, num_tokens: of all.
+        num_blocks, num_tokens: totals.
         num_verified: blocks that had drafts.
-        drafted, accepted: by position, in how many blocks draft i was verified, and accepted.
+        drafted, accepted: by draft position, the number of blocks that verified and accepted this draft.
     """
 
     num_blocks: int
@@ -106,8 +106,7 @@ class Sums:
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Sums:
-        """Of a request's first block, which ends its prompt and has no drafts, the token counts as of
-        others."""
+        """Sum over blocks, including each request's first block, which ends the prefill and has no drafts."""
         most = max((block.num_drafted for block in blocks), default=0)
         drafted, accepted = [0] * most, [0] * most
         for block in blocks:
@@ -125,7 +124,7 @@ class Sums:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """What a request gets of a step, drafts or none."""
+        """Return the mean tokens of a request per step, with or without drafts."""
         return self.num_tokens / self.num_blocks if self.num_blocks else None
 
     @property
@@ -134,12 +133,11 @@ class Sums:
 
     @property
     def by_position(self) -> list[float]:
-        """Of blocks that verified draft i, in what share it was accepted (and so all before it)."""
+        """Return, by draft position, the accepted share of the drafts that were verified."""
         return [hits / tries for hits, tries in zip(self.accepted, self.drafted, strict=True)]
 
 
 def by_category(answers: Sequence[Answer]) -> dict[str, Sums]:
-    """Sums of each category, by name."""
     blocks: dict[str, list[Block]] = defaultdict(list)
     for answer in answers:
         blocks[answer.category] += answer.blocks
@@ -147,7 +145,7 @@ def by_category(answers: Sequence[Answer]) -> dict[str, Sums]:
 
 
 def acceptance_json(answers: Sequence[Answer]) -> dict[str, Any]:  # Any: JSON
-    """By category: blocks with drafts, and the share of each position; {} where nothing was drafted."""
+    """Return, by category, blocks with drafts and accepted share per position; {} without drafts."""
     return {
         name: {
             "blocks": sums.num_verified,

@@ -1,8 +1,8 @@
-"""Load on one engine in this process: it is stepped, and every update is kept with its time.
+"""Puts load on an engine in this process, steps it, and records each update with its time.
 
-Three ways: a closed loop over some requests (`closed`), an open one (`open`), and a closed one for some time
-(`hold`). No text is made and nothing stands between; `tests/benchmarks/serve_tax.py` measures
-what HTTP adds.
+There are three modes: a closed loop over given requests (`closed`), an open loop (`open`), and a closed loop
+for a given time (`hold`). Tokens are not decoded to text, and no server is involved;
+`tests/benchmarks/serve_tax.py` measures what HTTP adds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ....cluster.engine import Engine
 from ....cluster.executor import Executor
 from ....cluster.request import Request
 from ..load.arrivals import Arrivals
-from ..load.asks import Asks
+from ..load.asks import RequestSource
 from .answers import Answer, Block, LoadPass
 
 
 class Driver:
-    """One engine under load, pass after pass.
+    """One engine that is put under load in passes.
 
     Args:
-        executor: loaded; closed with the driver.
-        clock: seconds.
+        executor: an executor with loaded models; closed with the driver.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -34,61 +34,65 @@ class Driver:
         self.engine = Engine(config, executor, clock)
         self._clock = clock
 
-    def closed(self, asks: Asks, part: range, at_once: int) -> LoadPass:
-        """Ask for all of `part`, always with `at_once` requests there: behind the last come the next numbers,
-        which are left when the last of `part` has ended. So no place stands empty at the end."""
-        flight, left = _Flight(self), set(part)
+    def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
+        """Run the requests of `part` with `at_once` in flight, and return when all of them have finished.
+
+        Requests that follow `part` keep the load constant until then and are aborted.
+        """
+        run, left = _LoadRun(self), set(part)
         number = part.start
         while left:
-            while flight.num_open < at_once:
-                flight.ask(asks, number, self._clock())
+            while run.num_open < at_once:
+                run.submit(source, number, self._clock())
                 number += 1
-            left -= flight.step()
-        return flight.leave()
+            left -= run.step()
+        return run.end()
 
-    def open(self, asks: Asks, part: range, arrivals: Arrivals) -> LoadPass:
-        """Ask for all of `part`, each at its time, and wait for all. A request that must queue has asked when
-        its time came."""
-        flight, left = _Flight(self), set(part)
+    def open(self, source: RequestSource, part: range, arrivals: Arrivals) -> LoadPass:
+        """Run the requests of `part`, each at its arrival time, and wait for all of them.
+
+        A request that has to queue counts from its arrival time.
+        """
+        run, left = _LoadRun(self), set(part)
         offsets_s = arrivals.offsets_s(len(part), seed=part.start)
         coming = list(zip(part, offsets_s, strict=True))[::-1]
         while left:
-            now_s = self._clock() - flight.begin_s
+            now_s = self._clock() - run.begin_s
             while coming and coming[-1][1] <= now_s:
                 number, offset_s = coming.pop()
-                flight.ask(asks, number, flight.begin_s + offset_s)
-            if not flight.num_open:
+                run.submit(source, number, run.begin_s + offset_s)
+            if not run.num_open:
                 time.sleep(max(coming[-1][1] - now_s, 0.0))
                 continue
-            left -= flight.step()
-        return flight.leave()
+            left -= run.step()
+        return run.end()
 
-    def hold(self, asks: Asks, loads: tuple[int, ...], seconds: float) -> list[LoadPass]:
-        """A closed loop with as many requests as each load says, for so long each; a pass of each load. Where
-        the next load is smaller, those that are too many leave."""
-        flight, number = _Flight(self), 0
+    def hold(self, source: RequestSource, loads: tuple[int, ...], seconds: float) -> list[LoadPass]:
+        """Run a closed loop for `seconds` at each load; return a pass per load.
+
+        If the next load is smaller, surplus requests are aborted.
+        """
+        run, number = _LoadRun(self), 0
         passes: list[LoadPass] = []
         for at_once in loads:
             begin_s = self._clock()
-            flight.keep(at_once)
+            run.abort_after(at_once)
             while True:
-                while flight.num_open < at_once:
-                    flight.ask(asks, number, self._clock())
+                while run.num_open < at_once:
+                    run.submit(source, number, self._clock())
                     number += 1
-                flight.step()
+                run.step()
                 if self._clock() - begin_s >= seconds:
                     break
-            passes.append(flight.between(begin_s, self._clock()))
-        flight.leave()
+            passes.append(run.between(begin_s, self._clock()))
+        run.end()
         return passes
 
     def close(self) -> None:
         self.engine.close()
 
 
-class _Flight:
-    """The requests of one pass."""
-
+class _LoadRun:
     def __init__(self, driver: Driver) -> None:
         self._engine, self._clock = driver.engine, driver._clock
         self._before = self._engine.stats().step_seconds
@@ -100,27 +104,27 @@ class _Flight:
     def num_open(self) -> int:
         return len(self._open)
 
-    def ask(self, asks: Asks, number: int, asked_s: float) -> None:
-        ask = asks[number]
+    def submit(self, source: RequestSource, number: int, asked_s: float) -> None:
+        request = source[number]
         name = str(number)
-        self._answers[name] = self._open[name] = Answer(number, ask.category, asked_s)
+        self._answers[name] = self._open[name] = Answer(number, request.category, asked_s)
         self._engine.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=tuple(ask.prompt),
-                params=ask.sampling,
+                prompt_token_ids=tuple(request.prompt),
+                params=request.sampling,
                 arrival_s=asked_s,
             )
         )
 
     def step(self) -> set[int]:
-        """One step of the engine; the numbers of requests that it ended."""
+        """Run one step of the engine and return the numbers of the requests that finished."""
         ended: set[int] = set()
         updates = self._engine.step()
         now_s = self._clock()
         for update in updates:
             if (answer := self._open.get(update.request_id)) is None:
-                continue  # it has left
+                continue  # aborted
             count = len(update.token_ids)
             answer.blocks.append(Block(now_s, count, update.num_drafted, update.num_accepted))
             answer.token_ids += update.token_ids
@@ -130,15 +134,14 @@ class _Flight:
                 del self._open[update.request_id]
         return ended
 
-    def keep(self, count: int) -> None:
-        """The first ones stay, others leave."""
+    def abort_after(self, count: int) -> None:
         now_s = self._clock()
         for name in list(self._open)[count:]:
             self._engine.abort(name)
             self._open.pop(name).ended_s = now_s
 
-    def leave(self) -> LoadPass:
-        """The pass is over now; whoever is still there leaves."""
+    def end(self) -> LoadPass:
+        """End the pass: abort all requests in flight and return the result."""
         end_s, after = self._clock(), self._engine.stats().step_seconds
         for name in self._open:
             self._engine.abort(name)
@@ -149,7 +152,7 @@ class _Flight:
         return LoadPass(self.begin_s, end_s, list(self._answers.values()), spent)
 
     def between(self, begin_s: float, end_s: float) -> LoadPass:
-        """What came in that time, of whatever requests."""
+        """Return the result for a part of the time; answers are cut to it."""
         parts: list[Answer] = []
         for answer in self._answers.values():
             if (answer.ended_s or end_s) <= begin_s:

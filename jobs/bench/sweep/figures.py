@@ -1,4 +1,4 @@
-"""A point's figures as JSON, made of its passes; and what they say about the bars."""
+"""Figures of a point as JSON, computed from its passes, and the verdicts on the bars."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ BEST_LEAST, PLAIN_LEAST, RANDOM_LEAST, MIXED_LEAST = 0.98, 1.0, 0.97, 1.0
 
 
 def point_figures(measured: Measured, fixed: Sequence[str]) -> Figures:
-    """Of all sides; the *best* is the fastest of plain and those with fixed lengths.
+    """Return the figures of all sides. The *best* side is the fastest of plain and fixed lengths.
 
-    Ratios are of what a request gets (tokens/s), in closed loops so of tokens/s. Of fixed lengths only the
-    longest tells its drafts one by one: shorter ones begin alike.
+    Ratios compare tokens/s per request, which in closed loops equals the ratio of total tokens/s. Acceptance
+    by draft position is reported only for the longest fixed length, since shorter ones have the same first
+    drafts.
     """
     passes, point = measured.passes, measured.point
     best = max((PLAIN, *fixed), key=lambda name: _median(_speeds(passes[name])))
@@ -33,14 +34,17 @@ def point_figures(measured: Measured, fixed: Sequence[str]) -> Figures:
         "requests_per_round": len(measured.parts[0]),
         "best": best,
         "sides": {
-            name: _side(name, passes, best, tells_drafts=name not in fixed[:-1]) | {"identical": same[name]}
+            name: _side_figures(name, passes, best, tells_drafts=name not in fixed[:-1])
+            | {"identical": same[name]}
             for name in passes
         },
         "idleness": measured.watch.found.as_json(),
     }
 
 
-def _side(name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, tells_drafts: bool) -> Figures:
+def _side_figures(
+    name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, tells_drafts: bool
+) -> Figures:
     mine = passes[name]
     answers = [answer for done in mine for answer in done.answers]
     sums = Sums.of([block for answer in answers for block in answer.blocks])
@@ -70,11 +74,11 @@ def _side(name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, tel
 
 
 def verdicts(points: Sequence[Figures], starts: Sequence[Figures]) -> list[Figures]:
-    """Each bar at each point: what was asked, what was measured, and whether it is met. Asserts nothing."""
+    """Return for each bar and point the minimum, the measured value, and whether the bar is met."""
     found: list[Figures] = []
     for point in points:
         if point["requests"] is None:
-            continue  # in an open loop all who keep up are as fast as the load
+            continue  # in an open loop every side that keeps up is as fast as the load
         for bar, side, ratio, least in _bars(point["traffic"]):
             if (figures := point["sides"].get(side)) is not None:
                 where = f"{point['requests']} request(s), {point['traffic']}"
@@ -83,15 +87,15 @@ def verdicts(points: Sequence[Figures], starts: Sequence[Figures]) -> list[Figur
         for when in WHEN:
             load = start["requests"] if when == "start" else f"{start['requests']} to {start['then']}"
             where = f"first seconds after a {when}: {load} request(s)"
-            told = start[when]
+            window = start[when]
             found.append(
-                _verdict("adaptive to plain", where, told["ratio"], PLAIN_LEAST, told["rounds_ratio"])
+                _verdict("adaptive to plain", where, window["ratio"], PLAIN_LEAST, window["rounds_ratio"])
             )
     return found
 
 
 def _bars(traffic: str) -> list[tuple[str, str, str, float]]:
-    """(bar, side, ratio, least)."""
+    """Return (bar, side, name of the ratio, minimum) of each bar."""
     to_plain = ("adaptive to plain", ADAPTIVE, "ratio_to_plain", PLAIN_LEAST)
     if traffic == "mixed":
         return [("adaptive to the best", ADAPTIVE, "ratio_to_best", MIXED_LEAST), to_plain]
@@ -103,9 +107,15 @@ def _bars(traffic: str) -> list[tuple[str, str, str, float]]:
 
 
 def _verdict(bar: str, where: str, measured: float, least: float, rounds: Sequence[float]) -> Figures:
-    """The rounds' range says how sure it is."""
-    told = {"least": least, "measured": measured, "range": [min(rounds), max(rounds)]}
-    return {"bar": bar, "where": where, **told, "met": measured >= least}
+    spread = [min(rounds), max(rounds)]
+    return {
+        "bar": bar,
+        "where": where,
+        "least": least,
+        "measured": measured,
+        "range": spread,
+        "met": measured >= least,
+    }
 
 
 def _speeds(passes: Sequence[LoadPass]) -> list[float]:

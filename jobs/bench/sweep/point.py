@@ -1,8 +1,8 @@
-"""One point of a sweep: all sides under the same load, by turns, for as long as the point may take.
+"""Measures one point of a sweep: all sides under the same load, in alternation, within a time budget.
 
-A turn is one side's pass over some requests; the next side's is over the same ones, and who begins moves
-on. A round's speeds, and so their ratios, are of the same work in neighbouring seconds; medians over rounds
-count.
+A turn is one side's pass over some requests; the other sides' turns over the same requests follow, in
+rotating order. Speeds and ratios of a round are thus for the same work at nearly the same time. Medians are
+taken over rounds.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 from ..idleness import Watch
 from ..load.arrivals import Arrivals
-from ..load.asks import Asks, Traffic
+from ..load.asks import RequestSource, Traffic
 from ..passes import say
-from ..turns import begin_with
+from ..turns import rotated
 from .answers import LoadPass
 from .driver import Driver
 from .sides import PLAIN
 
 LEAST_ROUNDS = 3
-PROBE_S = 1.0  # of an open loop
+PROBE_S = 1.0  # seconds of arrivals in the first, uncounted pass of an open loop
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A load: `requests` at once, or `arrivals`."""
+    """A load: `requests` in flight (closed loop), or `arrivals` (open loop)."""
 
     traffic: Traffic
     requests: int | None
@@ -38,27 +38,27 @@ class Point:
 
     @property
     def load(self) -> tuple[Traffic, int | None, float | None]:
-        """By which it is found again among figures."""
+        """Return the key under which figures store the point."""
         return self.traffic, self.requests, None if self.arrivals is None else self.arrivals.rate
 
-    def run(self, driver: Driver, asks: Asks, part: range) -> LoadPass:
+    def run(self, driver: Driver, source: RequestSource, part: range) -> LoadPass:
         if self.requests is not None:
-            return driver.closed(asks, part, self.requests)
-        assert self.arrivals is not None, "a point has one of both"
-        return driver.open(asks, part, self.arrivals)
+            return driver.closed(source, part, self.requests)
+        assert self.arrivals is not None, "a point has requests or arrivals"
+        return driver.open(source, part, self.arrivals)
 
     @property
     def least(self) -> int:
-        """Requests of a turn, at least."""
+        """Return the minimum number of requests of a turn."""
         if self.requests is not None:
             return max(self.requests, 2)
-        assert self.arrivals is not None, "a point has one of both"
+        assert self.arrivals is not None, "a point has requests or arrivals"
         return max(2, round(PROBE_S * min(self.arrivals.rate, 64.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a point's sides did: a pass per round, each round over the requests of `parts`."""
+    """Passes of all sides, one per round; round i ran the requests of `parts[i]`."""
 
     point: Point
     parts: list[range]
@@ -67,13 +67,16 @@ class Measured:
 
 
 def measure(
-    point: Point, drivers: Mapping[str, Driver], asks: Asks, rounds: int, budget_s: float
+    point: Point, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
 ) -> Measured:
-    """Args: rounds, at most; the seconds for all sides together, which too few rounds may pass."""
+    """Measure all sides in at most `rounds` rounds.
+
+    `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
+    """
     begin_s = time.monotonic()
     probe = range(point.least)
-    # What happens once does not count, and how fast each is says how much they can do.
-    slowest_s = max(point.run(driver, asks, probe).seconds for driver in drivers.values())
+    # Warm-up. Its duration also determines how many requests fit into the budget.
+    slowest_s = max(point.run(driver, source, probe).seconds for driver in drivers.values())
     left_s = max(budget_s - (time.monotonic() - begin_s), 0.0)
     rounds, count = _plan(point.least, slowest_s, left_s / len(drivers), rounds)
     parts = [range(begin, begin + count) for begin in range(0, rounds * count, count)]
@@ -82,15 +85,15 @@ def measure(
     with watch.open():
         for number, part in enumerate(parts):
             say(f"{point}, round {number + 1}/{rounds}, {count} requests")
-            for name in begin_with(list(drivers), number):
-                passes[name].append(point.run(drivers[name], asks, part))
+            for name in rotated(list(drivers), number):
+                passes[name].append(point.run(drivers[name], source, part))
     return Measured(point, parts, passes, watch)
 
 
 def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[int, int]:
-    """(rounds, requests of each) for a side's seconds, where `least` requests take `least_s`.
+    """Return rounds and requests per round for `side_s` seconds, if `least` requests take `least_s`.
 
-    Longer rounds come before more of them: all begin together, and the beginning must not rule.
+    Longer rounds are preferred to more rounds, since all requests of a round start together.
     """
     fit = side_s / least_s
     rounds = max(min(most_rounds, int(fit / 2)), min(LEAST_ROUNDS, most_rounds))
@@ -98,7 +101,7 @@ def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[
 
 
 def same_tokens(measured: Measured) -> dict[str, bool]:
-    """By side: whether all requests that were asked for got the tokens that plain decoding gave."""
+    """Return by side whether all requests have the same tokens as plain decoding."""
 
     def tokens(name: str) -> list[list[int]]:
         return [

@@ -1,9 +1,9 @@
-"""`manta bench sweep`: is speculation ever slower than plain, and is adapting as good as knowing best?
+"""`manta bench sweep`: checks that speculation is never slower than plain, and adapting as good as the best.
 
-All sides (`sides.py`) at every load (`point.py`), fresh engines in their first seconds (`starts.py`), and a
-verdict for each bar (`figures.py`). In this process, without Ray; the prefix cache is off, for prompts come
-again. It prints as it goes and writes its file after every cell, so that what is measured is there whatever
-happens; the same command goes on from there (`kept.py`).
+It measures all sides (`sides.py`) at every load (`point.py`) and fresh engines in their first seconds
+(`starts.py`), and gives a verdict for each bar (`figures.py`). Runs in this process, without Ray, and without
+the prefix cache, because prompts repeat. It prints and writes its file after every cell; the same command
+continues an interrupted sweep (`resume.py`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
 from ...tables import decimals, print_table
 from ..idleness import print_warning
-from ..load.asks import Asks, Traffic, encode_rows
+from ..load.asks import RequestSource, Traffic, encode_rows
 from ..options import SweepOptions
 from ..passes import Figures, read_rows, record, say, subject
 from .figures import point_figures, verdicts
-from .kept import Kept, read_kept
 from .point import Point, measure
+from .resume import MeasuredCells, read_cells
 from .sides import open_sides
 from .starts import measure_starts
 
-STARTS_SHARE = 0.25  # of the time; what one round of them takes at least
+STARTS_SHARE = 0.25  # of the total time, but at least one round
 
 
 def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
-    """Measure, print tables, and write what the options ask for. Returns the figures."""
+    """Measure, print tables, write the requested file, and return the figures."""
     if config.speculative_config is None:
         raise ConfigError(
-            "speculative_config is missing: a sweep compares ways to speculate. Give --spec-model.",
+            "speculative_config is missing: a sweep compares draft lengths. Give --spec-model.",
             param="speculative_config",
         )
     begin_s = time.monotonic()
@@ -42,29 +42,30 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
     config = replace(config, enable_prefix_caching=False, max_num_seqs=most)
     rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
     kinds = {
-        traffic: Asks(rows, options.max_tokens, options.temperature, traffic) for traffic in get_args(Traffic)
+        traffic: RequestSource(rows, options.max_tokens, options.temperature, traffic)
+        for traffic in get_args(Traffic)
     }
-    kept = read_kept(options.output, subject(config, options))
-    if kept.seconds:
-        count = len(kept.starts) + len(kept.points)
-        say(f"{options.output} is of a sweep that was interrupted: {count} cells are not measured again")
-    before_s = kept.seconds
+    cells = read_cells(options.output, subject(config, options))
+    if cells.seconds:
+        count = len(cells.starts) + len(cells.points)
+        say(f"{options.output} contains {count} cells of an interrupted sweep, which are not measured again")
+    before_s = cells.seconds
 
     def keep(refused: dict[str, str], *, complete: bool = False) -> Figures:
-        kept.seconds = before_s + time.monotonic() - begin_s
-        return _record(config, options, kept, refused, complete=complete)
+        cells.seconds = before_s + time.monotonic() - begin_s
+        return _record(config, options, cells, refused, complete=complete)
 
-    for _ in _starts(config, options, kinds["prompts"], kept):
+    for _ in _starts(config, options, kinds["prompts"], cells):
         keep({})
     with open_sides(config, options.methods, methods_only=options.methods_only) as sides:
         refused = sides.refused
-        todo = [point for point in _points(options) if not kept.has_point(*point.load)]
+        todo = [point for point in _points(options) if not cells.has_point(*point.load)]
         for number, point in enumerate(todo):
             left_s = 60.0 * options.minutes - before_s - (time.monotonic() - begin_s)
             budget_s = left_s / (len(todo) - number)
             measured = measure(point, sides.drivers, kinds[point.traffic], options.rounds, budget_s)
-            kept.points.append(point_figures(measured, sides.fixed))
-            print_point(kept.points[-1])
+            cells.points.append(point_figures(measured, sides.fixed))
+            print_point(cells.points[-1])
             keep(refused)
     figures = keep(refused, complete=True)
     print_verdicts(figures["verdicts"])
@@ -74,7 +75,7 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
 
 
 def _points(options: SweepOptions) -> list[Point]:
-    """Mixed traffic right behind the prompts' at the same load: neighbours in time are compared best."""
+    """Return the points, mixed traffic directly after prompts at the same load, to be comparable."""
     loops: tuple[tuple[Traffic, tuple[int, ...]], ...]
     loops = (("prompts", options.concurrency), ("mixed", options.mixed))
     found = [
@@ -86,40 +87,41 @@ def _points(options: SweepOptions) -> list[Point]:
     return [*found, *(Point("prompts", None, arrivals) for arrivals in options.open_loops)]
 
 
-def _starts(config: EngineConfig, options: SweepOptions, asks: Asks, kept: Kept) -> Iterator[Figures]:
-    """Rounds of them as the time allows, at least one; none where there is no other load to change to."""
+def _starts(
+    config: EngineConfig, options: SweepOptions, source: RequestSource, cells: MeasuredCells
+) -> Iterator[Figures]:
+    """Measure starts in as many rounds as fit, at least one; skipped if there is only one load."""
     loads = options.concurrency
     if len(loads) < 2 or options.methods_only:
         return
     round_s = 4 * options.window_s * len(loads)
     rounds = max(1, int(STARTS_SHARE * 60.0 * options.minutes / round_s))
-    left = [load for load in loads if not kept.has_start(load)]
-    for start in measure_starts(config, loads, left, asks, options.window_s, min(rounds, options.rounds)):
-        kept.starts.append(start)
+    left = [load for load in loads if not cells.has_start(load)]
+    for start in measure_starts(config, loads, left, source, options.window_s, min(rounds, options.rounds)):
+        cells.starts.append(start)
         yield start
-    print_starts(kept.starts)
+    print_starts(cells.starts)
 
 
 def _record(
     config: EngineConfig,
     options: SweepOptions,
-    kept: Kept,
+    cells: MeasuredCells,
     refused: dict[str, str],
     *,
     complete: bool,
 ) -> Figures:
     more = {
         "complete": complete,
-        "measured_in_s": round(kept.seconds, 1),
+        "measured_in_s": round(cells.seconds, 1),
         "refused": refused,
-        "starts": kept.starts,
-        "verdicts": verdicts(kept.points, kept.starts),
+        "starts": cells.starts,
+        "verdicts": verdicts(cells.points, cells.starts),
     }
-    return record(config, options, kept.points, more)
+    return record(config, options, cells.points, more)
 
 
 def print_point(point: Figures) -> None:
-    """The table of one point."""
     columns = [
         "side",
         "tok/s",
@@ -155,7 +157,6 @@ def print_point(point: Figures) -> None:
 
 
 def print_starts(starts: Sequence[Figures]) -> None:
-    """A line per pair of fresh engines."""
     columns = ["first load", "plain tok/s", "adaptive", "ratio", "then", "plain tok/s", "adaptive", "ratio"]
     rows = [
         [
@@ -170,7 +171,6 @@ def print_starts(starts: Sequence[Figures]) -> None:
 
 
 def print_verdicts(found: Sequence[Figures]) -> None:
-    """A line per bar and point."""
     rows = [
         [
             one["bar"],

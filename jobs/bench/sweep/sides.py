@@ -1,12 +1,12 @@
-"""Who takes part in a sweep: one engine for each way to decode the same target, all in this process.
+"""The sides of a sweep: one engine for each decoding method of the same target, all in this process.
 
     plain        no drafter
-    adaptive     the config as it is given
-    dflash-k     always k drafts, for each k of the ladder (named after the config's method)
-    random       adaptive, the drafter's weights shuffled: as costly, and it knows nothing
+    adaptive     the given configuration
+    dflash-k     always k drafts, for each k of the ladder (named after the configured method)
+    random       adaptive, with the drafter's weights shuffled: same cost, useless drafts
     ngram, ..    other methods (`--method`), adaptive
 
-A side that the engine refuses is reported with its reason, and the others run.
+A side that the engine refuses is reported with the reason, and the others run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PLAIN, ADAPTIVE, RANDOM = "plain", "adaptive", "random"
 
 @dataclass(slots=True)
 class Sides:
-    """Engines that are open.
+    """The open engines.
 
     Attributes:
-        drivers: by name.
-        refused: why, by name.
-        fixed: names of those with a fixed number of drafts, ascending.
+        drivers: drivers by name.
+        refused: reasons of the refused sides, by name.
+        fixed: names of the sides with a fixed number of drafts, ascending.
     """
 
     drivers: dict[str, Driver] = field(default_factory=dict)
@@ -66,13 +66,14 @@ class Sides:
 def open_sides(
     config: EngineConfig, methods: Mapping[str, Mapping[str, Any]], *, methods_only: bool = False
 ) -> Iterator[Sides]:
-    """All of them (or without fixed lengths and the shuffled drafter), until the end of the block.
+    """Open all sides (without fixed lengths and the shuffled drafter if `methods_only`).
 
-    An engine counts what others hold of a GPU: each may go one share of `gpu_memory_utilization` further. How
-    many there will be is known when the first tells its ladder; so that one gets the smallest share.
+    Each engine counts the GPU memory that the others use, so the nth may use n shares of
+    `gpu_memory_utilization`. The number of sides is known only once the first engine reports its ladder, so
+    that one gets the smallest share.
     """
     spec = config.speculative_config
-    assert spec is not None, "what is swept is speculation"
+    assert spec is not None, "run_sweep checks that there is a speculative config"
     sides, count = Sides(), 3 + len(methods) + len(draft_lengths(spec.num_speculative_tokens or 64))
 
     def opened(name: str, of_side: SpeculativeConfig | None) -> Driver | None:
@@ -111,7 +112,7 @@ def _open_method(sides: Sides, name: str, how: Mapping[str, Any], opened: Any) -
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`ngram`, `eagle3=FOLDER` or a speculative config in JSON, each by the name of its method."""
+    """Read `ngram`, `eagle3=FOLDER` or a speculative config in JSON; return configs by method name."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         if text.lstrip().startswith("{"):
@@ -131,14 +132,13 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError:
         pass
     raise ConfigError(
-        f"method={text!r} must be a JSON object with a `method`, or a name as ngram, or eagle3=FOLDER.",
+        f"method={text!r} must be a JSON object with a `method`, a name such as ngram, or eagle3=FOLDER.",
         param="method",
     )
 
 
 def shuffled(drafter: Path, scratch: Path) -> Path:
-    """A copy of a drafter's folder in which every tensor holds its own values in another order: numbers of
-    the same sizes, of which it knows nothing."""
+    """Copy a drafter's folder with the values of every tensor shuffled: same magnitudes, useless drafts."""
     folder = scratch / "random"
     folder.mkdir()
     shuffle = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""The first seconds: a fresh engine meets its first load, and then another one. Adaptive beside plain.
+"""Measures the first seconds of fresh engines at one load, and then at another: adaptive against plain.
 
-In these seconds an adaptive engine knows little: what it tries costs something, and a steady point would
-not show it. Each load of the sweep is the first of one pair of fresh engines, and one far from it comes
-second.
+In these seconds an adaptive engine has few measurements, and its trials cost something that a steady point
+does not show. Each load of the sweep is the first load of one pair of engines; the second load is far from
+it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import replace
 from ....actors.executor import make_executor
 from ....cluster.config import EngineConfig
 from ..idleness import Watch
-from ..load.asks import Asks
+from ..load.asks import RequestSource
 from ..passes import Figures, say
-from ..turns import begin_with
+from ..turns import rotated
 from .answers import LoadPass
 from .driver import Driver
 from .sides import ADAPTIVE, PLAIN
@@ -28,12 +28,11 @@ def measure_starts(
     config: EngineConfig,
     loads: Sequence[int],
     firsts: Sequence[int],
-    asks: Asks,
+    source: RequestSource,
     window_s: float,
     rounds: int,
 ) -> Iterator[Figures]:
-    """Of each first load: tokens/s in the window after a start and after the change to another of `loads`,
-    and their ratios."""
+    """Yield for each first load the tokens/s, and their ratio, after a start and after a change of load."""
     for first in firsts:
         i = loads.index(first)
         second = loads[(i + (len(loads) + 1) // 2) % len(loads)]
@@ -41,21 +40,21 @@ def measure_starts(
         passes: dict[str, list[list[LoadPass]]] = {PLAIN: [], ADAPTIVE: []}
         for number in range(rounds):
             say(f"a start with {first} request(s), then {second}, round {number + 1}/{rounds}")
-            for name in begin_with(list(passes), number + i):
+            for name in rotated(list(passes), number + i):
                 with watch.open():
-                    passes[name].append(_hold(config, name, asks, (first, second), window_s))
+                    passes[name].append(_hold(config, name, source, (first, second), window_s))
         yield {"requests": first, "then": second, **_figures(passes), "idleness": watch.found.as_json()}
 
 
 def _hold(
-    config: EngineConfig, name: str, asks: Asks, loads: tuple[int, int], window_s: float
+    config: EngineConfig, name: str, source: RequestSource, loads: tuple[int, int], window_s: float
 ) -> list[LoadPass]:
     spec = config.speculative_config
-    assert spec is not None, "what is swept is speculation"
+    assert spec is not None, "run_sweep checks that there is a speculative config"
     of_side = replace(config, speculative_config=replace(spec, adaptive=True) if name == ADAPTIVE else None)
     driver = Driver(of_side, make_executor(of_side))
     try:
-        return driver.hold(asks, loads, window_s)
+        return driver.hold(source, loads, window_s)
     finally:
         driver.close()
 

@@ -1,6 +1,5 @@
-"""Every kernel with its operands, what it must compute, and how far it may be off.
+"""Test cases of all kernels: operands, the reference result and an error bound. Read `case.py` first.
 
-`manta doctor` runs these cases on the device at hand, the tests in Triton's interpreter at small sizes. A
-kernel must compute what the definition (`drafter/compute/eager/`: PyTorch's operators alone) computes in fp64
-of the same operands. Read `case.py` first.
+`manta doctor` runs them on the device at hand, the tests in Triton's interpreter with small sizes. The
+reference is the definition (`drafter/compute/eager/`: PyTorch's operators only) in fp64 on the same operands.
 """

@@ -1,4 +1,4 @@
-"""A case: something that a backend computes, compared with the definition in fp64, and a bound of its error.
+"""A case: a computation of a backend, compared with the definition in fp64, with an error bound.
 
 Made by the modules beside this one; run by `../run.py` and by tests.
 """
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from ..findings import Check, Outcome, off_by, within
-from .subject import Candidate, Place, Subject, candidates
+from .subject import Candidate, KernelInputs, Place, candidates
 
 REMEDY = (
-    "serve with another backend (--attention-backend torch) until this is mended, and report the line with "
-    "its trace (-o FILE); what fails behind a failed launch may be its consequence"
+    "serve with another backend (--attention-backend torch) until this is fixed, and report the line with "
+    "its trace (-o FILE); failures after a failed launch may be its consequence"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of the table, in every dtype.
+    """A line of the table in each dtype.
 
     Attributes:
-        error: computes, and returns the largest error in units of the last place.
-        half, fp32: the bounds of that, where results are rounded to 16 bits, and in fp32: there a sum of
-            12288 terms in a row may be off by 90 units, one of products of tf32 is by thousands.
-        is_operator: only backends whose passes are driven from Python compute this by itself.
+        error: runs the computation and returns the largest error in units of the last place.
+        half, fp32: bounds of the error with results in 16 bits and in fp32. In fp32 a sequential sum of 12288
+            terms may be off by 90 units; with tf32 products it is off by thousands.
+        is_operator: only backends whose passes are driven from Python compute this separately.
     """
 
     name: str
-    error: Callable[[Subject], float]
+    error: Callable[[KernelInputs], float]
     half: float
     fp32: float
     is_operator: bool = True
@@ -44,20 +44,20 @@ class Case:
 
     def _examine(self, place: Place, candidate: Candidate, dtype: torch.dtype) -> Outcome:
         with torch.inference_mode():
-            error = self.error(Subject(place, candidate, dtype))
+            error = self.error(KernelInputs(place, candidate, dtype))
         return within(error, self.fp32 if dtype is torch.float32 else self.half)
 
 
 def checks_of_served(group: str, place: Place, cases: Iterable[Case], *, quick: bool) -> Iterator[Check]:
-    """Each case in each dtype of the backend that is served here; of two dtypes of 16 bits one if `quick`."""
+    """Yield each case in each dtype of this device's preferred backend; only one 16-bit dtype if `quick`."""
     candidate, cases = candidates(place)[0], list(cases)
     for dtype in candidate.examined(quick=quick):
         for case in cases:
             yield case.check(group, place, candidate, dtype)
 
 
-def error_of(subject: Subject, compute: Callable[[Subject], list[Tensor]]) -> float:
-    """The largest error of what `compute` returns for a subject: against the definition's results in fp64."""
-    definition = subject.definition()  # before operands are drawn
-    found, exact = compute(subject), compute(definition)
+def error_of(inputs: KernelInputs, compute: Callable[[KernelInputs], list[Tensor]]) -> float:
+    """Return the largest error of `compute`'s results against the definition's in fp64."""
+    definition = inputs.definition()  # before any operands are drawn
+    found, exact = compute(inputs), compute(definition)
     return max(off_by(*pair) for pair in zip(found, exact, strict=True))

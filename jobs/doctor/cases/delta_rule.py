@@ -1,7 +1,7 @@
-"""Gated delta layers by our own kernels: a prompt, a block of which some drafts stood, what follows.
+"""Gated delta rule layers with our own kernels: a prompt, a block with accepted drafts, further rows.
 
-The sizes are those of models that are served, on a GPU; small ones in Triton's interpreter. Imports no Triton
-by itself: `../run.py` calls it where Triton's backend runs.
+Sizes are those of supported models on a GPU, and small ones in Triton's interpreter. Does not import Triton
+itself: `../run.py` calls it where Triton's backend runs.
 
 Legend: N rows, O outputs of the layer's product, C channels, T taps, V value heads, F value dim, Z slots.
 """
@@ -24,7 +24,7 @@ from ....drafter.compute.recurrent import DeltaNetShape
 from ....drafter.compute.state_memory import DeviceStateRows, Save, StateMemory, StateRows
 from ..findings import Check, off_by
 from .case import Case, checks_of_served
-from .subject import Place, Subject
+from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 _KINDS = {
@@ -35,7 +35,7 @@ _SMALL = {
     "two value heads a key": StateGeometry(1, 2, 16, 16, 4),
     "three value heads a key": StateGeometry(1, 3, 16, 8, 4),
 }
-_PROMPT, _DRAFTS, _STOOD, _REST = 40, 5, 3, 2
+_PROMPT, _DRAFTS, _ACCEPTED, _REST = 40, 5, 3, 2
 
 
 def delta_checks(place: Place, *, quick: bool) -> Iterator[Check]:
@@ -45,11 +45,11 @@ def delta_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 class DeltaLayer:
-    """A layer of one kind over memory, and where the sequence in each slot stands.
+    """A layer over state memory, with the length of the sequence in each slot.
 
     Args:
-        layer: of the memory.
-        padding: rows of no request behind those of every pass; they become zeros.
+        layer: index in the memory.
+        padding: rows without a request after those of every pass; their results are zero.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class DeltaLayer:
         self.first_Z, self._pending_Z = np.zeros((2, memory.num_slots), dtype=np.int64)
 
     def run(self, given: Sequence[tuple[int, Tensor, int]], saves: tuple[Save, ...] = ()) -> Tensor:
-        """A pass.
+        """Run a pass.
 
         Args:
-            given: slot, rows [N, O], and how many of these, the last ones, are drafts. Without rows it is a
-                request that is padding.
+            given: slot, rows [N, O], and the number of drafts at their end; a request without rows is
+                padding.
         """
         if not self._is_on_device:
             given = [each for each in given if len(each[1])]
@@ -89,42 +89,42 @@ class DeltaLayer:
         mixed_NO = torch.cat([*(x for _, x, _ in given), *padding]).to(self._device, self._dtype)
         out_NG = self._attend(mixed_NO, self._backend.begin(placed), self._cache, self._layer)
         num_rows = int(counts.sum())
-        assert not out_NG[num_rows:].any(), "rows of padding become zeros"
+        assert not out_NG[num_rows:].any(), "padding rows must be zero"
         self._pending_Z[slots] = 0
         self.first_Z[slots] += counts - drafts
         return out_NG[:num_rows]
 
     def accept(self, slot: int, count: int) -> None:
-        """So many of the last pass's drafts stood."""
+        """Accept the first `count` drafts of the last pass."""
         self._pending_Z[slot] = count
         self.first_Z[slot] += count
 
 
-def _error(subject: Subject, kind: StateGeometry) -> float:
-    """Of a sequence whose block has drafts that fell: as if its rows had come at once, without these."""
-    definition = subject.definition()
-    (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (subject, definition))
-    known = _PROMPT + 1 + _STOOD
-    block_NO = torch.cat((rows_NO[_PROMPT:known], -rows_NO[: _DRAFTS - _STOOD]))
+def _error(inputs: KernelInputs, kind: StateGeometry) -> float:
+    """Compare a sequence with rejected drafts in a block with one pass over the accepted rows."""
+    definition = inputs.definition()
+    (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (inputs, definition))
+    known = _PROMPT + 1 + _ACCEPTED
+    block_NO = torch.cat((rows_NO[_PROMPT:known], -rows_NO[: _DRAFTS - _ACCEPTED]))
     found = [layer.run([(1, rows_NO[:_PROMPT], 0)])]
-    found.append(layer.run([(1, block_NO, _DRAFTS)])[: 1 + _STOOD])
-    layer.accept(1, _STOOD)
+    found.append(layer.run([(1, block_NO, _DRAFTS)])[: 1 + _ACCEPTED])
+    layer.accept(1, _ACCEPTED)
     found.append(layer.run([(1, rows_NO[known:], 0)]))
     return off_by(torch.cat(found), exact.run([(1, exact_NO, 0)]))
 
 
-def _random(subject: Subject, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
-    """A layer of rates at which a state lives for a few rows, and rows for it."""
-    heads, wide = kind.num_value_heads, subject.wide
+def _random(inputs: KernelInputs, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
+    """Make a layer whose state decays within a few rows, and rows for it."""
+    heads, wide = kind.num_value_heads, inputs.wide
     shape = DeltaNetShape(
         kind,
-        kernel_CT=wide(subject.randn(kind.channels, kind.taps)),
-        rate_V=-wide(subject.randn(heads)).abs(),
-        dt_bias_V=wide(subject.randn(heads)) - 2.0,
-        norm_F=wide(subject.norm_weight(kind.value_dim)),
-        eps=subject.eps,
+        kernel_CT=wide(inputs.randn(kind.channels, kind.taps)),
+        rate_V=-wide(inputs.randn(heads)).abs(),
+        dt_bias_V=wide(inputs.randn(heads)) - 2.0,
+        norm_F=wide(inputs.norm_weight(kind.value_dim)),
+        eps=inputs.eps,
     )
-    memory = StateMemory(1, kind, 2, _DRAFTS, subject.dtype, subject.place.device)
+    memory = StateMemory(1, kind, 2, _DRAFTS, inputs.dtype, inputs.place.device)
     width = kind.channels + heads * (kind.value_dim + 2)
-    rows_NO = subject.randn(_PROMPT + 1 + _STOOD + _REST, width)
-    return DeltaLayer(subject.backend, shape, memory, subject.candidate.page_size), rows_NO
+    rows_NO = inputs.randn(_PROMPT + 1 + _ACCEPTED + _REST, width)
+    return DeltaLayer(inputs.backend, shape, memory, inputs.candidate.page_size), rows_NO

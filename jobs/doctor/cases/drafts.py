@@ -1,7 +1,7 @@
-"""What drafting alone asks of kernels: margins, cuts, DFlash2's choices; heads of odd sizes.
+"""Kernels used only for drafting: margins, trimming, DFlash2's paths; attention with odd head sizes.
 
-Margins against fp64; cuts and paths against the host's definitions on the same device. Imports Triton:
-`../run.py` imports this file where Triton's backend runs.
+Margins are compared with fp64, trimming and paths with the host's definitions on the same device. Imports
+Triton: `../run.py` imports this file only where Triton's backend runs.
 
 Legend: N rows, R requests, K most drafts, V vocabulary, E selector's rank.
 """
@@ -29,16 +29,15 @@ from ...bench.random_pair import PairShape
 from ..findings import Check, Outcome, none_differ
 from .case import REMEDY, Case
 from .operators import attention_error
-from .steps import SAMPLINGS, Twins, choose, exact_scores
+from .steps import SAMPLINGS, StatePair, choose, exact_scores
 from .subject import Candidate, Place
 
-_HEAD_DIMS = (80, 96, 192)  # none is a power of two: tiles are wider than heads
-_NEAR = 1e-4  # margins: two scores' noise in fp32, and what logits of this size are rounded by
-_RANK, _TOP_K = 256, 16  # of published selectors
+_HEAD_DIMS = (80, 96, 192)  # not powers of two: tiles are wider than heads
+_NEAR = 1e-4  # of margins: fp32 rounding of logits and of the noise of two scores
+_RANK, _TOP_K = 256, 16  # as in published selectors
 
 
 def draft_checks(place: Place) -> Iterator[Check]:
-    """All of them."""
     for name in ("greedy", "temperature 1", "Qwen3's"):
         yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
         yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
@@ -53,12 +52,12 @@ def draft_checks(place: Place) -> Iterator[Check]:
 
 
 def _margins(place: Place, sampling: SlotSampling) -> Outcome:
-    """How much the best score is above the next one that filters keep; the best logit, where one is kept."""
+    """Check the margin of the best score over the next kept one (the best logit if only one is kept)."""
     num_rows = 6 if place.interpreted else 32
     random = torch.Generator(place.device).manual_seed(1)
     logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device).mul_(3)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
-    logits_NV[0, 7] += 40.0  # the only one that a filter keeps
+    logits_NV[0, 7] += 40.0  # a row of which filters keep one token
     _, floor_N, margins_N = choose(logits_NV, sampling, seeds_N, positions_N, with_margins=True)
     scores_NV = exact_scores(logits_NV, sampling, seeds_N, positions_N)
     if floor_N is not None:
@@ -72,7 +71,7 @@ def _margins(place: Place, sampling: SlotSampling) -> Outcome:
 
 
 def _cuts(place: Place) -> Outcome:
-    """As many drafts of each request as the host would verify; margins are few, so that worths are equal."""
+    """Check that the kernel keeps the same drafts as the host. Few distinct margins give ties."""
     rng = np.random.default_rng(2)
     count, most = (9, 7) if place.interpreted else (256, 15)
     drafts_R = rng.integers(0, most + 1, count).astype(np.int32)
@@ -97,10 +96,10 @@ def cut(
     device: torch.device,
     padding: int = 0,
 ) -> tuple[StepRequests, Tensor]:
-    """The kernel's requests, whose drafts are verified in so many rows, and the margins that it returns.
+    """Run the trimming kernel with a budget of rows; return its requests and the margins.
 
     Args:
-        padding: requests behind the others, without rows.
+        padding: requests without rows after the others.
     """
     count, most = margins_RK.shape
     room, requests_R = StepRequests.room(count + padding), np.arange(count, dtype=np.int32)
@@ -117,11 +116,11 @@ def cut(
 
 
 def _paths(place: Place, sampling: SlotSampling) -> Outcome:
-    """Drafts along DFlash2's paths, of ragged blocks with padding behind."""
-    twins, filters = Twins(place, sampling), sampling.top_k > 0
-    block = lay_out_block(twins.requests, twins.device.tables, 0)
-    expected = twins.host.lay_out_block(twins.step, 0)
-    assert expected is not None, "somebody drafts"
+    """Check DFlash2's paths for ragged blocks followed by padding."""
+    pair, filters = StatePair(place, sampling), sampling.top_k > 0
+    block = lay_out_block(pair.requests, pair.device.tables, 0)
+    expected = pair.host.lay_out_block(pair.step, 0)
+    assert expected is not None, "the step has drafts"
     random = torch.Generator(place.device).manual_seed(3)
 
     def randn(*shape: int) -> Tensor:
@@ -131,18 +130,18 @@ def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
     predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
     books = Codebooks(predecessor_VE, successor_VE, _TOP_K)
-    drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(twins.step.num_drafts > 0, twins.step.num_rows)))
+    drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(pair.step.num_drafts > 0, pair.step.num_rows)))
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
-    state = twins.device.sampling
+    state = pair.device.sampling
     workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
     found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
-    cu_rows_R1 = twins.requests.cu_rows_R1
+    cu_rows_R1 = pair.requests.cu_rows_R1
     chosen_N = walk_paths(
         found, gates_NE, block, cu_rows_R1, state, books, filters=filters, margins_N=margins_N
     )
-    assert theirs.margins_RK is not None, "a path says how sure it is"
+    assert theirs.margins_RK is not None, "select_paths returns margins"
     of_drafts = theirs.drafts_RK >= 0
     differing = int((chosen_N[mine_X] != theirs.drafts_RK[of_drafts]).sum())
     off = float((margins_N[mine_X] - theirs.margins_RK[of_drafts]).abs().max())

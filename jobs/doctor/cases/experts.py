@@ -1,7 +1,7 @@
-"""Routed experts by our own kernels: plain weights and packed ones, in tiles of every height.
+"""Routed experts with our own kernels: plain and packed weights, in tiles of every height.
 
-The sizes are those of models that are served, on a GPU; small ones in Triton's interpreter. Imports no Triton
-by itself: `../run.py` calls it where Triton's backend runs, and `../rates.py` takes its experts from here.
+Sizes are those of supported models on a GPU, and small ones in Triton's interpreter. Does not import Triton
+itself: `../run.py` calls it where Triton's backend runs; `../rates.py` uses its experts.
 
 Legend: N rows, k experts chosen per row, E experts, H hidden, I inner size, O outputs of a product, J codes
 of a block.
@@ -23,22 +23,22 @@ from ....drafter.compute.mxfp4 import MXFP4
 from ....drafter.compute.packed import BLOCK, Packed
 from ..findings import Check, off_by
 from .case import Case, checks_of_served
-from .subject import Place, Subject
+from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 8, 256  # bounds in units of the last place
-_LIMIT = 1.0  # of the clamp: many pass it
-# Tiles of 16, 32, 64 and 128 pairs.
+_LIMIT = 1.0  # of the clamp; many values exceed it
+# Numbers of rows for tiles of 16, 32, 64 and 128 (row, expert) pairs, by experts per row.
 _GPU_ROWS = {8: (1, 16, 190, 400, 700), 4: (1, 16, 120, 200, 400)}
 _SMALL_ROWS = (5, 20, 40, 70)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """A model's experts.
+    """The experts of a model.
 
     Attributes:
-        places: experts of a row.
-        packed: how weights are kept; None: plainly.
+        places: experts per row.
+        packed: storage format of the weights; None: plain.
     """
 
     name: str
@@ -50,19 +50,18 @@ class ExpertKind:
     packed: type[Packed] | None = None
 
     def rows(self, place: Place) -> tuple[int, ...]:
-        """Numbers of rows that fill tiles of every height."""
+        """Return numbers of rows that use tiles of every height."""
         return _GPU_ROWS[self.places] if place.device.type == "cuda" else _SMALL_ROWS
 
 
 QWEN3_30B = ExpertKind("plain, SiLU", 2048, 768, 128, 8, "silu")
 GEMMA4_26B = ExpertKind("plain, GELU", 2816, 704, 128, 8, "gelu_tanh")
 GPT_OSS_20B = ExpertKind("MXFP4, clamped", 2880, 2880, 32, 4, "swiglu_clamped", MXFP4)
-KIMI_K2 = ExpertKind("INT4, SiLU", 7168, 2048, 48, 8, "silu", Int4)  # as eight GPUs share them out
+KIMI_K2 = ExpertKind("INT4, SiLU", 7168, 2048, 48, 8, "silu", Int4)  # the share of one of eight GPUs
 _SMALL = {"hidden": 192, "inner": 64, "experts": 4, "places": 2}
 
 
 def expert_kinds(place: Place) -> list[ExpertKind]:
-    """What is looked at here."""
     kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2]
     return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
 
@@ -74,64 +73,64 @@ def bytes_of(weight: Tensor | Packed) -> int:
 
 
 def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """A case for each kind; fewer heights of a tile if `quick`."""
+    """Yield a case for each kind; fewer tile heights if `quick`."""
     cases = [
         Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)
     ]
     yield from checks_of_served("own experts", place, cases, quick=quick)
 
 
-def _error(subject: Subject, kind: ExpertKind, quick: bool) -> float:
-    """The worst of all numbers of rows."""
-    rows, weights = kind.rows(subject.place), random_experts(subject, kind)
-    experts, errors = subject.backend.experts(weights), []
+def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
+    """Return the largest error over all numbers of rows."""
+    rows, weights = kind.rows(inputs.place), random_experts(inputs, kind)
+    experts, errors = inputs.backend.experts(weights), []
     for num_rows in rows[:: len(rows) - 1] if quick else rows:
-        routed = random_rows(subject, kind, num_rows)
+        routed = random_rows(inputs, kind, num_rows)
         errors.append(off_by(experts(*routed), exact_experts(weights, *routed)))
     return max(errors)
 
 
-def random_experts(subject: Subject, kind: ExpertKind) -> ExpertWeights:
-    """A layer of them; those in MXFP4 have biases."""
+def random_experts(inputs: KernelInputs, kind: ExpertKind) -> ExpertWeights:
+    """Make the experts of a layer; MXFP4 ones have biases."""
     experts, hidden, inner = kind.experts, kind.hidden, kind.inner
     make = {None: _plain, MXFP4: _mxfp4, Int4: _int4}[kind.packed]
     return ExpertWeights(
-        gate_up=make(subject, experts, 2 * inner, hidden),
-        down=make(subject, experts, hidden, inner),
-        gate_up_bias_EI=subject.randn(experts, 2 * inner) if kind.packed is MXFP4 else None,
-        down_bias_EH=subject.randn(experts, hidden) if kind.packed is MXFP4 else None,
+        gate_up=make(inputs, experts, 2 * inner, hidden),
+        down=make(inputs, experts, hidden, inner),
+        gate_up_bias_EI=inputs.randn(experts, 2 * inner) if kind.packed is MXFP4 else None,
+        down_bias_EH=inputs.randn(experts, hidden) if kind.packed is MXFP4 else None,
         activation=kind.activation,
         limit=_LIMIT if kind.activation == "swiglu_clamped" else None,
     )
 
 
-def random_rows(subject: Subject, kind: ExpertKind, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the experts of its rows (each as likely as the others), and how much of each."""
-    scores_NE = subject.randn(num_rows, kind.experts).float()
+def random_rows(inputs: KernelInputs, kind: ExpertKind, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows x, their expert ids (uniformly routed) and routing weights."""
+    scores_NE = inputs.randn(num_rows, kind.experts).float()
     weights_Nk, ids_Nk = scores_NE.softmax(-1).topk(kind.places)
-    x_NH = subject.randn(num_rows, kind.hidden)
+    x_NH = inputs.randn(num_rows, kind.hidden)
     return x_NH, ids_Nk.to(torch.int32), weights_Nk / weights_Nk.sum(-1, keepdim=True)
 
 
-def _plain(subject: Subject, experts: int, outputs: int, inputs: int) -> Tensor:
-    return subject.weight(experts * outputs, inputs).unflatten(0, (experts, outputs))
+def _plain(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Tensor:
+    return inputs.weight(experts * num_out, num_in).unflatten(0, (experts, num_out))
 
 
-def _mxfp4(subject: Subject, experts: int, outputs: int, inputs: int) -> MXFP4:
-    """Codes as they come, of the size that products keep: a code is 2.9 in the mean square's root."""
-    shape, device = (experts, outputs, inputs // BLOCK), subject.place.device
+def _mxfp4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> MXFP4:
+    """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 2.9."""
+    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
     random = torch.Generator(device).manual_seed(0)
-    middle = 127 - round(torch.log2(torch.tensor(2.9 * inputs**0.5)).item())
+    middle = 127 - round(torch.log2(torch.tensor(2.9 * num_in**0.5)).item())
     scales = torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device=device, generator=random)
     return MXFP4(_codes(shape, random), scales)
 
 
-def _int4(subject: Subject, experts: int, outputs: int, inputs: int) -> Int4:
-    """The same; a code is 4.6."""
-    shape, device = (experts, outputs, inputs // BLOCK), subject.place.device
+def _int4(inputs: KernelInputs, experts: int, num_out: int, num_in: int) -> Int4:
+    """Make random codes with scales that keep a product's magnitude; the root mean square of codes is 4.6."""
+    shape, device = (experts, num_out, num_in // BLOCK), inputs.place.device
     random = torch.Generator(device).manual_seed(0)
     sizes = torch.rand(shape, device=device, generator=random) + 0.5
-    return Int4(_codes(shape, random), (sizes / (4.6 * inputs**0.5)).to(subject.dtype))
+    return Int4(_codes(shape, random), (sizes / (4.6 * num_in**0.5)).to(inputs.dtype))
 
 
 def _codes(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
@@ -140,7 +139,7 @@ def _codes(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
 
 
 def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-    """The definition's result in fp64, expert by expert: all of them unpacked may not fit."""
+    """Return the definition's result in fp64, by expert: all of them unpacked may not fit into memory."""
     y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
     for expert in range(weights.gate_up.shape[0]):
         experts = TorchBackend().experts(_alone(weights, expert))

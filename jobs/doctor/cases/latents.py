@@ -1,11 +1,11 @@
-"""Attention over latents by our own kernels: absorbed for blocks, expanded for long prompts.
+"""Attention over latents (MLA) with our own kernels: absorbed for blocks, expanded for long prompts.
 
-The sizes are Kimi K2's on one of eight ranks, on a GPU; small ones in Triton's interpreter. Two requests have
-two passes each, the first of prompts; the last is judged. Imports no Triton by itself: `../run.py` calls it
-where Triton's backend runs.
+Sizes are those of Kimi K2 on one of eight ranks on a GPU, and small ones in Triton's interpreter. Two
+requests run two passes, of which the first is the prefill and the second is compared. Does not import Triton
+itself: `../run.py` calls it where Triton's backend runs.
 
-Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent,
-W = C + R, O = E + R.
+Legend: N rows, J heads, E and R head dims without and with rotary embedding, F of values, C values of a
+latent, W = C + R, O = E + R.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from ....drafter.compute.latent import Latents
 from ....drafter.compute.layers import RMSNorm
 from ..findings import Check
 from .case import Case, checks_of_served, error_of
-from .subject import Contexts, Place, Subject
+from .subject import Contexts, KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """J, E, R, F, C; rows of a prompt of each of two requests, the second's as few as are expanded; rows of a
-    block."""
+    """Sizes J, E, R, F, C; prompt rows of two requests (the second: the fewest that expand); block rows."""
 
     heads: int
     nope: int
@@ -41,9 +40,8 @@ class _Sizes:
     block: int
 
 
-_KIMI = _Sizes(
-    8, 128, 64, 128, 512, prompts=(2100, 171), block=16
-)  # two of them are more keys than one piece
+# Two prompts have more keys than one chunk of the expansion.
+_KIMI = _Sizes(8, 128, 64, 128, 512, prompts=(2100, 171), block=16)
 _SMALL = _Sizes(3, 20, 8, 12, 32, prompts=(50, 33), block=5)
 
 
@@ -61,11 +59,11 @@ def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("own latents", place, cases, quick=quick)
 
 
-def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
-    """So many rows of each request behind its prompt: the latents and keys that were written, the results."""
+def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
+    """Attend with `rows` of each request after its prompt; return the written K/V and the results."""
     width, rank = sizes.rank + sizes.rotated, sizes.rank
     requests = tuple(zip(sizes.prompts, rows, strict=True))
-    contexts = Contexts(subject, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
+    contexts = Contexts(inputs, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
     shape = AttentionShape(
         num_heads=sizes.heads,
         num_kv_heads=1,
@@ -73,21 +71,21 @@ def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[T
         v_head_dim=rank,
         q_norm_D=None,
         k_norm_D=None,
-        eps=subject.eps,
-        rope=subject.rope(contexts.length, sizes.rotated),
+        eps=inputs.eps,
+        rope=inputs.rope(contexts.length, sizes.rotated),
         scale=(sizes.nope + sizes.rotated) ** -0.5,
         latent=Latents(
             q_norm=None,
             q_up=None,
-            kv_norm=RMSNorm(subject.norm_weight(rank), subject.eps),
-            kv_up_JUC=subject.randn(sizes.heads, sizes.nope + sizes.values, rank, scale=rank**-0.5),
+            kv_norm=RMSNorm(inputs.norm_weight(rank), inputs.eps),
+            kv_up_JUC=inputs.randn(sizes.heads, sizes.nope + sizes.values, rank, scale=rank**-0.5),
             v_dim=sizes.values,
         ),
     )
-    backend, attention = subject.backend, subject.backend.attention(shape)
+    backend, attention = inputs.backend, inputs.backend.attention(shape)
 
     def attend(placed: PlacedRows) -> Tensor:
-        given_NO = subject.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
+        given_NO = inputs.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
         return attention(given_NO, backend.begin(placed), contexts.cache, 0)
 
     attend(contexts.known_rows())

@@ -1,12 +1,11 @@
-"""A backend's operators one by one, and whole passes of it (`passes.py`), at the sizes of a dense pair.
+"""A backend's operators one by one, and whole passes (`passes.py`), at the sizes of a dense pair.
 
-Through the seam that models use (`drafter/compute/backend.py`), so that all backends compute the same. An
-operator is examined by itself where passes are driven from Python; a compiled pass is one call, and is
-examined as one. Every function here returns what a subject's backend computes of operands that it draws.
+They are called through the interface that models use (`drafter/compute/backend.py`). Operators are checked
+separately where passes are driven from Python; a compiled pass is one call and is checked as one. Every
+function here returns the results of a inputs's backend for operands that it draws.
 
 Legend: N rows, H hidden, I inner size, O outputs, P parts and R rows of a block of a weight, L layers,
-Q query heads, K kv heads, D head dim; T taps and
-C groups of channels of a convolution.
+Q query heads, K kv heads, D head dim; T taps and C groups of channels of a convolution.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from ....drafter.compute.layers import Activation, RMSNorm
 from ..findings import Check, NotHereError, raising
 from .case import Case, error_of
 from .passes import draft_pass, target_pass
-from .subject import Contexts, Place, Requests, Subject, candidates
+from .subject import Contexts, KernelInputs, Place, Requests, candidates
 
-_ROWS = 48  # of operators that look at one row at a time
+_ROWS = 48  # for operators that work on single rows
 _KINDS = ((True, None), (False, None), (True, 100), (False, 40))  # causal, window
-_PADDING = 2  # rows of no request behind the others: a captured step has such
+_PADDING = 2  # rows without a request after the others, as in captured steps
 
 
 def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """All cases of every backend for such a device.
+    """Yield all cases of every backend for the device.
 
     Args:
-        quick: on a GPU only of the first, which is served there; of two dtypes of 16 bits one.
+        quick: on a GPU only the preferred backend; only one 16-bit dtype.
     """
     for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
         for dtype in candidate.examined(quick=quick):
@@ -47,7 +46,7 @@ def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 def operator_cases(place: Place) -> list[Case]:
-    def of(compute: Callable[..., list[Tensor]], **how: object) -> Callable[[Subject], float]:
+    def of(compute: Callable[..., list[Tensor]], **how: object) -> Callable[[KernelInputs], float]:
         return partial(error_of, compute=partial(compute, **how))
 
     return [
@@ -68,110 +67,112 @@ def operator_cases(place: Place) -> list[Case]:
     ]
 
 
-def _product(subject: Subject) -> list[Tensor]:
-    x_NH, weight_IH = subject.randn(16, subject.hidden), subject.weight(subject.inner, subject.hidden)
-    return [subject.backend.linear(weight_IH)(x_NH)]
+def _product(inputs: KernelInputs) -> list[Tensor]:
+    x_NH, weight_IH = inputs.randn(16, inputs.hidden), inputs.weight(inputs.inner, inputs.hidden)
+    return [inputs.backend.linear(weight_IH)(x_NH)]
 
 
-def product_of_blocks(subject: Subject, num_rows: int = 16) -> list[Tensor]:
-    """As the drafter's context reads its layers' keys and values, which lie within their q, k and v."""
-    of, num_layers = subject.attention, subject.place.shape.drafter.num_layers
+def product_of_blocks(inputs: KernelInputs, num_rows: int = 16) -> list[Tensor]:
+    """Multiply by the K and V rows within q, k, v weights of all layers, as the drafter's context does."""
+    of, num_layers = inputs.attention, inputs.place.shape.drafter.num_layers
     q_size, kv_size = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
-    weight_OH = subject.weight(num_layers * (q_size + 2 * kv_size), subject.hidden)
+    weight_OH = inputs.weight(num_layers * (q_size + 2 * kv_size), inputs.hidden)
     weight_LRH = weight_OH.unflatten(0, (num_layers, -1))[:, q_size:]
     weight_PLRH = weight_LRH.unflatten(1, (2, kv_size)).transpose(0, 1)
-    return [subject.backend.linear_of_blocks(weight_PLRH)(subject.randn(num_rows, subject.hidden))]
+    return [inputs.backend.linear_of_blocks(weight_PLRH)(inputs.randn(num_rows, inputs.hidden))]
 
 
-def _norm(subject: Subject) -> list[Tensor]:
-    norm = RMSNorm(subject.norm_weight(subject.hidden), subject.eps)
-    return [subject.backend.norm(norm, subject.randn(_ROWS, subject.hidden))]
+def _norm(inputs: KernelInputs) -> list[Tensor]:
+    norm = RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
+    return [inputs.backend.norm(norm, inputs.randn(_ROWS, inputs.hidden))]
 
 
-def _residual_norm(subject: Subject) -> list[Tensor]:
-    sum_NH, normed_NH = add_product(subject, _ROWS)
-    return [sum_NH, subject.backend.as_tensor(normed_NH)]
+def _residual_norm(inputs: KernelInputs) -> list[Tensor]:
+    sum_NH, normed_NH = add_product(inputs, _ROWS)
+    return [sum_NH, inputs.backend.as_tensor(normed_NH)]
 
 
-def add_product(subject: Subject, num_rows: int, scale: float = 1.0) -> tuple[Tensor, Normed]:
-    """An MLP's end: the new residual and its norm.
+def add_product(inputs: KernelInputs, num_rows: int, scale: float = 1.0) -> tuple[Tensor, Normed]:
+    """Compute the end of an MLP: the new residual and its norm.
 
     Args:
-        scale: of what is multiplied; 0 adds nothing to the residual, which so is not rounded.
+        scale: scale of the input; 0 adds nothing to the residual, so that it is not rounded.
     """
-    norm = RMSNorm(subject.norm_weight(subject.hidden), subject.eps)
-    project = subject.backend.linear(subject.weight(subject.hidden, subject.inner))
-    x_NI = subject.randn(num_rows, subject.inner, scale=scale)
-    residual_NH = subject.randn(num_rows, subject.hidden)
-    return subject.backend.residual_norm(project, x_NI, residual_NH, norm, None)
+    norm = RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
+    project = inputs.backend.linear(inputs.weight(inputs.hidden, inputs.inner))
+    x_NI = inputs.randn(num_rows, inputs.inner, scale=scale)
+    residual_NH = inputs.randn(num_rows, inputs.hidden)
+    return inputs.backend.residual_norm(project, x_NI, residual_NH, norm, None)
 
 
-def _gate(subject: Subject, *, activation: Activation) -> list[Tensor]:
-    """A product's halves, that of the gate large enough to bend."""
-    project = subject.backend.linear(subject.weight(2 * subject.inner, subject.hidden))
-    return [subject.backend.gated(project, subject.randn(_ROWS, subject.hidden, scale=3.0), activation)]
+def _gate(inputs: KernelInputs, *, activation: Activation) -> list[Tensor]:
+    """Compute the gated product, with gates in the nonlinear range."""
+    project = inputs.backend.linear(inputs.weight(2 * inputs.inner, inputs.hidden))
+    return [inputs.backend.gated(project, inputs.randn(_ROWS, inputs.hidden, scale=3.0), activation)]
 
 
-def attention_error(subject: Subject, requests: Requests) -> float:
-    """Of every kind over the same requests."""
+def attention_error(inputs: KernelInputs, requests: Requests) -> float:
+    """Return the largest error over all kinds of attention for the same requests."""
     return max(
-        error_of(subject, partial(attend, requests=requests, causal=causal, window=window))
+        error_of(inputs, partial(attend, requests=requests, causal=causal, window=window))
         for causal, window in _KINDS
     )
 
 
 def attend(
-    subject: Subject,
+    inputs: KernelInputs,
     *,
     requests: Requests,
     causal: bool = True,
     window: int | None = None,
     has_sinks: bool = False,
 ) -> list[Tensor]:
-    """Head norm, rotation, K/V write and attention: the keys and values that were written; each request's
-    rows, whose sizes depend on the length of its context.
+    """Run head norm, rotary embedding, K/V write and attention.
+
+    Returns the written keys and values, and each request's rows separately, since their magnitude depends on
+    the length of the context.
 
     Args:
-        has_sinks: a captured step's attention of gpt-oss, with rows of padding.
+        has_sinks: attention of gpt-oss in a captured step, with padding rows.
     """
-    of, contexts = subject.attention, Contexts(subject, requests, num_layers=2)
-    contexts.fill(subject)
-    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=subject.place.device)
-    shape = subject.attention_shape(
-        subject.rope(contexts.length),
+    of, contexts = inputs.attention, Contexts(inputs, requests, num_layers=2)
+    contexts.fill(inputs)
+    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=inputs.place.device)
+    shape = inputs.attention_shape(
+        inputs.rope(contexts.length),
         causal=causal,
         window=window,
-        sinks_Q=subject.wide(sinks_Q) if has_sinks else None,
+        sinks_Q=inputs.wide(sinks_Q) if has_sinks else None,
     )
     num_rows = int(contexts.rows_R.sum())
-    qkv_NO = subject.randn(num_rows, (of.num_heads + 2 * of.num_kv_heads) * of.head_dim)
-    padding = _PADDING if has_sinks and subject.candidate.setting == "triton" and subject.is_examined else 0
-    rows, backend = contexts.rows(window, padding), subject.backend
+    qkv_NO = inputs.randn(num_rows, (of.num_heads + 2 * of.num_kv_heads) * of.head_dim)
+    padding = _PADDING if has_sinks and inputs.candidate.setting == "triton" and inputs.is_examined else 0
+    rows, backend = contexts.rows(window, padding), inputs.backend
     qkv_NO = torch.cat((qkv_NO, torch.full_like(qkv_NO[:padding], torch.nan)))
     found_NO = backend.attention(shape)(qkv_NO, backend.begin(rows), contexts.cache, 1)
-    assert not found_NO[num_rows:].any(), "rows of padding become zeros"
+    assert not found_NO[num_rows:].any(), "padding rows must be zero"
     return [
         *contexts.kv(1, rows.kv_slots[0][:num_rows]).unbind(),
         *contexts.split(found_NO[:num_rows]),
     ]
 
 
-def _context(subject: Subject) -> list[Tensor]:
-    """K and V of all layers of the drafter, from one product."""
-    of, num_layers = subject.attention, subject.place.shape.drafter.num_layers
-    contexts = Contexts(subject, subject.place.requests["blocks"], num_layers)
-    rows, rope = contexts.rows(), subject.rope(contexts.length)
-    write = subject.backend.context_writer(
-        subject.norm_weight(num_layers, of.head_dim), subject.eps, of.num_kv_heads
+def _context(inputs: KernelInputs) -> list[Tensor]:
+    """Write K and V of all layers of the drafter from one product."""
+    of, num_layers = inputs.attention, inputs.place.shape.drafter.num_layers
+    contexts = Contexts(inputs, inputs.place.requests["blocks"], num_layers)
+    rows, rope = contexts.rows(), inputs.rope(contexts.length)
+    write = inputs.backend.context_writer(
+        inputs.norm_weight(num_layers, of.head_dim), inputs.eps, of.num_kv_heads
     )
-    kv_NO = subject.randn(len(rows.positions_N), 2 * num_layers * of.num_kv_heads * of.head_dim)
+    kv_NO = inputs.randn(len(rows.positions_N), 2 * num_layers * of.num_kv_heads * of.head_dim)
     write(kv_NO, rope, rows, contexts.cache, 0)
     return list(contexts.kv(num_layers, rows.kv_slots[0]))
 
 
-def _convolutions(subject: Subject) -> list[Tensor]:
-    """Before and behind a sublayer: 4 taps, 16 groups of channels, blocks of 7 rows."""
-    x_NH, residual_NH, base_TH = (subject.randn(rows, subject.hidden) for rows in (_ROWS, _ROWS, 4))
-    dynamic_NTC, owners_N = subject.randn(_ROWS, 4, 16), torch.arange(_ROWS, device=x_NH.device) // 7
+def _convolutions(inputs: KernelInputs) -> list[Tensor]:
+    """Convolve before and after a sublayer: 4 taps, 16 groups of channels, blocks of 7 rows."""
+    x_NH, residual_NH, base_TH = (inputs.randn(rows, inputs.hidden) for rows in (_ROWS, _ROWS, 4))
+    dynamic_NTC, owners_N = inputs.randn(_ROWS, 4, 16), torch.arange(_ROWS, device=x_NH.device) // 7
     given = (x_NH, dynamic_NTC, base_TH, owners_N)
-    return [subject.backend.convolve(*given, rest) for rest in (None, residual_NH)]
+    return [inputs.backend.convolve(*given, rest) for rest in (None, residual_NH)]

@@ -1,13 +1,13 @@
-"""Our own products with all that is fused to them: whether this device chooses them or not.
+"""Our own products with all fused operations, whether or not this device would choose them.
 
-Through the backend's seam (`operators.py`) a product is whosever is sooner here; these are ours, at every
-height of a tile, and of more rows than one holds. Imports Triton: `../run.py` imports this file where
-Triton's backend runs.
+Through the backend's interface (`operators.py`) the faster of several products is used; here it is always
+ours, at every tile height and with more rows than one tile. Imports Triton: `../run.py` imports this file
+only where Triton's backend runs.
 
-    residual, then norm   y = x W^T + residual, with the sums of squares that the next product's norm reads
-    norm, then product    that norm on the way in; kept as tensors it must be the same
-    norm, then gate       the same, and activation(gate) * up on the way out
-    blocks                a weight whose blocks of rows lie apart
+    residual, then norm   y = x W^T + residual, with the sums of squares for the next product's norm
+    norm, then product    the norm applied to the product's input, equal to a separate norm
+    norm, then gate       the same, and activation(gate) * up on the output
+    blocks                a weight with separate blocks of rows
 
 Legend: N rows, H hidden, O outputs; P parts, L layers, R rows of a block of a weight.
 """
@@ -27,17 +27,17 @@ from ....drafter.compute.layers import Activation
 from ..findings import Check
 from .case import Case, checks_of_served, error_of
 from .operators import add_product, product_of_blocks
-from .subject import Place, Subject
+from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 6, 256  # bounds in units of the last place
-_ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two of 64
+_ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two tiles
 _FEW_ROWS = (16, 100)
 
 
 def product_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """All cases; fewer heights of a tile if `quick`."""
+    """Yield all cases; fewer tile heights if `quick`."""
     rows = _FEW_ROWS if quick else _ROWS
-    computed: dict[str, Callable[[Subject, int], list[Tensor]]] = {
+    computed: dict[str, Callable[[KernelInputs, int], list[Tensor]]] = {
         "residual, then norm": _residual,
         "norm, then product": _normed,
         "norm, then SiLU product": partial(_gated, activation="silu"),
@@ -52,7 +52,7 @@ def product_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 class OwnProducts(TritonBackend):
-    """A backend that chooses no other products; they share `workspace`."""
+    """Triton's backend, always with our own products; they share `workspace`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -65,30 +65,31 @@ class OwnProducts(TritonBackend):
         return OwnProjection(weight_PLRH, bias_O, self.workspace)
 
 
-def _error(subject: Subject, compute: Callable[[Subject, int], list[Tensor]], rows: tuple[int, ...]) -> float:
-    """The worst of all numbers of rows."""
-    backend = OwnProducts(subject.place.device)
-    own = Subject(subject.place, subject.candidate, subject.dtype, backend)
+def _error(
+    inputs: KernelInputs, compute: Callable[[KernelInputs, int], list[Tensor]], rows: tuple[int, ...]
+) -> float:
+    backend = OwnProducts(inputs.place.device)
+    own = KernelInputs(inputs.place, inputs.candidate, inputs.dtype, backend)
     error = max(error_of(own, lambda each, count=count: compute(each, count)) for count in rows)
-    assert not backend.workspace.arrived_E.any(), "counters are zeros behind a launch"
+    assert not backend.workspace.arrived_E.any(), "counters must be zero after a launch"
     return error
 
 
-def _residual(subject: Subject, num_rows: int) -> list[Tensor]:
-    sum_NH, normed = add_product(subject, num_rows)
+def _residual(inputs: KernelInputs, num_rows: int) -> list[Tensor]:
+    sum_NH, normed = add_product(inputs, num_rows)
     if isinstance(normed, PendingNorm):
         found_N, exact_N = (x.double().sum(1) for x in (normed.squares_NT, sum_NH.double().square()))
-        assert torch.allclose(found_N, exact_N, rtol=1e-5, atol=0), "the squares of what was added"
-    return [sum_NH, subject.backend.as_tensor(normed)]
+        assert torch.allclose(found_N, exact_N, rtol=1e-5, atol=0), "squares of the new residual"
+    return [sum_NH, inputs.backend.as_tensor(normed)]
 
 
-def _normed(subject: Subject, num_rows: int) -> list[Tensor]:
-    of, (_, normed) = subject.attention, add_product(subject, num_rows, scale=0.0)
-    weight_OH = subject.weight((of.num_heads + 2 * of.num_kv_heads) * of.head_dim, subject.hidden)
-    return [subject.backend.linear(weight_OH)(normed)]
+def _normed(inputs: KernelInputs, num_rows: int) -> list[Tensor]:
+    of, (_, normed) = inputs.attention, add_product(inputs, num_rows, scale=0.0)
+    weight_OH = inputs.weight((of.num_heads + 2 * of.num_kv_heads) * of.head_dim, inputs.hidden)
+    return [inputs.backend.linear(weight_OH)(normed)]
 
 
-def _gated(subject: Subject, num_rows: int, *, activation: Activation) -> list[Tensor]:
-    _, normed = add_product(subject, num_rows, scale=0.0)
-    weight_OH = subject.weight(2 * subject.inner, subject.hidden, scale=3.0)  # gates large enough to bend
-    return [subject.backend.gated(subject.backend.linear(weight_OH), normed, activation)]
+def _gated(inputs: KernelInputs, num_rows: int, *, activation: Activation) -> list[Tensor]:
+    _, normed = add_product(inputs, num_rows, scale=0.0)
+    weight_OH = inputs.weight(2 * inputs.inner, inputs.hidden, scale=3.0)  # gates in the nonlinear range
+    return [inputs.backend.gated(inputs.backend.linear(weight_OH), normed, activation)]

@@ -1,8 +1,7 @@
-"""A step's kernels: rows, proposals and verdicts against the host's definitions on the same device, id by id;
-chosen tokens against fp64; attention with sinks.
+"""Kernels of a step: rows, proposals and verification against the host's definitions; sampling against fp64.
 
-Imports Triton: `../run.py` imports this file where Triton's backend runs. `Twins` calls the kernels as
-`actors/targets/runners/` do.
+Also attention with sinks. Imports Triton: `../run.py` imports this file only where Triton's backend runs.
+`StatePair` calls the kernels as `actors/targets/runners/` do.
 
 Legend: N rows, R requests, K most drafts, V vocabulary.
 """
@@ -44,8 +43,8 @@ from .subject import Place
 
 _PAGE, _LENGTH, _MASK = 16, 96, 4000
 _PROMPTS, _DRAFTS = (37, 5, 60), (5, 0, 15)
-_PADDING = 2  # requests behind them, and as many rows: a captured step has such
-_WORDS = 3  # different tokens: so few that drafts stand
+_PADDING = 2  # requests without rows after the others, and as many rows, as in captured steps
+_WORDS = 3  # number of distinct tokens; few, so that drafts are accepted
 _GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 SAMPLINGS = {
     "greedy": _GREEDY,
@@ -54,11 +53,11 @@ SAMPLINGS = {
     "top-p": replace(_GREEDY, temperature=1.0, top_p=0.9),
     "min-p": replace(_GREEDY, temperature=0.8, min_p=0.05),
 }
-_NEAR = 2e-5  # scores, and thresholds of filters: the noise differs by units in the last place of fp32
+_NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last places of fp32
 
 
 def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """All of them; in quick ones logits are fp32 alone."""
+    """Yield all checks; only fp32 logits if `quick`."""
     yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
     yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
     dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
@@ -72,8 +71,8 @@ def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     yield from checks_of_served("steps", place, [sinks], quick=quick)
 
 
-class Twins:
-    """Requests of the same history, known to the host's states and to the device's; all sample so."""
+class StatePair:
+    """The same requests in the host's states and in the device's states; all use `sampling`."""
 
     def __init__(self, place: Place, sampling: SlotSampling = _GREEDY) -> None:
         self._device = place.device
@@ -111,13 +110,13 @@ class Twins:
         )
 
     def words(self, count: int) -> Tensor:
-        """Random choices, int64 [count]."""
+        """Return random token choices, int64 [count]."""
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def draft(self) -> tuple[int, int, Tensor]:
-        """Lay out blocks and place proposals: integers that differ, all integers, the drafts [R, K].
+        """Lay out blocks and place proposals; return differing and compared integers, and the drafts [R, K].
 
-        On the device requests without drafts have a row, too, that of their newest token.
+        On the device, requests without drafts also have a row, for their newest token.
         """
         plan, tables = self.step, self.device.tables
         block = lay_out_block(self.requests, tables, _MASK)
@@ -133,13 +132,13 @@ class Twins:
         return *self._differing(block, drafting_N, expected), drafts_RK
 
     def rows(self) -> tuple[int, int]:
-        """Lay out the target's rows: integers that differ, and all."""
+        """Lay out the target's rows; return the number of differing and of compared integers."""
         found = lay_out_rows(self.requests, self.device.tables)
         everything_N = torch.arange(self.step.num_batched_tokens, device=self._device)
         return self._differing(found, everything_N, self.host.lay_out_rows(self.step))
 
     def _differing(self, found: DeviceRows, theirs_N: Tensor, expected: StepRows) -> tuple[int, int]:
-        """Of the rows that the host has, too; and of padding, whose K and V go to the slot nobody reads."""
+        """Compare the rows that the host also has; padding must write its K and V to the scratch slot."""
         padding_slots = found.kv_slots[0][-_PADDING:]
         pairs = [
             (found.positions_N[theirs_N], expected.positions_N),
@@ -151,26 +150,26 @@ class Twins:
 
 
 def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    """Elements that differ, and all."""
+    """Return the number of differing and of compared elements."""
     return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
 
 
 def _rows(place: Place) -> Outcome:
-    twins = Twins(place)
-    *of_blocks, _ = twins.draft()
-    of_rows = twins.rows()
+    pair = StatePair(place)
+    *of_blocks, _ = pair.draft()
+    of_rows = pair.rows()
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
 def _verdicts(place: Place) -> Outcome:
-    """What comes of a step, and the states behind it."""
-    twins = Twins(place)
-    *_, drafts_RK = twins.draft()
-    plan, tables, requests = twins.step, twins.device.tables, twins.requests
-    chosen_N = twins.words(requests.num_rows)
+    """Compare the results of verification and the states after the step."""
+    pair = StatePair(place)
+    *_, drafts_RK = pair.draft()
+    plan, tables, requests = pair.step, pair.device.tables, pair.requests
+    chosen_N = pair.words(requests.num_rows)
     counts_R = torch.from_numpy(1 + plan.num_drafts).to(chosen_N)
     expected_RW, expected_R = accept(chosen_N[: plan.num_batched_tokens], counts_R, drafts_RK)
-    twins.host.advance(plan, expected_RW, expected_R)
+    pair.host.advance(plan, expected_RW, expected_R)
     outcome_RW1 = torch.full((len(requests.slots_R), requests.max_drafts + 2), 99).to(requests.slots_R)
     accept_and_advance(chosen_N, requests, tables, outcome_RW1)
     real, found_RW, found_R = plan.num_requests, outcome_RW1[:, :-1], outcome_RW1[:, -1]
@@ -180,14 +179,14 @@ def _verdicts(place: Place) -> Outcome:
         (found_R[:real], expected_R),
         (found_RW[real:], torch.full_like(found_RW[real:], -1)),
         (found_R[real:], torch.zeros_like(found_R[real:])),
-        (tables.token_ids[:, :_LENGTH], twins.host.token_ids[:, :_LENGTH]),
+        (tables.token_ids[:, :_LENGTH], pair.host.token_ids[:, :_LENGTH]),
         (tables.num_computed, stands_R),
     ]
     return none_differ(*_count(pairs), "integers")
 
 
 def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome:
-    """The filters keep what they should, and each row's token is the best of it; but for `_NEAR`."""
+    """Check that filters keep the right tokens and each row's token has the best score, up to `_NEAR`."""
     num_rows = 6 if place.interpreted else 32
     random = torch.Generator(place.device).manual_seed(0)
     logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device)
@@ -201,13 +200,13 @@ def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome
         temperature_N = torch.full_like(floor_N, sampling.temperature)
         kept_NV = logits_NV.float() / temperature_N[:, None] >= floor_N[:, None]
         scaled_NV = z_NV / sampling.temperature
-        sure_NV, possible_NV = (_kept(scaled_NV, sampling, near) for near in (-_NEAR, _NEAR))
+        sure_NV, possible_NV = (_filtered(scaled_NV, sampling, near) for near in (-_NEAR, _NEAR))
         wrong = int((sure_NV & ~kept_NV | kept_NV & ~possible_NV).sum())
         if wrong:
-            return none_differ(wrong, kept_NV.numel(), "tokens' fates")
+            return none_differ(wrong, kept_NV.numel(), "tokens kept or cut")
     chosen_N1 = ids_N[:, None]
     if not bool(kept_NV.gather(1, chosen_N1).all()):
-        return Outcome("a token was chosen that the filters cut", "none", passed=False)
+        return Outcome("a filtered token was chosen", "none", passed=False)
     best_N1 = scores_NV.masked_fill(~kept_NV, -torch.inf).amax(-1, keepdim=True)
     short = float((best_N1 - scores_NV.gather(1, chosen_N1)).clamp_(min=0).max())
     return Outcome(f"{short:.1e} below the best score", f"{_NEAR:.0e}", short <= _NEAR)
@@ -216,7 +215,7 @@ def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome
 def exact_scores(
     logits_NV: Tensor, sampling: SlotSampling, seeds_N: np.ndarray, positions_N: np.ndarray
 ) -> Tensor:
-    """What tokens are judged by, fp64: z, or z + T g."""
+    """Return the tokens' scores in fp64: logits z, or z + T g with Gumbel noise g."""
     z_NV = logits_NV.double()
     if sampling.temperature <= 0:
         return z_NV
@@ -231,8 +230,10 @@ def choose(
     *,
     with_margins: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The kernels' choices, int64 [N], the floors that filters left, and margins, fp32 [N], if these are
-    wanted; row i is slot i's."""
+    """Sample with the kernels; return ids int64 [N], the filters' floors, and margins fp32 [N] if requested.
+
+    Row i belongs to slot i.
+    """
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     workspace = SamplingWorkspace.build(num_rows, vocab_size, device)
@@ -262,14 +263,14 @@ def choose(
 
 
 def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tensor) -> Tensor:
-    """The noise of `drafter/step/noise.py` from the same integers, in fp64."""
+    """Return the negated noise of `drafter/step/noise.py` from the same integers, in fp64."""
     keys_2N1 = torch.from_numpy(noise_keys(seeds_N, positions_N))[:, :, None].to(like_NV.device)
     u_NV = (noise_bits(keys_2N1, like_NV.shape[1]).double() + 0.5) / 2**32
     return (-torch.log1p(-u_NV)).log()
 
 
-def _kept(scaled_NV: Tensor, sampling: SlotSampling, near: float) -> Tensor:
-    """What min-p, top-k and top-p leave, thresholds moved by `near` to keep more; the likeliest always."""
+def _filtered(scaled_NV: Tensor, sampling: SlotSampling, near: float) -> Tensor:
+    """Return the tokens that min-p, top-k and top-p keep, with thresholds relaxed by `near`."""
     most_N1 = scaled_NV.amax(-1, keepdim=True)
     kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
     if sampling.min_p > 0:

@@ -1,8 +1,8 @@
-"""What kernels are examined on: a device, a backend, a dtype, and operands of the sizes that belong there.
+"""Inputs of the kernel cases: device, backend, dtype, and random operands of typical sizes.
 
-On a GPU Qwen3-8B's sizes with z-lab's b16 drafter, so that tiles, splits and launches are those that are
-served; small ones on a CPU, smaller in Triton's interpreter, which takes milliseconds for a tile. Nothing is
-read from a disk. Used by all cases.
+On a GPU the sizes are Qwen3-8B's with z-lab's b16 drafter, so that tiles, splits and launches are those of
+serving. They are small on a CPU, and smaller in Triton's interpreter, which takes milliseconds per tile.
+Nothing is read from disk. Used by all cases.
 
 Legend: N rows, R requests, P pages of a request, S page size, L layers, K kv heads, D head dim.
 """
@@ -30,7 +30,7 @@ from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
 from ...bench.random_pair import QWEN3_8B, PairShape
 
-Requests = Sequence[tuple[int, int]]  # tokens known, rows behind them
+Requests = Sequence[tuple[int, int]]  # context tokens and rows of each request
 HALVES = (torch.bfloat16, torch.float16)
 _SMALL = {
     "hidden_size": 192,
@@ -52,7 +52,7 @@ _CPU_REQUESTS: Mapping[str, Requests] = {
     "prompts": ((0, 90), (40, 70)),
 }
 _INTERPRETED: Mapping[str, Requests] = {
-    "blocks": ((140, 16), (5, 3)),  # more keys than one split takes
+    "blocks": ((140, 16), (5, 3)),  # more keys than one split holds
     "single rows": ((40, 1), (0, 1)),
     "prompts": ((0, 40),),
 }
@@ -60,13 +60,13 @@ _INTERPRETED: Mapping[str, Requests] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A kind of machine.
+    """A device with the sizes that are used on it.
 
     Attributes:
-        shape: of the models that operands are taken from.
-        requests: kinds of steps.
+        shape: sizes of the models.
+        requests: requests of a step, by kind of step.
         context: tokens before the block of a whole pass.
-        vocab_size: of the logits that tokens are chosen from.
+        vocab_size: number of logits in sampling cases.
     """
 
     device: torch.device
@@ -78,7 +78,7 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """This machine's; its GPU, if PyTorch sees one and Triton is not told to interpret."""
+        """Return the place of this machine: its GPU if there is one, unless TRITON_INTERPRET is set."""
         interpreted = bool(os.environ.get("TRITON_INTERPRET"))
         if torch.cuda.is_available() and not interpreted:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -91,8 +91,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that is examined: what it is called here, which setting chooses it (None: PyTorch's own
-    operators, which nothing chooses where compiled loops are), dtypes, and its page size."""
+    """A backend to check.
+
+    Attributes:
+        name: display name.
+        setting: the `attention_backend` that selects it; None: the definition, which is not selectable where
+            compiled loops run.
+    """
 
     name: str
     setting: BackendName | None
@@ -100,12 +105,12 @@ class Candidate:
     page_size: int = 16
 
     def examined(self, *, quick: bool) -> tuple[torch.dtype, ...]:
-        """Its dtypes; where it is to be quick, of two of 16 bits one."""
+        """Return the dtypes to check; only one 16-bit dtype if `quick`."""
         spared = torch.float16 if quick and torch.bfloat16 in self.dtypes else None
         return tuple(dtype for dtype in self.dtypes if dtype is not spared)
 
     def why_not(self, place: Place, dtype: torch.dtype) -> str | None:
-        """What it lacks here, in words that follow its name."""
+        """Return why it does not run here, as text that follows its name; None if it runs."""
         shape = place.shape
         machine = Machine(place.device, dtype, self.page_size, num_ranks=1)
         asked = "loops" if self.name == "loops" else self.setting or "torch"
@@ -113,9 +118,9 @@ class Candidate:
 
 
 def candidates(place: Place) -> list[Candidate]:
-    """Those for this kind of device; whether they run here is asked when they are opened."""
+    """Return the backends for this kind of device, whether or not they run on this machine."""
     both = (torch.float32, torch.bfloat16)
-    if place.interpreted:  # whose bf16 products are broken
+    if place.interpreted:  # the interpreter's bf16 products are wrong
         return [Candidate("triton", "triton", (torch.float32, torch.float16))]
     if place.device.type == "cuda":
         return [
@@ -131,11 +136,11 @@ def candidates(place: Place) -> list[Candidate]:
     ]
 
 
-class Subject:
-    """A backend at a dtype (which must run here), and random operands for it: the same in every run.
+class KernelInputs:
+    """A backend with a dtype (which must run here) and reproducible random operands.
 
     Args:
-        backend: opened as loading a model does if absent.
+        backend: by default made as in loading a model.
     """
 
     def __init__(
@@ -146,17 +151,16 @@ class Subject:
         self.eps = place.shape.target.rms_norm_eps
         self.hidden = place.shape.target.hidden_size
         dense = place.shape.target.layers[0].dense
-        assert dense is not None, "shapes of dense pairs"
+        assert dense is not None, "shapes must be those of dense pairs"
         self.inner = dense.inner_size
         self.attention: Attention = place.shape.target.attention(0)
-        self.is_examined = True  # and not what it is compared with
+        self.is_examined = True  # False for the definition
         self._drawn_dtype = dtype
         self._random = torch.Generator(place.device).manual_seed(0)
 
-    def definition(self) -> Subject:
-        """PyTorch's operators, which define what every backend computes, in fp64: the next operands that are
-        drawn of it are those that are drawn of this one."""
-        found = Subject(self.place, self.candidate, self.dtype, TorchBackend())
+    def definition(self) -> KernelInputs:
+        """Return inputs with PyTorch's operators in fp64, whose next operands equal these."""
+        found = KernelInputs(self.place, self.candidate, self.dtype, TorchBackend())
         found.dtype, found.is_examined = torch.float64, False
         found._random.set_state(self._random.get_state())
         return found
@@ -166,22 +170,22 @@ class Subject:
         return self.rounded(tensor.mul_(scale))
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """As the dtype that is examined rounds it."""
+        """Round to the dtype under test."""
         return tensor.to(self._drawn_dtype).to(self.dtype)
 
     def wide(self, tensor: Tensor) -> Tensor:
-        """In fp32, as models keep a few tensors; for the definition in fp64."""
+        """Convert to fp32, in which models keep a few tensors; fp64 for the definition."""
         return tensor.to(torch.promote_types(self.dtype, torch.float32))
 
     def norm_weight(self, *shape: int) -> Tensor:
         return self.rounded(1 + self.randn(*shape, scale=0.1))
 
     def weight(self, outputs: int, inputs: int, scale: float = 1.0) -> Tensor:
-        """[O, I] of a product that keeps the size of what it multiplies, times `scale`."""
+        """Return a weight [O, I] that preserves the magnitude of its input, times `scale`."""
         return self.randn(outputs, inputs, scale=scale * inputs**-0.5)
 
     def rope(self, max_positions: int, head_dim: int | None = None) -> RotaryEmbedding:
-        """Its tables are rounded to the dtype that is examined."""
+        """Return a rotary embedding with tables rounded to the dtype under test."""
         config = RopeConfig(head_dim or self.attention.head_dim, 1e6, "default", {})
         rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.place.device)
         rope.cos_TD, rope.sin_TD = (table.to(self.dtype) for table in (rope.cos_TD, rope.sin_TD))
@@ -190,7 +194,7 @@ class Subject:
     def attention_shape(
         self, rope: RotaryEmbedding, *, causal: bool, window: int | None, sinks_Q: Tensor | None = None
     ) -> AttentionShape:
-        """Attention of the subject's heads, with random weights of their norms."""
+        """Return an attention shape with the model's heads and random norm weights."""
         of = self.attention
         return AttentionShape(
             num_heads=of.num_heads,
@@ -209,61 +213,61 @@ class Subject:
 
 
 class Contexts:
-    """Requests in scattered pages of a cache, whose other slots hold what would be seen in any result.
+    """Requests in scattered pages of a cache. Other slots hold large values, visible in any result.
 
     Args:
-        requests: tokens before this step, and rows of it.
-        num_layers: of the cache.
-        geometry: of its keys and values; by default those of the subject's attention.
+        requests: context tokens and rows of each request.
+        num_layers: layers of the cache.
+        geometry: sizes of keys and values; by default those of the inputs' attention.
     """
 
     def __init__(
-        self, subject: Subject, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
+        self, inputs: KernelInputs, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
     ) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
-        self._backend = subject.backend
-        self._device, self._page_size = subject.place.device, subject.candidate.page_size
+        self._backend = inputs.backend
+        self._device, self._page_size = inputs.place.device, inputs.candidate.page_size
         pages = -(-self.length // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
-        of = subject.attention
+        of = inputs.attention
         geometry = geometry or KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
-            num_layers, len(order), self._page_size, geometry, subject.dtype, subject.place.device
+            num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.place.device
         )
         self.cache.kv.fill_(1e4)
 
     @property
     def length(self) -> int:
-        """Of the longest."""
+        """Return the tokens of the longest request."""
         return int((self.first_R + self.rows_R).max())
 
     def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:
-        """This step's, and rows of no request behind them."""
+        """Return the rows of this step, followed by padding rows."""
         return self._place(self.first_R, self.rows_R, window, padding)
 
     def known_rows(self) -> PlacedRows:
-        """The tokens before it, as a prompt's; every request needs some."""
+        """Return the context tokens as the rows of a prefill; every request must have some."""
         return self._place(np.zeros_like(self.first_R), self.first_R)
 
-    def fill(self, subject: Subject) -> None:
-        """Random keys and values of the tokens before this step, in layer 1."""
+    def fill(self, inputs: KernelInputs) -> None:
+        """Write random keys and values of the context tokens to layer 1."""
         for r, length in enumerate(self.first_R.tolist()):
-            self.cache.write(1, self._slots(r, length), subject.randn(length, self.cache.geometries[1].width))
+            self.cache.write(1, self._slots(r, length), inputs.randn(length, self.cache.geometries[1].width))
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """This step's rows of each request."""
+        """Split this step's rows by request."""
         return list(rows.split(self.rows_R.tolist()))
 
     def kv(self, num_layers: int, slots_N: Tensor) -> Tensor:
-        """What stands in some slots of the last so many layers, [2, L, N, K, D]."""
+        """Return the K/V in the given slots of the last `num_layers` layers, [2, L, N, K, D]."""
         first = self.cache.num_layers - num_layers
         kind = self.cache.geometries[first]
         found_LNw = self.cache.slots(first, num_layers)[:, slots_N]
         return found_LNw.unflatten(-1, (2, kind.num_kv_heads, kind.head_dim)).movedim(2, 0)
 
     def _slots(self, request: int, length: int) -> Tensor:
-        """K/V slots [length] of its first positions."""
+        """Return the K/V slots of the first positions of a request, [length]."""
         at = np.arange(length)
         return self._put(
             self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size
@@ -286,7 +290,7 @@ class Contexts:
 
 
 def _open(place: Place, candidate: Candidate, dtype: torch.dtype) -> Backend:
-    """As loading a model does."""
+    """Make the backend as in loading a model."""
     if candidate.setting is None:
         return TorchBackend()
     config = EngineConfig(
@@ -299,5 +303,5 @@ def _open(place: Place, candidate: Candidate, dtype: torch.dtype) -> Backend:
     )
     nowhere, threads = Path(place.shape.name), torch.get_num_threads()
     backend = make_backend(plan_models(config, nowhere, place.shape.target, None, None, place.context))
-    torch.set_num_threads(threads)  # a backend with threads of its own takes PyTorch's away
+    torch.set_num_threads(threads)  # a backend with its own threads reduces PyTorch's
     return backend

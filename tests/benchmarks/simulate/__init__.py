@@ -1,4 +1,4 @@
-"""Simulations that justify our own policies: autoscaling over a day of traffic, and adaptive speculation.
+"""Simulations that test Manta's policies: autoscaling over a day of traffic, and adaptive speculation.
 
-They play the simulated engines of `manta simulate node` (`jobs/simulate/`). Begin with `cli.py`.
+They use the simulated engines of `manta simulate node` (`jobs/simulate/`). Begin with `cli.py`.
 """

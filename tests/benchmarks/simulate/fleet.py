@@ -1,8 +1,8 @@
-"""One day under several policies: tables, JSON, and how many replica-hours ours saves at an equal wait.
+"""`simulate-fleet`: plays one day under several scaling policies and compares their replica-hours.
 
-The wait is the first token's 95th percentile; a refused request has waited for ever. Ray's default is shown
-with its own target of 2 ongoing requests per replica and with others: whoever tunes it would choose the
-cheapest one that lets nobody wait longer than ours does.
+The waiting time is the 95th percentile of the time to the first token; a refused request counts as infinite.
+Ray's default policy is played with its own target of 2 ongoing requests per replica and with others. A user
+who tunes it would choose the cheapest target whose waiting time is at most that of Manta's policy.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from manta.actors.files import write_json
 from manta.cluster.autoscaling import ReplicaCount, ScalingRules
-from manta.cluster.errors import ConfigError
+from manta.cluster.config import from_mapping
 from manta.cluster.planner.gpus import find_gpu
 from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, read_shapes, subjects
+from manta.jobs.simulate.subjects import Drafting, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 from manta.jobs.tables import print_table
 
+from ..options import FleetOptions
 from .ray_scaling import OngoingRequests, RayScaling, RaySettings
 from .replica import ReplicaModel, replica_table
 from .replicas import Arrivals, Fleet, FleetPolicy, FleetReport, Floats
@@ -34,13 +34,14 @@ from .traffic import SIGMA, Day, make_day, read_arrivals
 
 Figures = dict[str, Any]  # Any: JSON
 OURS = "manta"
-FIRST_S = 600.0  # by whose arrivals the first replicas are counted
-SHOWN_EVERY_S = 600.0  # replicas over time, in the JSON
+NUM_DRAFTS = 15  # maximum drafts per step
+FIRST_S = 600.0  # the arrivals of this time determine the number of replicas at the start
+SHOWN_EVERY_S = 600.0  # interval of the replica counts in the JSON
 PERCENTILES = (50, 95, 99)
 
 
 class OurPolicy:
-    """`manta.cluster.autoscaling`, fed as `manta.actors.autoscaling` feeds it."""
+    """Manta's policy (`cluster/autoscaling`), with the inputs that `actors/autoscaling` gives it."""
 
     def __init__(self, rules: ScalingRules, fewest: int, most: int) -> None:
         self._count = ReplicaCount(rules)
@@ -51,7 +52,7 @@ class OurPolicy:
 
 
 class RayPolicy:
-    """`ray_scaling.py`, fed as Serve's replicas feed it."""
+    """Ray Serve's default policy (`ray_scaling.py`), with the inputs that Serve's replicas give it."""
 
     def __init__(self, settings: RaySettings, fewest: int, most: int) -> None:
         self._scaling = RayScaling(settings)
@@ -65,107 +66,32 @@ class RayPolicy:
         return self._scaling.wanted(total, fleet.there, fleet.target, *self._bounds, now_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOfFleet:
-    """What every replica is, where it is an engine on GPUs.
-
-    Attributes:
-        model, drafter: checkpoints; configurations are enough.
-        gpu, tp: kind, and how many of them an engine has.
-        method: see `manta.jobs.simulate.methods`.
-        drafting: how well drafters guess.
-    """
-
-    model: str
-    drafter: str | None = None
-    gpu: str = "b300"
-    tp: int = 1
-    method: str = "plain"
-    drafting: Drafting = Drafting()  # noqa: RUF009 (frozen)
-
-    def table(self, day: Day, max_num_seqs: int, start_s: float) -> ReplicaModel:
-        """At the lengths of that day."""
-        read = read_shapes(self.model, self.drafter, None)
-        workload = Workload(
-            prompt_tokens=day.prompt_tokens,
-            output_tokens=day.output_tokens,
-            sigma=SIGMA,
-            max_tokens=read.max_model_len,
-            seed=day.seed,
-        )
-        method = Method.parse(self.method)
-        (subject,) = subjects(
-            read.pair, find_gpu(self.gpu), self.tp, (self.tp,), [method], self.drafting, workload
-        )
-        return replica_table(subject, workload, max_num_seqs, start_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """What is played.
-
-    Attributes:
-        day: made-up traffic; not looked at where there is a trace.
-        trace: JSONL of arrivals.
-        replicas: the fewest and the most.
-        start_s: from a replica's being wanted to its serving.
-        max_num_seqs: requests that run in one at once.
-        kv_tokens: that its pages hold.
-        cost: of its steps.
-        acceptance: how likely a draft is accepted if those before it were.
-        engine: in place of the three of them and of `kv_tokens`: an engine on GPUs, simulated itself.
-        num_drafts: most drafts per step; the engine takes as many as pay.
-        rules: of our policy.
-        targets: of Ray's, `target_ongoing_requests`; none plays ours alone.
-        output: JSON file.
-    """
-
-    day: Day
-    trace: Path | None = None
-    replicas: tuple[int, int] = (1, 100)
-    start_s: float = 60.0
-    max_num_seqs: int = 16
-    kv_tokens: int = 200_000
-    cost: LinearCost = LinearCost(0.025, 0.0002, 0.003, 0.00001)  # noqa: RUF009 (frozen)
-    acceptance: float = 0.75
-    num_drafts: int = 15
-    engine: EngineOfFleet | None = None
-    rules: ScalingRules = ScalingRules()  # noqa: RUF009 (frozen)
-    targets: tuple[float, ...] = (2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0)
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.acceptance < 1.0:
-            raise ConfigError(f"acceptance={self.acceptance:g} must lie in [0, 1).", param="acceptance")
-        if self.start_s < 0.0:
-            raise ConfigError(f"start_s={self.start_s:g} must be 0 or more seconds.", param="start_s")
-        if self.max_num_seqs < 1 or self.kv_tokens < 1:
-            raise ConfigError("max_num_seqs and kv_tokens must be at least 1.", param="max_num_seqs")
-
-    def model(self) -> ReplicaModel:
-        """A replica as a table; an engine on GPUs is played for it."""
-        if self.engine is not None:
-            return self.engine.table(self.day, self.max_num_seqs, self.start_s)
-        survival = geometric_survival(self.acceptance, self.num_drafts)
-        return ReplicaModel.of(self.cost, survival, self.max_num_seqs, self.kv_tokens, self.start_s)
-
-
-def run_simulate(options: SimulateOptions) -> Figures:
-    """Play, print tables, write the figures if asked. Returns them."""
-    model = options.model()
-    arrivals = make_day(options.day) if options.trace is None else read_arrivals(options.trace)
+def run_fleet(options: FleetOptions) -> Figures:
+    """Simulate every policy, print tables, write the figures if requested, and return them."""
+    day = Day(
+        peak_per_s=options.peak_per_s,
+        bursts=options.bursts,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        hours=options.hours,
+        seed=options.seed,
+    )
+    rules = from_mapping(ScalingRules, options.scaling, "scaling.")
+    model = _replica_model(options)
+    arrivals = make_day(day) if options.trace is None else read_arrivals(options.trace)
     fewest, most = options.replicas
-    start = min(max(_enough(model, arrivals, options.rules), fewest), most)
-    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(options.rules, fewest, most)}
-    for target in options.targets:
+    start = min(max(_first_replicas(model, arrivals, rules), fewest), most)
+    policies: dict[str, FleetPolicy] = {OURS: OurPolicy(rules, fewest, most)}
+    for target in options.target_ongoing_requests if options.ray else ():
         settings = RaySettings(target_ongoing_requests=target)
         policies[f"ray, target {target:g}"] = RayPolicy(settings, fewest, most)
     points = [_play(name, model, arrivals, policy, start) for name, policy in policies.items()]
     figures = {
         "provenance": provenance(),
-        "options": {**asdict(options), "trace": options.trace and str(options.trace), "output": None},
+        "options": options_json(options),
+        "rules": asdict(rules),
         "replica": asdict(model),
-        "gpus_per_replica": 1 if options.engine is None else options.engine.tp,
+        "gpus_per_replica": 1 if options.model is None else options.tp,
         "requests": len(arrivals.arrival_s),
         "policies": points,
         "saved": savings(points),
@@ -176,8 +102,30 @@ def run_simulate(options: SimulateOptions) -> Figures:
     return figures
 
 
-def _enough(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:
-    """Replicas for what comes at the beginning, by Little's law."""
+def _replica_model(options: FleetOptions) -> ReplicaModel:
+    """Return the table of a replica, made of the given times or of a simulated engine on GPUs."""
+    if options.model is None:
+        cost = LinearCost(options.step_ms / 1e3, options.row_ms / 1e3, options.draft_ms / 1e3)
+        survival = geometric_survival(options.acceptance, NUM_DRAFTS)
+        return ReplicaModel.of(cost, survival, options.max_num_seqs, options.kv_tokens, options.start_s)
+    read = read_shapes(options.model, options.drafter, None)
+    workload = Workload(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        sigma=SIGMA,
+        max_tokens=read.max_model_len,
+        seed=options.seed,
+    )
+    method = Method.parse(options.method or ("plain" if options.drafter is None else "dflash"))
+    length = options.acceptance_length
+    drafting = Drafting(dflash=length, eagle3=length, spread=options.spread)
+    gpu, tp = find_gpu(options.gpu), options.tp
+    (node_engine,) = node_engines(read.pair, gpu, tp, (tp,), [method], drafting, workload)
+    return replica_table(node_engine, workload, options.max_num_seqs, options.start_s)
+
+
+def _first_replicas(model: ReplicaModel, arrivals: Arrivals, rules: ScalingRules) -> int:
+    """Return the number of replicas for the first arrivals, by Little's law."""
     first = arrivals.arrival_s < FIRST_S
     seconds = min(FIRST_S, float(arrivals.arrival_s[-1]) or FIRST_S)
     token_s = model.step_s[-1] / model.step_tokens[-1]
@@ -203,27 +151,31 @@ def _play(name: str, model: ReplicaModel, arrivals: Arrivals, policy: FleetPolic
 
 
 def _tokens_per_s(report: FleetReport, arrivals: Arrivals) -> float:
-    """Of a replica that is held, over all that were served."""
+    """Return the output tokens of served requests per second that a replica was held."""
     served = ~np.isnan(report.ttft_s)
     return round(float(arrivals.output_tokens[served].sum()) / max(report.replica_s, 1.0), 1)
 
 
 def percentiles(values: Floats) -> dict[str, float | None]:
-    """By name; None where so many requests were refused that there is none."""
+    """Return the percentiles by name ("p95"). One that falls on a refused request (NaN) is None."""
     waits = np.sort(np.where(np.isnan(values), np.inf, values))
     found = {p: float(waits[min(len(waits) - 1, math.ceil(p / 100 * len(waits)) - 1)]) for p in PERCENTILES}
     return {f"p{p}": round(value, 4) if math.isfinite(value) else None for p, value in found.items()}
 
 
 def _over_time(report: FleetReport, end_s: float) -> list[int]:
-    """Replicas that serve, every SHOWN_EVERY_S."""
+    """Return the number of serving replicas every SHOWN_EVERY_S."""
     at_s = np.array([moment[0] for moment in report.moments])
-    looks = np.searchsorted(at_s, np.arange(0.0, end_s, SHOWN_EVERY_S), side="right") - 1
-    return [report.moments[max(look, 0)][1] for look in looks.tolist()]
+    indices = np.searchsorted(at_s, np.arange(0.0, end_s, SHOWN_EVERY_S), side="right") - 1
+    return [report.moments[max(index, 0)][1] for index in indices.tolist()]
 
 
 def savings(points: Sequence[Mapping[str, Any]]) -> Figures:
-    """Replica-hours that ours takes less, as shares: than Ray's default, than Ray's cheapest at our wait."""
+    """Return the share of replica-hours that Manta's policy saves.
+
+    The first point is Manta's, the second Ray's default. `than_the_default` compares with the default,
+    `at_an_equal_p95` with the cheapest of Ray's whose p95 of the time to the first token is no longer.
+    """
     ours, rays = points[0], points[1:]
 
     def less_than(other: Mapping[str, Any]) -> Figures:
@@ -231,13 +183,15 @@ def savings(points: Sequence[Mapping[str, Any]]) -> Figures:
         return {"policy": other["policy"], "replica_hours": round(share, 3)}
 
     wait_s = ours["ttft_s"]["p95"]
-    alike = [
+    no_slower = [
         ray for ray in rays
         if wait_s is not None and ray["ttft_s"]["p95"] is not None and ray["ttft_s"]["p95"] <= wait_s
     ]  # fmt: skip
     return {
         "than_the_default": less_than(rays[0]) if rays else None,
-        "at_an_equal_p95": less_than(min(alike, key=lambda ray: ray["replica_hours"])) if alike else None,
+        "at_an_equal_p95": less_than(min(no_slower, key=lambda ray: ray["replica_hours"]))
+        if no_slower
+        else None,
     }
 
 
@@ -256,10 +210,10 @@ def _show(figures: Figures) -> None:
         for point in figures["policies"]
     ]
     print_table(f"{figures['requests']} requests", columns, rows)
-    for how, saved in figures["saved"].items():
+    for name, saved in figures["saved"].items():
         if saved is not None:
             share = saved["replica_hours"] * 100
-            print(f"{share:.0f} % fewer replica-hours {how.replace('_', ' ')} ({saved['policy']})")
+            print(f"{share:.0f} % fewer replica-hours {name.replace('_', ' ')} ({saved['policy']})")
 
 
 def _cell(value: float | None, digits: int) -> str:

@@ -1,10 +1,11 @@
-"""A real engine measured for its simulation: seconds of made-up steps, as a table with lines between them.
+"""Measures the step times of a real engine and interpolates between them, for its simulation.
 
-Steps are those of `bench step`, asked of an executor in place of a runner: requests enter as after a prefix
-hit that covers all but their last token, anew before every step. The table is the cost of a
-`SimulatedExecutor`. Called by `validate.py`.
+The steps are those of `bench step`, but submitted to an executor instead of a runner. Before every step the
+requests enter anew, as after a prefix hit that covers all but their last token. A `SimulatedExecutor` uses
+the table as its cost. Called by `validate.py`.
 
-Legend: B numbers of decoding requests, D numbers of drafts of each, C tokens of context, P rows of prompts.
+Legend: B numbers of decoding requests, D numbers of drafts per request, C tokens of context, P numbers of
+rows of prompts.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from manta.cluster.plan import SchedulerOutput, StepTimings
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-ROUNDS = 7  # of each step; the median counts
+ROUNDS = 7  # runs of each step; their median counts
 DRAFTS = (1, 3, 7, 15)
 PROMPT_ROWS = (1, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """Seconds of steps; each axis ascends and has at least one point. Beyond its ends the ends count.
+    """A table of measured step times in seconds, interpolated linearly.
+
+    Each axis ascends and has at least one point. Values outside it are clamped to its ends.
 
     Attributes:
-        draft_BDC: of the drafting.
-        rest_BDC: of all else that a step's timings tell.
-        prompt_P: of a step that computes so many rows of one prompt and nothing else.
-        host_s: of a step, beside its timings: planning, committing, handing over.
+        draft_BDC: time of drafting.
+        rest_BDC: time of the step's other timings.
+        prompt_P: time of a step that computes this many rows of one prompt and nothing else.
+        host_s: time of a step outside its timings: planning, committing, passing data.
     """
 
     batches: tuple[int, ...]
@@ -48,7 +51,7 @@ class MeasuredCost:
     host_s: float = 0.0
 
     def __call__(self, plan: SchedulerOutput) -> StepTimings:
-        """Requests of a kind by their means."""
+        """Return the times of a step. All decoding requests count with their mean drafts and context."""
         decodes_R = plan.samples & (plan.num_rows == plan.num_drafts + 1)
         batch, num_drafts = int(decodes_R.sum()), plan.num_draft_tokens
         context = float(np.maximum(plan.num_computed[decodes_R], 0).mean()) if batch else 0.0
@@ -68,7 +71,7 @@ class MeasuredCost:
 
 
 def _between(values: Floats, axis: Sequence[int], at: float) -> Floats:
-    """The values at that place of their first axis."""
+    """Interpolate `values` at `at` on their first axis."""
     high = min(max(bisect_right(axis, at), 1), len(axis) - 1)
     if len(axis) == 1:
         return values[0]
@@ -78,7 +81,7 @@ def _between(values: Floats, axis: Sequence[int], at: float) -> Floats:
 
 
 def measure_costs(executor: Executor, max_num_seqs: int) -> MeasuredCost:
-    """Steps of 1, 2, 4, .. requests, with few and many drafts, at short and long contexts that fit."""
+    """Measure steps of 1, 2, 4, ... requests with few and many drafts, at two contexts that fit."""
     info = executor.info
     batches = tuple(1 << n for n in range(max_num_seqs.bit_length()) if 1 << n <= max_num_seqs)
     drafts = tuple(sorted({0, *(min(count, info.num_speculative_tokens) for count in DRAFTS)}))
@@ -89,9 +92,9 @@ def measure_costs(executor: Executor, max_num_seqs: int) -> MeasuredCost:
     host_s: list[float] = []
     for place in np.ndindex(shape):
         i, j, k = place
-        timings, beside_s = _decoding(executor, batches[i], drafts[j], contexts[k])
+        timings, outside_s = _decoding(executor, batches[i], drafts[j], contexts[k])
         draft_BDC[place], rest_BDC[place] = timings.draft_s, timings.total_s - timings.draft_s
-        host_s.append(beside_s)
+        host_s.append(outside_s)
     rows = tuple(count for count in PROMPT_ROWS if count <= longest)
     prompt_P = np.array([_prompt(executor, count) for count in rows])
     return MeasuredCost(
@@ -107,13 +110,13 @@ def measure_costs(executor: Executor, max_num_seqs: int) -> MeasuredCost:
 
 
 def _longest(info: ExecutorInfo, batch: int, drafts: int) -> int:
-    """Context tokens that so many requests have pages for."""
+    """Return the longest context, in tokens, for which `batch` requests have pages."""
     fits = min(info.num_pages) // batch * info.page_size // len(info.page_groups)
     return max(min(fits, info.max_model_len, 512) - 2 - drafts, 1)
 
 
 def _decoding(executor: Executor, batch: int, drafts: int, context: int) -> tuple[StepTimings, float]:
-    """A step's timings, and seconds that they do not tell."""
+    """Return the timings of a decoding step and the seconds outside them."""
     dice = np.random.default_rng(0)
     tokens = dice.integers(0, executor.info.vocab_size, (batch, context), dtype=np.int32)
     admission = _plan(
@@ -138,7 +141,7 @@ def _plan(
     prompts: Sequence[np.ndarray],
     num_tokens: int,
 ) -> SchedulerOutput:
-    """Requests enter, with pages for so many tokens and one more each."""
+    """Return a plan in which requests enter, each with pages for `num_tokens` + 1 tokens."""
     info = executor.info
     pages = -(-(num_tokens + 1) // info.page_size)
     return made_up_plan(
@@ -154,8 +157,8 @@ def _plan(
 def _median(
     turns: Sequence[tuple[SchedulerOutput | None, SchedulerOutput]], executor: Executor
 ) -> tuple[StepTimings, float]:
-    """Each part's median; the first turn warms up."""
-    seen: list[tuple[StepTimings, float]] = []
+    """Return the median of each part and of the seconds outside them. The first turn warms up."""
+    measured: list[tuple[StepTimings, float]] = []
     for admission, step in turns:
         if admission is not None:
             executor.submit(admission)
@@ -163,7 +166,9 @@ def _median(
         begin_s = time.perf_counter()
         executor.submit(step)
         timings = executor.collect().timings
-        seen.append((timings, time.perf_counter() - begin_s - timings.total_s))
+        measured.append((timings, time.perf_counter() - begin_s - timings.total_s))
     parts = ("draft_s", "verify_s", "sample_s", "inject_s")
-    medians = {name: statistics.median(getattr(timings, name) for timings, _ in seen[1:]) for name in parts}
-    return StepTimings(**medians), statistics.median(beside_s for _, beside_s in seen[1:])
+    medians = {
+        name: statistics.median(getattr(timings, name) for timings, _ in measured[1:]) for name in parts
+    }
+    return StepTimings(**medians), statistics.median(outside_s for _, outside_s in measured[1:])

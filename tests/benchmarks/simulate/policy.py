@@ -1,80 +1,52 @@
-"""Is adapting as good as knowing best? Plain, fixed lengths and adaptive by number of requests and context.
+"""`simulate-policy`: compares adaptive speculation with the best fixed choice, by requests and context.
 
-The real scheduler and its policies over the roofline's step times, in closed loops. What is compared is
-decoding: all requests have one prompt, which is cached, so that its pages are there once and any number of
-them fits; each step reads it for each request. The *best* of a cell is the fastest of plain and fixed
-lengths. Called by `cli.py`.
+Runs the real scheduler and its policies with the roofline's step times, in closed loops. Only decoding is
+compared: all requests have the same prompt, which is cached. Its pages exist once, so any number of requests
+fits, and each step reads it for each request. The *best* of a cell is the fastest of plain decoding and the
+fixed lengths. Called by `cli.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manta.actors.files import write_json
-from manta.cluster.errors import ConfigError, PlacementError
+from manta.cluster.errors import PlacementError
 from manta.cluster.planner.gpus import Gpu, find_gpu
 from manta.cluster.planner.loads import closed_loop
 from manta.cluster.planner.pair import Pair
 from manta.cluster.request import Request
 from manta.cluster.speculation.draft_lengths import draft_lengths
 from manta.jobs.bench.passes import say
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.provenance import options_json, provenance
 from manta.jobs.simulate.assumptions import assumptions
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, Subject, read_shapes, subjects
+from manta.jobs.simulate.subjects import Drafting, NodeEngine, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 from manta.jobs.tables import print_table
 
+from ..options import PolicyOptions
+
 Figures = dict[str, Any]  # Any: JSON
 BEST_LEAST, PLAIN_LEAST = 0.98, 1.0
-LEAST_REQUESTS, WAVES = 8, 2  # that end before any is counted, and as many that are counted
+# Requests that end before any is counted, and as many that are counted: WAVES times the concurrency, at least
+# LEAST_REQUESTS.
+LEAST_REQUESTS, WAVES = 8, 2
 ADAPTIVE, PLAIN = "dflash", "plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    """What is played.
-
-    Attributes:
-        pairs: targets and their drafters; configurations are enough.
-        gpu: its kind.
-        tp: ranks of an engine, several ways.
-        acceptance: mean acceptance lengths of the whole block, several ways; see `parse_acceptance`.
-        spread: of requests' texts, see `cluster/planner/texts.py`.
-        contexts: tokens of prompts.
-        concurrency: requests at once.
-        output_tokens: of answers.
-        output: JSON file.
-    """
-
-    pairs: tuple[tuple[str, str], ...]
-    gpu: str = "h200"
-    tp: tuple[int, ...] = (1,)
-    acceptance: tuple[str, ...] = ("4.0",)
-    spread: float = 0.5
-    contexts: tuple[int, ...] = (1024, 8192, 65536)
-    concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
-    output_tokens: int = 192
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "contexts", "concurrency"):
-            if min(getattr(self, name), default=0) < 1:
-                raise ConfigError(f"{name}={list(getattr(self, name))} must be at least 1.", param=name)
-
-
 def run_policy(options: PolicyOptions) -> Figures:
-    """Play, print tables, write the figures if asked. Returns them."""
+    """Simulate every cell, print a table, write the figures if requested, and return them."""
     gpu, begin_s = find_gpu(options.gpu), time.monotonic()
     cells: list[Figures] = []
     words: dict[str, list[str]] = {}
     longest = max(options.contexts) + 2 * options.output_tokens
     figures: Figures = {}
-    for target, drafter in options.pairs:
+    for target, drafter in zip(options.model, options.drafter, strict=True):
         pair = read_shapes(target, drafter, longest).pair
         words[target] = assumptions(gpu, pair, options.spread)
         for cell in _cells(options, pair, gpu):
@@ -91,7 +63,7 @@ def _figures(
 ) -> Figures:
     return {
         "provenance": provenance(),
-        "options": {**asdict(options), "output": None},
+        "options": options_json(options),
         "assumptions": words,
         "cells": cells,
         "worst": {name: min(cell[name] for cell in cells) for name in ("to_best", "to_plain")},
@@ -133,10 +105,10 @@ def _at_loads(
     where: Figures,
 ) -> Iterator[Figures]:
     tp = where["tp"]
-    played = list(subjects(pair, gpu, tp, (tp,), methods, drafting, work))
+    played = list(node_engines(pair, gpu, tp, (tp,), methods, drafting, work))
     for load in options.concurrency:
         say(f"{where}, {load} requests")
-        rates = {subject.method.name: _rate(subject, work, load) for subject in played}
+        rates = {node_engine.method.name: _rate(node_engine, work, load) for node_engine in played}
         adaptive = rates.pop(ADAPTIVE)
         best = max(rates, key=lambda name: rates[name])
         yield {
@@ -150,11 +122,11 @@ def _at_loads(
         }
 
 
-def _rate(subject: Subject, work: Workload, load: int) -> float:
-    """Tokens/s."""
+def _rate(node_engine: NodeEngine, work: Workload, load: int) -> float:
+    """Return the throughput in tokens/s."""
     shared = work.request(0).prompt_token_ids
-    room = replace(subject.room, largest_batch=load)
-    engine = replace(subject, room=room).engine(free_prompts=True, prefix_caching=True)
+    room = replace(node_engine.room, largest_batch=load)
+    engine = replace(node_engine, room=room).engine(free_prompts=True, prefix_caching=True)
 
     def make(number: int, share: float) -> Request:
         return replace(work.request(number, share), prompt_token_ids=shared)

@@ -1,6 +1,6 @@
-"""Ray Serve's own way to choose a number of replicas, to compare ours with. Nothing here serves anybody.
+"""A copy of Ray Serve's default autoscaling policy, to compare Manta's with. It serves no requests.
 
-Written after the source of Ray 2.60, whose every step has its function here:
+It follows the source of Ray 2.60; each of these steps is a function here:
 
 * `ray/serve/autoscaling_policy.py`: `_core_replica_queue_length_policy` (replicas = ongoing requests /
   `target_ongoing_requests`), `_apply_scaling_factors`, `_apply_delay_logic`,
@@ -10,7 +10,7 @@ Written after the source of Ray 2.60, whose every step has its function here:
 * `ray/serve/_private/autoscaling_state.py`: `_merge_and_aggregate_timeseries` (the mean over time of all
   replicas' sum, from the youngest replica's first sample until now).
 
-`tests/test_ray_scaling.py` holds it against that source. Called by the simulated fleet (`fleet.py`).
+`tests/test_ray_scaling.py` compares it with that source. Called by the simulated fleet (`fleet.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from manta.cluster.errors import ConfigError
 
 RECORD_FACTOR = 0.2  # RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR
 _DELAY_EPS_S = 1e-6  # _DELAY_ELAPSED_EPS_S
-_LEAST_S = 1e-3  # that the last sample holds
+_LEAST_S = 1e-3  # minimum length of the averaged time
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
-    """`autoscaling_config` of Ray Serve, with its defaults; its words for the fields."""
+    """`autoscaling_config` of Ray Serve, with its field names and defaults."""
 
     target_ongoing_requests: float = 2.0
     metrics_interval_s: float = 10.0
@@ -50,7 +50,7 @@ class RaySettings:
 
 
 class RayScaling:
-    """The default policy of one deployment and what it remembers."""
+    """The default policy of one deployment, with its state."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._settings = settings
@@ -58,13 +58,13 @@ class RayScaling:
         self._since_s: float | None = None
 
     def wanted(self, total: float, there: int, target: int, fewest: int, most: int, now_s: float) -> int:
-        """How many replicas there should be.
+        """Return the number of replicas that there should be.
 
         Args:
-            total: ongoing requests, as `OngoingRequests.total` has them.
-            there: replicas that serve.
-            target: that were wanted last.
-            fewest, most: bounds of the answer.
+            total: ongoing requests, as `OngoingRequests.total` returns them.
+            there: serving replicas.
+            target: the previous return value.
+            fewest, most: bounds of the return value.
         """
         return min(max(self._unbounded(total, there, target, now_s), fewest), most)
 
@@ -107,9 +107,9 @@ class RayScaling:
 
 
 class OngoingRequests:
-    """The ongoing requests as they reach Serve's controller: samples, sent now and then.
+    """The ongoing requests as Serve's controller sees them: samples, sent at intervals.
 
-    All replicas take their samples at the same moments here, and there is one report of all.
+    Simplified: all replicas take their samples at the same moments, and one report has all of them.
     """
 
     def __init__(self, settings: RaySettings) -> None:
@@ -120,7 +120,7 @@ class OngoingRequests:
         self._reported: dict[int, list[Point]] = {}
 
     def observe(self, ongoing: Mapping[int, int], now_s: float) -> None:
-        """What every replica has now, by its id."""
+        """Record the current number of requests of each replica, by its id."""
         if now_s >= self._next_record_s:
             self._next_record_s = now_s + self._record_s
             for replica in self._samples.keys() - ongoing.keys():
@@ -138,7 +138,7 @@ class OngoingRequests:
         self._reported = {replica: list(points) for replica, points in self._samples.items()}
 
     def total(self, replicas: Collection[int], now_s: float) -> float:
-        """The mean number of requests of the replicas that serve now, since all of them report."""
+        """Return the mean number of requests of `replicas`, over the time for which all of them reported."""
         series = [self._reported[replica] for replica in replicas if replica in self._reported]
         changes = {at_s for points in series for at_s in _changes(points)}
         if len(series) == 1:
@@ -153,13 +153,13 @@ class OngoingRequests:
 
 
 def _changes(points: list[Point]) -> list[float]:
-    """When a value became another one; it was 0 before the first."""
+    """Return the times at which the value changed. It is 0 before the first point."""
     values = [0.0, *(value for _, value in points)]
     return [at_s for (at_s, value), before in zip(points, values, strict=False) if value != before]
 
 
 def _area(points: list[Point], begin_s: float, end_s: float) -> float:
-    """Under a value that holds until the next one."""
+    """Return the integral of the step function from `begin_s` to `end_s`."""
     area, until_s = 0.0, end_s
     for at_s, value in reversed(points):
         area += value * (until_s - max(at_s, begin_s))

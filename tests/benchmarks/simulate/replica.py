@@ -1,10 +1,9 @@
-"""A replica of a simulated fleet: a table in place of an engine.
+"""A replica of a simulated fleet: a table of step times and tokens per step instead of an engine.
 
-How long a step takes with so many requests, and what it brings each of them. It is made of costs, or of a
-simulated engine: the real scheduler is played at a few loads, where as many clients ask as the load says,
-prompts for nothing (the table has their cost apart); between two loads seconds and tokens of a step are taken
-to be linear. So the table knows what the policy chooses at every load, and what it brings. Played by
-`slots.py`; `manta.cluster.simulator` is the fine simulation.
+The table is made of given costs or of a simulated engine. For the latter, the real scheduler runs in a closed
+loop at a few loads, where prompts take no time (the table has their cost separately); seconds and tokens of
+a step are interpolated linearly between loads. So the table contains what the policy chooses at every load.
+`slots.py` uses it; `manta.cluster.simulator` is the exact simulation.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from manta.cluster.planner.loads import closed_loop
 from manta.cluster.planner.room import MAX_ROWS
 from manta.cluster.planner.step_time import Chunk
 from manta.cluster.simulator import LinearCost
-from manta.jobs.simulate.subjects import Subject
+from manta.jobs.simulate.subjects import NodeEngine
 from manta.jobs.simulate.workload import Workload
 
-LEAST_REQUESTS = 12  # that are counted at a load
+LEAST_REQUESTS = 12  # minimum number of counted requests per load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +29,12 @@ class ReplicaModel:
     """One replica as a table.
 
     Attributes:
-        step_s: seconds of a step of 1, 2, .. running requests; as many entries as can run at once.
-        step_tokens: tokens that such a step brings each of them (the mean acceptance length).
-        prompt_token_s: seconds that a token of a prompt costs.
-        kv_tokens: that the pages hold.
-        most_waiting: requests that may wait in the replica; more are refused.
-        start_s: from being wanted to serving.
+        step_s: seconds of a step with 1, 2, ... running requests; one entry for each possible number.
+        step_tokens: tokens of each request in such a step (the mean acceptance length).
+        prompt_token_s: seconds per token of a prompt.
+        kv_tokens: capacity of the pages in tokens.
+        most_waiting: maximum waiting requests of the replica; more are refused.
+        start_s: seconds from the decision to start it to serving.
     """
 
     step_s: tuple[float, ...]
@@ -53,7 +52,7 @@ class ReplicaModel:
     def of(
         cls, cost: LinearCost, survival: Sequence[float], max_num_seqs: int, kv_tokens: int, start_s: float
     ) -> ReplicaModel:
-        """An engine of these costs that drafts as many tokens as pay, whatever number of requests it has."""
+        """Return an engine of these costs that drafts the fastest length at every number of requests."""
         best = [_best_step(cost, survival, batch) for batch in range(1, max_num_seqs + 1)]
         return cls(
             step_s=tuple(step_s for step_s, _ in best),
@@ -66,7 +65,7 @@ class ReplicaModel:
 
 
 def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple[float, float]:
-    """Seconds and tokens per request of the step that brings most tokens a second."""
+    """Return seconds and tokens per request of the step with the most tokens/s."""
     steps: list[tuple[float, float]] = []
     for drafts in range(len(survival) + 1):
         timings = cost(made_up_plan([1] * batch, [1 + drafts] * batch, [drafts] * batch))
@@ -75,32 +74,34 @@ def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple
 
 
 def loads_to_play(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, .. and the most."""
+    """Return 1, 2, 3, 4, 6, 8, 12, ... below `most`, and `most`."""
     return sorted({most, *(base << n for base in (2, 3) for n in range(20) if base << n < most), 1})
 
 
-def replica_table(subject: Subject, workload: Workload, max_num_seqs: int, start_s: float) -> ReplicaModel:
-    """One engine of that kind, which runs up to `max_num_seqs` requests at once, or as many as fit."""
-    most = min(max_num_seqs, subject.room.max_num_seqs)
+def replica_table(
+    node_engine: NodeEngine, workload: Workload, max_num_seqs: int, start_s: float
+) -> ReplicaModel:
+    """Return the table of a simulated engine that runs at most `max_num_seqs` requests, or as many as fit."""
+    most = min(max_num_seqs, node_engine.room.max_num_seqs)
     loads = loads_to_play(most)
-    played = [_play(subject, workload, load) for load in loads]
+    played = [_play(node_engine, workload, load) for load in loads]
     batches = np.arange(1, most + 1)
     step_s, step_tokens = (np.interp(batches, loads, values) for values in zip(*played, strict=True))
     chunk = Chunk(MAX_ROWS, round(workload.prompt_tokens / 2))
-    prompt_s = subject.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
+    prompt_s = node_engine.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
     return ReplicaModel(
         step_s=tuple(np.maximum.accumulate(step_s).tolist()),
         step_tokens=tuple(step_tokens.tolist()),
         prompt_token_s=prompt_s,
-        kv_tokens=subject.room.kv_tokens,
+        kv_tokens=node_engine.room.kv_tokens,
         most_waiting=most,
         start_s=start_s,
     )
 
 
-def _play(subject: Subject, workload: Workload, load: int) -> tuple[float, float]:
-    """Seconds of a step, and tokens that it brings each request."""
+def _play(node_engine: NodeEngine, workload: Workload, load: int) -> tuple[float, float]:
+    """Return the mean seconds of a step and its tokens per request."""
     measured = max(load, LEAST_REQUESTS)
-    driven = subject.engine(free_prompts=True)
-    seen = closed_loop(driven, lambda number, share: workload.request(number, share), load, measured)
-    return seen.seconds / seen.steps, seen.num_tokens / seen.steps / load
+    engine = node_engine.engine(free_prompts=True)
+    observed = closed_loop(engine, lambda number, share: workload.request(number, share), load, measured)
+    return observed.seconds / observed.steps, observed.num_tokens / observed.steps / load

@@ -1,11 +1,12 @@
-"""A fleet of simulated replicas under a scaling policy: what a day of traffic costs, and how long users wait.
+"""A fleet of simulated replicas under a scaling policy: cost and waiting times of a day of traffic.
 
-Coarse on purpose, so that a day over thousands of replicas takes minutes: a replica is a table
-(`replica.py`), and all replicas go on a quarter of a second at once (`slots.py`), however many
-requests and tokens lie in it.
+The simulation is coarse, so that a day over thousands of replicas takes minutes: a replica is a table
+(`replica.py`), and all replicas advance by a quarter of a second at once (`slots.py`), however many
+requests and tokens this includes.
 
-Requests go to the replica with fewest, as HAProxy sends them; a replica that starts gets none, one that is to
-go ends what it has. Deterministic: all chance lies in the arrivals. Called by `fleet.py`.
+A request goes to the replica with the fewest requests, as HAProxy sends it. A starting replica gets none; a
+replica that stops finishes its requests first. Deterministic: only the arrivals are random. Called by
+`fleet.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from manta.cluster.autoscaling import FleetLoad
 from .replica import ReplicaModel
 from .slots import FleetSlots, Floats, Ints
 
-TICK_S = 2.0  # between two looks of the policy; Serve's figures are as old as that, too
+TICK_S = 2.0  # interval of the policy; Serve's figures are as old as that, too
 STEPS_PER_TICK = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests by the time of their arrival (seconds, ascending), all arrays of one length."""
+    """Requests ordered by arrival (seconds); all arrays have the same length."""
 
     arrival_s: Floats
     prompt_tokens: Ints
@@ -36,13 +37,13 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What became of the arrivals.
+    """The result of a simulation.
 
     Attributes:
-        ttft_s, tpot_s: of each request; NaN where it was refused.
-        failed: requests that were refused.
-        replica_s: seconds that replicas were held: starting, serving or ending.
-        moments: (seconds, replicas that serve, replicas that are wanted), as they changed.
+        ttft_s, tpot_s: of each request; NaN if it was refused.
+        failed: number of refused requests.
+        replica_s: sum of the seconds in which replicas started, served or stopped.
+        moments: (seconds, serving replicas, wanted replicas) at each change.
     """
 
     ttft_s: Floats
@@ -53,7 +54,7 @@ class FleetReport:
 
 
 class FleetPolicy(Protocol):
-    """Says how many replicas there should be; called every TICK_S."""
+    """A scaling policy: returns the number of replicas that there should be. Called every TICK_S."""
 
     def wanted(self, fleet: Fleet, now_s: float) -> int: ...
 
@@ -62,26 +63,26 @@ class Fleet:
     """The replicas of one simulation.
 
     Args:
-        model: of every replica.
-        arrivals: what comes.
-        policy: how many replicas there should be.
-        start: replicas that serve at the beginning.
+        model: table of every replica.
+        arrivals: the requests.
+        policy: the scaling policy.
+        start: number of serving replicas at the beginning.
     """
 
     def __init__(self, model: ReplicaModel, arrivals: Arrivals, policy: FleetPolicy, start: int) -> None:
         self.model = model
         self.target = start
-        self.queue: deque[int] = deque()  # in front of the replicas, while there is none
+        self.queue: deque[int] = deque()  # requests that wait while no replica serves
         self._policy = policy
         self._arrivals = arrivals
         self._slots = FleetSlots(model, arrivals.arrival_s, arrivals.prompt_tokens, arrivals.output_tokens)
         self._last_s = float(arrivals.arrival_s[-1]) if len(arrivals.arrival_s) else 0.0
-        self._serving: Ints = np.empty(0, dtype=np.int64)  # rows, in the order in which they came
-        self._starting: deque[int] = deque()  # rows, by the time when they will serve
-        self._ending: list[int] = []
+        self._serving: Ints = np.empty(0, dtype=np.int64)  # rows, in the order of their start
+        self._starting: deque[int] = deque()  # rows, in the order in which they will serve
+        self._stopping: list[int] = []
         self._free: list[int] = []
         self._born_s: list[float] = []  # of each row
-        self._numbers: list[int] = []  # of each row: a replica's name
+        self._numbers: list[int] = []  # of each row: its replica's number
         self._num_replicas = self.failed = 0
         self._replica_s = 0.0
         self._moments: list[tuple[float, int, int]] = []
@@ -92,7 +93,7 @@ class Fleet:
         return len(self._serving)
 
     def load(self) -> FleetLoad:
-        """What the replicas that serve say of themselves, as `FleetLoad.of` adds it up."""
+        """Return the load of the serving replicas, computed like `FleetLoad.of`."""
         slots, rows = self._slots, self._serving
         if len(rows) == 0:
             return FleetLoad(0, queued=float(len(self.queue)))
@@ -109,24 +110,24 @@ class Fleet:
         return FleetLoad(there, there, float(busy.sum()) + queued / most, float(backlog_s.sum()), queued)
 
     def ongoing(self) -> Mapping[int, int]:
-        """Requests of each replica that serves, by its number."""
+        """Return the number of requests of each serving replica, by the replica's number."""
         loads = self._slots.load
         return {self._numbers[row]: int(loads[row]) for row in self._serving.tolist()}
 
     def run(self) -> FleetReport:
-        """Play all arrivals; the policy looks until the last one."""
+        """Simulate all arrivals. The policy is called until the last one."""
         arrival_s, slots = self._arrivals.arrival_s, self._slots
-        step, come, step_s = 0, 0, TICK_S / STEPS_PER_TICK
-        while come < len(arrival_s) or slots.load.any():
+        step, arrived, step_s = 0, 0, TICK_S / STEPS_PER_TICK
+        while arrived < len(arrival_s) or slots.load.any():
             begin_s, end_s = step * step_s, (step + 1) * step_s
             if step % STEPS_PER_TICK == 0 and begin_s <= self._last_s:
-                self._look(begin_s)
+                self._apply_policy(begin_s)
             slots.advance(begin_s, end_s)
-            until = come + int(np.searchsorted(arrival_s[come:], end_s, side="left"))
-            if until > come:
-                self._arrive(np.arange(come, until), arrival_s[come:until], end_s)
-                come = until
-            self._bury()
+            until = arrived + int(np.searchsorted(arrival_s[arrived:], end_s, side="left"))
+            if until > arrived:
+                self._arrive(np.arange(arrived, until), arrival_s[arrived:until], end_s)
+                arrived = until
+            self._release_stopped()
             step += 1
         return self._report()
 
@@ -141,9 +142,11 @@ class Fleet:
     # Requests.
 
     def _arrive(self, ids: Ints, at_s: Floats, now_s: float) -> None:
-        """Each to the replica with fewest: all of those first, one each, and then again."""
+        """Give each request to a replica with the fewest, one request per replica and round."""
         if len(self._serving) == 0:
-            room = max(4 * self.model.max_num_seqs - len(self.queue), 0)  # as `actors/replica.py` lets queue
+            room = max(
+                4 * self.model.max_num_seqs - len(self.queue), 0
+            )  # the queue limit of `actors/replica.py`
             self.queue.extend(ids[:room].tolist())
             self.failed += len(ids[room:])
             return
@@ -162,7 +165,7 @@ class Fleet:
 
     # Replicas.
 
-    def _look(self, now_s: float) -> None:
+    def _apply_policy(self, now_s: float) -> None:
         ready: list[int] = []
         while self._starting and self._born_s[self._starting[0]] + self.model.start_s <= now_s:
             ready.append(self._starting.popleft())
@@ -172,7 +175,7 @@ class Fleet:
         for _ in range(self.target, wanted):
             self._starting.append(self._new(now_s))
         for _ in range(wanted, self.target):
-            self._give_up(now_s)
+            self._stop_one(now_s)
         self.target = wanted
         moment = (self.there, wanted)
         if not self._moments or self._moments[-1][1:] != moment:
@@ -197,8 +200,8 @@ class Fleet:
             self.queue.clear()
             self._arrive(ids, np.full(len(ids), now_s), now_s)
 
-    def _give_up(self, now_s: float) -> None:
-        """One that starts, or else the one with least to do: it ends that."""
+    def _stop_one(self, now_s: float) -> None:
+        """Stop the newest starting replica, else the serving one with the fewest requests, after those."""
         if self._starting:
             self._release(self._starting.pop(), now_s)
             return
@@ -206,17 +209,17 @@ class Fleet:
         row = int(self._serving[place])
         self._serving = np.delete(self._serving, place)
         if self._slots.load[row]:
-            self._ending.append(row)
+            self._stopping.append(row)
         else:
             self._release(row, now_s)
 
-    def _bury(self) -> None:
-        """Replicas that were to go and have ended what they had."""
-        if not self._ending:
+    def _release_stopped(self) -> None:
+        """Release the stopping replicas whose requests have ended."""
+        if not self._stopping:
             return
         loads = self._slots.load
-        for row in [row for row in self._ending if not loads[row]]:
-            self._ending.remove(row)
+        for row in [row for row in self._stopping if not loads[row]]:
+            self._stopping.remove(row)
             self._release(row, float(self._slots.last_end_s[row]))
 
     def _release(self, row: int, now_s: float) -> None:

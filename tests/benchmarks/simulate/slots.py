@@ -1,12 +1,13 @@
-"""The requests of all replicas of a simulated fleet, as arrays: moved a short step of time at once.
+"""The requests of all replicas of a simulated fleet as arrays, advanced by a short step of time at once.
 
-How fast each of b running requests goes on, and what a token of a prompt costs, during which nothing else
-goes on (chunked prefill slows everybody down by as much), is a table (`replica.py`). Requests of a
-replica go on alike, so each is kept as the *work* at which it ends: tokens that one would have got that was
-there from the beginning. Within a step of time replicas keep their pace; when requests come, begin and end
-in it is told exactly. `tests/test_bench_fleet.py` holds a replica against an engine. Used by `replicas.py`.
+The speed of each of b running requests and the time of a prompt's token are a table (`replica.py`); nothing
+else runs during a prompt (chunked prefill slows the others down by as much). All requests of a replica run
+at the same speed, so each is stored as the *work* at which it ends: the number of tokens that a request
+present from the beginning would have generated. Within a step of time a replica's speed is constant, but
+arrivals, beginnings and ends have exact times. `tests/test_bench_fleet.py` compares a replica with an engine.
+Used by `replicas.py`.
 
-Legend: N rows, one for a replica; C requests that run in one; Q that may wait in it; A arrivals.
+Legend: N rows, one for a replica; C running requests of a row; Q waiting requests of a row; A arrivals.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _FIRST_ROWS = 16
 
 
 class FleetSlots:
-    """Of replicas of one model.
+    """The running and waiting requests of replicas of one model.
 
     Args:
         prompts, outputs: tokens of each request [A].
 
     Attributes:
-        first_s, end_s: of each request [A]; NaN before.
-        count, waiting: of each row [N].
-        kv_tokens: that running requests hold, at their ends [N].
-        finished, tokens: requests that ended, and their tokens [N].
-        last_end_s: when a row's last request ended [N].
+        first_s, end_s: time of the first token and of the end of each request [A]; NaN until then.
+        count, waiting: number of running and waiting requests of each row [N].
+        kv_tokens: tokens that the running requests hold at their ends [N].
+        finished, tokens: number of ended requests and of their tokens [N].
+        last_end_s: time at which a row's last request ended [N].
     """
 
     def __init__(self, model: ReplicaModel, arrival_s: Floats, prompts: Ints, outputs: Ints) -> None:
@@ -64,14 +65,13 @@ class FleetSlots:
         return self.count + self.waiting
 
     def pace(self) -> Floats:
-        """Tokens a second of each running request of each row [N]."""
+        """Return the tokens/s of each running request of each row [N]."""
         return self._pace[self.count]
 
     def clear(self, row: int) -> None:
-        """A new replica has this row."""
         while row >= self.num_rows:
             self._grow(self.num_rows)
-        assert not self.load[row], "somebody is still there"
+        assert not self.load[row], "the row still has requests"
         for values in (self._done, self._free_s, self.kv_tokens, self.last_end_s, self.tokens):
             values[row] = 0.0
         self.finished[row] = self._head[row] = 0
@@ -87,7 +87,7 @@ class FleetSlots:
             setattr(self, name, np.concatenate((old, rows)))
 
     def advance(self, begin_s: float, end_s: float) -> None:
-        """Everybody goes on from `begin_s` to `end_s`; who ends makes room for who waits."""
+        """Advance all requests from `begin_s` to `end_s`. Ended requests make room for waiting ones."""
         pace = self.pace()
         self._done += np.maximum(end_s - np.maximum(self._free_s, begin_s), 0.0) * pace
         due = np.flatnonzero(self._next_end <= self._done + _EPS * (1.0 + np.abs(self._done)))
@@ -106,10 +106,10 @@ class FleetSlots:
         np.add.at(self.tokens, rows, self._outputs[ids])
         self._next_end[due] = self._ends_NC[due].min(axis=1)
         np.maximum.at(self.last_end_s, rows, self.end_s[ids])
-        self._let_in(rows, at_s, end_s)
+        self._begin_waiting(rows, at_s, end_s)
 
-    def _let_in(self, rows: Ints, free_at_s: Floats, now_s: float) -> None:
-        """Who waits in these rows, where somebody left at these times, one of each row after the other."""
+    def _begin_waiting(self, rows: Ints, free_at_s: Floats, now_s: float) -> None:
+        """Begin waiting requests of rows where requests ended at `free_at_s`, one per row and round."""
         waits = self.waiting[rows] > 0
         rows, free_at_s = rows[waits], free_at_s[waits]
         order = np.lexsort((free_at_s, rows))
@@ -123,10 +123,10 @@ class FleetSlots:
             self._head[each] += 1
             self.waiting[each] -= 1
             self._begin(each, heads, np.maximum(free_at_s[place], self._arrival_s[heads]), now_s)
-            place = np.minimum(place + 1, last)  # where pages let more in than left: when the last one did
+            place = np.minimum(place + 1, last)  # if more fit than ended: at the last end
 
     def give(self, rows: Ints, ids: Ints, at_s: Floats, now_s: float) -> None:
-        """Requests to replicas, no two to one; `now_s` is the end of the step that is under way."""
+        """Give requests to distinct replicas. `now_s` is the end of the current step."""
         direct = (self.waiting[rows] == 0) & self._has_room(rows, ids)
         self._begin(rows[direct], ids[direct], at_s[direct], now_s)
         late, waiting = rows[~direct], ids[~direct]
@@ -138,7 +138,7 @@ class FleetSlots:
         return fits & (self.count[rows] < self._model.max_num_seqs)
 
     def _begin(self, rows: Ints, ids: Ints, at_s: Floats, now_s: float) -> None:
-        """Prompts are computed as soon as the replica is free; what others did meanwhile is taken back."""
+        """Begin requests. A prompt runs once the replica is free; the others' work in that time is undone."""
         begin_s = np.maximum(self._free_s[rows], at_s)
         free_s = begin_s + self._prompts[ids] * self._model.prompt_token_s
         stood_s = np.maximum(np.minimum(free_s, now_s) - np.minimum(begin_s, now_s), 0.0)

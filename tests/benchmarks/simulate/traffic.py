@@ -1,4 +1,4 @@
-"""The traffic of a simulated day: made up from a seed, or read from a trace."""
+"""The traffic of a simulated day: generated from a seed or read from a trace."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from manta.jobs.plan.trace import read_trace
 from .replicas import Arrivals, Floats
 
 DAY_S = 86_400.0
-SIGMA = 0.6  # of the logarithm of lengths
+SIGMA = 0.6  # standard deviation of the logarithm of lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """Traffic of a day: a wave with bursts on it, Poisson arrivals, lognormal lengths.
+    """Traffic of a day: a daily wave plus bursts, with Poisson arrivals and lognormal lengths.
 
     Attributes:
-        peak_per_s: requests a second at the height of the day, without bursts.
-        night: the quietest moment's share of that.
-        bursts: sudden times of many requests, between 3 and 10 minutes each.
-        burst: by how much of the peak's rate one of them rises.
-        prompt_tokens, output_tokens: their means.
-        hours: of the day that are played, from the quietest one on.
-        seed: of everything.
+        peak_per_s: requests/s at the peak of the day, without bursts.
+        night: rate of the quietest moment as a share of the peak.
+        bursts: number of bursts, each between 3 and 10 minutes long.
+        burst: additional rate of a burst as a share of the peak.
+        prompt_tokens, output_tokens: mean lengths.
+        hours: length of the simulated part of the day, which begins at the quietest moment.
+        seed: seed of all random numbers.
     """
 
     peak_per_s: float = 20.0
@@ -47,7 +47,7 @@ class Day:
 
 
 def make_day(day: Day) -> Arrivals:
-    """The arrivals of a day; the same for the same fields."""
+    """Return the arrivals of a day. Equal fields give equal arrivals."""
     rng = np.random.default_rng(day.seed)
     grid_s = np.arange(0.0, day.hours * 3600.0, 1.0)
     hours = grid_s / 3600.0
@@ -68,7 +68,7 @@ def _lengths(rng: np.random.Generator, mean: float, count: int) -> Any:  # Any: 
 
 
 def read_arrivals(path: Path) -> Arrivals:
-    """The arrivals of a trace, as `manta plan` reads it; see `read_trace` for what it raises."""
+    """Return the arrivals of a trace in the format of `manta plan`. Raises like `read_trace`."""
     trace = sorted(read_trace(path, sys.maxsize), key=lambda arrival: arrival.arrival_s)
     return Arrivals(
         np.array([arrival.arrival_s for arrival in trace], dtype=np.float64),

@@ -1,10 +1,10 @@
-"""The simulation held against the engine that it imitates: the same load on both, and how far they differ.
+"""`simulate-validate`: compares the simulation with a real engine under the same load.
 
-1. The engine's steps are measured (`measured_cost.py`), and how often drafts are accepted, by position.
-2. A simulated engine is made of that: the same scheduler, policy, pages and limits.
-3. Both are driven by the same clients (`cluster/planner/loads.py`) with requests of the same lengths.
+1. The engine's step times are measured (`measured_cost.py`), and its acceptance rate by draft position.
+2. A simulated engine is made of these, with the same scheduler, policy, pages and limits.
+3. The same clients (`cluster/planner/loads.py`) drive both with requests of the same lengths.
 
-What is reported is the error of throughput, TTFT and TPOT. HTTP and Ray are in neither. Called by `cli.py`.
+The result is the error of throughput, TTFT and TPOT. Neither side includes HTTP and Ray. Called by `cli.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPARED = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_
 
 
 def run_validate(config: EngineConfig, options: ValidateOptions) -> Figures:
-    """Measure, simulate, run, compare; print a table, write the figures if asked. Returns them."""
+    """Measure, simulate, run, compare; print a table, write the figures if requested, and return them."""
     config = replace(config, max_num_seqs=max(options.concurrency), enable_prefix_caching=False)
     rows = encode_prompts(read_prompts(options.prompts, options.num_prompts), load_tokenizer(config))
     make = _requests([token_ids for _, token_ids in rows], options)
@@ -91,16 +91,16 @@ def _requests(prompts: list[list[int]], options: ValidateOptions) -> Callable[[i
 def _calibrate(
     config: EngineConfig, executor: Executor, make: Callable[[int, float], Request], options: ValidateOptions
 ) -> tuple[tuple[float, ...], float]:
-    """Acceptance by position where all is drafted, and the scheduler's seconds a step."""
+    """Return the acceptance rate by position with full drafts, and the scheduler's seconds per step."""
     spec = config.speculative_config
     whole = config if spec is None else replace(config, speculative_config=replace(spec, adaptive=False))
     driven = DrivenEngine(Engine(whole, executor), time.monotonic)
-    seen = closed_loop(driven, make, min(4, config.max_num_seqs), options.requests, 0)
+    observed = closed_loop(driven, make, min(4, config.max_num_seqs), options.requests, 0)
     driven.abort_all()
     stats = driven.engine.stats()
     survival = tuple(count / max(stats.num_drafts, 1) for count in stats.accepted_per_pos)
     planned_s = stats.step_seconds["schedule"] + stats.step_seconds["commit"]
-    return survival if seen.num_drafts else (), planned_s / max(stats.steps, 1)
+    return survival if observed.num_drafts else (), planned_s / max(stats.steps, 1)
 
 
 def _drive(
@@ -111,9 +111,9 @@ def _drive(
     options: ValidateOptions,
 ) -> Observed:
     driven = DrivenEngine(engine, clock)
-    seen = closed_loop(driven, make, clients, max(options.requests, clients))
+    observed = closed_loop(driven, make, clients, max(options.requests, clients))
     driven.abort_all()
-    return seen
+    return observed
 
 
 def _simulate(
@@ -140,24 +140,24 @@ def _point(clients: int, real: Observed, simulated: Observed) -> Figures:
     return {"concurrency": clients, "measured": measured, "simulated": found, "error": errors}
 
 
-def _figures(seen: Observed) -> dict[str, Any]:
-    ttft, tpot = seen.ttft_s(), seen.tpot_s()
+def _figures(observed: Observed) -> dict[str, Any]:
+    ttft, tpot = observed.ttft_s(), observed.tpot_s()
     return {
-        "tokens_per_s": seen.tokens_per_s,
+        "tokens_per_s": observed.tokens_per_s,
         "ttft_p50_s": ttft["p50"],
         "ttft_p95_s": ttft["p95"],
         "tpot_p50_s": tpot["p50"],
         "tpot_p95_s": tpot["p95"],
-        "mean_acceptance_length": seen.mean_acceptance_length,
-        "drafts_per_block": seen.drafts_per_block,
-        "steps": seen.steps,
-        "requests": len(seen.served),
+        "mean_acceptance_length": observed.mean_acceptance_length,
+        "drafts_per_block": observed.drafts_per_block,
+        "steps": observed.steps,
+        "requests": len(observed.served),
     }
 
 
 def _show(points: list[Figures]) -> None:
     columns = [
-        "requests at once",
+        "concurrency",
         "tok/s",
         "TTFT p50 ms",
         "TTFT p95 ms",
@@ -178,7 +178,7 @@ def _show(points: list[Figures]) -> None:
     print_table("the engine and its simulation", columns, rows)
     for point in points:
         errors = ", ".join(f"{name} {point['error'][name]:+.0%}" for name in COMPARED)
-        print(f"{point['concurrency']} at once: {errors}")
+        print(f"{point['concurrency']} requests: {errors}")
 
 
 def _plain(value: Any) -> Any:  # Any: JSON

@@ -1,7 +1,7 @@
-"""The paper of a job: what its answers are made from, so that a later run knows whether it may go on with it.
+"""Specification of a job: settings its answers depend on, input and output. Checks whether it may resume.
 
-The fingerprint is a hash of what answers depend on. The drafter is not in it: it changes no answer, and may
-be another in the next run. Pure; kept by `runs.py`.
+The fingerprint is a hash of what answers depend on. The drafter is not part of it: it changes no answer, and
+the next run may use another. `runs.py` stores the spec in the output.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from ...cluster.errors import ConfigError
 from ...cluster.row_ranges import RowRanges
+from .output_index import OutputIndex
 from .parts import Json, OutputForm
 
-SHOWN = 80  # characters of a setting
-NAMED_FILES = 3  # of changed input; the others are counted
+MAX_VALUE = 80  # characters of a setting in a message
+NAMED_FILES = 3  # in a message; other files are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobPaper:
-    """What a job is. JSON through and through, but for the form.
+class JobSpec:
+    """Specification of a job. All fields but `form` are JSON.
 
     Attributes:
         made_from: what answers depend on, by name: model and revision, tokenizer, sampling, template, seed.
@@ -31,9 +33,9 @@ class JobPaper:
         input_format: of these files.
         form: of the output.
         num_rows: of the input.
-        sample: the rows of it that are to be answered; all of them if absent.
-        rows_per_shard: where order is preserved; another in a later run is set right at the end.
-        about: told in the manifest, and free to differ between runs: the drafter, how many engines.
+        sample: the rows to answer; all if absent.
+        rows_per_shard: where order is preserved. If a later run has another, the end of the job corrects it.
+        about: reported in the manifest, and free to differ between runs: drafter, number of engines.
     """
 
     made_from: Mapping[str, Any]
@@ -52,10 +54,10 @@ class JobPaper:
 
     @property
     def rows(self) -> RowRanges:
-        """What is to be answered."""
+        """Return the rows to answer."""
         return ((0, self.num_rows),) if self.sample is None else self.sample
 
-    def as_json(self) -> Json:
+    def to_json(self) -> Json:
         return _plain(
             {
                 "fingerprint": self.fingerprint,
@@ -71,23 +73,15 @@ class JobPaper:
         )
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """What is not as it was, in words, over the fingerprint and the input.
-
-        Args:
-            before: `as_json` of the earlier paper.
-        """
+        """Return in words what differs from an earlier spec (`to_json`) in settings and input."""
         return self.other_settings(before) + self.other_input(before)
 
     def other_settings(self, before: Mapping[str, Any]) -> list[str]:
-        """Differences that give other answers."""
+        """Return differences that change answers."""
         return _changes(before["made_from"], _plain(self.made_from))
 
-    def other_form(self, before: Mapping[str, Any]) -> list[str]:
-        """Differences that one output cannot hold."""
-        return _changes(before["output"], self.as_json()["output"], "output ")
-
     def other_input(self, before: Mapping[str, Any]) -> list[str]:
-        """Files that are not what they were."""
+        """Return the files that have changed."""
         old = {file["name"]: file for file in before["input"]}
         new = {file["name"]: file for file in _plain(list(self.input))}
         words = [_file_change(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
@@ -98,9 +92,66 @@ class JobPaper:
             return [*changes[:NAMED_FILES], f"{len(changes) - NAMED_FILES} other files"]
         return changes
 
+    def check_resume(self, where: str, before: Mapping[str, Any], *, force: bool) -> None:
+        """Raise ConfigError where this job cannot resume the job of an earlier spec.
+
+        Args:
+            where: the output, for messages.
+            force: accept other settings and another input.
+        """
+        if other := _changes(before["output"], self.to_json()["output"], "output "):
+            raise ConfigError(
+                f"output: {where} holds results of another form: {'; '.join(other)}. Choose another output, "
+                "or replace it with --overwrite.",
+                param="output",
+            )
+        differences = self.differences(before)
+        if differences and not force:
+            raise ConfigError(
+                f"output: {where} holds a job that was begun otherwise: {'; '.join(differences)}. Run it as "
+                "it was, choose another output, go on nevertheless with --force-resume, or replace it with "
+                "--overwrite.",
+                param="output",
+            )
+
+
+def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
+    """Raise ConfigError where a part is not this job's, or has another size than was written.
+
+    Args:
+        replaced: results of an earlier job, which are to be removed.
+    """
+    if foreign := [name for name in index.unrecorded if name not in replaced]:
+        raise ConfigError(
+            f"output: {_named(foreign)} in {where} was not written by this job. Move it away, choose another "
+            "output, or replace all results with --overwrite.",
+            param="output",
+        )
+    for record in (*index.records.values(), *index.stale.values()):
+        if (size := index.files[record.part]) != record.num_bytes:
+            raise ConfigError(
+                f"output: {record.part} in {where} has {size:,} bytes where {record.num_bytes:,} were "
+                "written. Remove it: its rows are answered again.",
+                param="output",
+            )
+
+
+def not_empty(where: str, files: Sequence[str]) -> ConfigError:
+    """Return the error for a new job whose output is not empty."""
+    return ConfigError(
+        f"output: {where} is not empty ({_named(files) or 'a job was begun there'}). Choose another output, "
+        "or replace its results with --overwrite.",
+        param="output",
+    )
+
+
+def _named(files: Sequence[str]) -> str:
+    more = len(files) - NAMED_FILES
+    return ", ".join([*sorted(files)[:NAMED_FILES], *([f"{more} more"] if more > 0 else [])])
+
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Return a value as it comes back from JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -116,7 +167,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else textwrap.shorten(str(value), SHOWN, placeholder=" ...")
+    return "none" if value is None else textwrap.shorten(str(value), MAX_VALUE, placeholder=" ...")
 
 
 def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
@@ -133,10 +184,10 @@ def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, 
         if old != new:
             return f"{name}: other content of the same size (SHA-256 {old[:12]}... before, {new[:12]}... now)"
         if kind == "sha256":
-            return None  # whenever it was written
+            return None  # the file's time does not matter
     if before.get("modified") != now.get("modified"):
         return f"{name}: modified {_time(before.get('modified'))} before, {_time(now.get('modified'))} now"
-    return None  # an earlier version noted no hash
+    return None
 
 
 def _time(modified: Any) -> str:

@@ -1,0 +1,530 @@
+"""Statistics of a batch job: counts that add up over rows, parts, engines and runs.
+
+`RowStats` is computed from results and stored in the record of every part, so a job's report is complete
+whatever was killed. `Failures` says which rows of a part failed alike, so that rows answered later are no
+longer counted as failed. `EngineTotals` is what running engines report for progress.
+
+Everything is bounded in size, and merging gives the same result in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise, zip_longest
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ...cluster.acceptance import mean_acceptance_length
+from ...cluster.plain_sample import Comparison
+from ...cluster.row_ranges import RowRanges, both, count, of_rows, rows_of
+from ..files import rounded
+
+# Stamped on each result: what the engine spent since its previous result. The times are device-seconds (an
+# engine with 4 GPUs spends 4 per second): held at all, with rows to answer, with a row running. Then the two
+# sides of the plain sample (`cluster/plain_sample.py`), on the result that completes the comparison.
+SPENT = (
+    *("device_s", "open_s", "busy_s"),
+    *("plain_tokens", "plain_s", "drafted_tokens", "drafted_s"),
+)
+SUMMED = (
+    *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+    *("num_steps", "num_draft_tokens", "num_accepted_tokens"),
+)
+MAX_MESSAGE = 400  # characters of an error message that is kept as an example
+NUM_SAMPLES, MAX_SAMPLE = 3, 400  # answers that are kept, and their characters
+MAX_BUCKETS = 128  # of a timeline
+MAX_STRETCHES = 32
+MAX_NAMES = 24  # of categories
+MAX_NAME = 80  # characters
+PAUSE_S = 15.0  # a longer gap between rows is a pause between runs
+
+Device = Literal["GPU", "core", "device"]  # what device-seconds count; "device": unknown
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def length_histogram(lengths: Ints) -> list[int]:
+    """Count lengths by powers of two: index 0 counts zeros, index k lengths from 2^(k-1) to 2^k - 1."""
+    return np.bincount(np.frexp(lengths.astype(np.float64))[1]).tolist() if len(lengths) else []
+
+
+def length_range(index: int) -> tuple[int, int]:
+    """Return the first and last length that an index of `length_histogram` counts."""
+    return (1 << index - 1, (1 << index) - 1) if index else (0, 0)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Tokens over time.
+
+    Attributes:
+        width_s: of a bucket; the least power of two that needs at most MAX_BUCKETS buckets.
+        tokens: by bucket; bucket n begins at Unix time n x width_s.
+    """
+
+    width_s: int = 1
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ends_s: Floats, tokens: Ints) -> Self:
+        made = cls()
+        for second, num_tokens in zip(
+            np.floor(ends_s).astype(np.int64).tolist(), tokens.tolist(), strict=True
+        ):
+            made.tokens[second] = made.tokens.get(second, 0) + num_tokens
+        made._bound()
+        return made
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        return cls(content["width_s"], {int(bucket): n for bucket, n in content["tokens"].items()})
+
+    def merge(self, other: Timeline) -> None:
+        self._widen(max(self.width_s, other.width_s))
+        for bucket, num_tokens in other.tokens.items():
+            wide = bucket * other.width_s // self.width_s
+            self.tokens[wide] = self.tokens.get(wide, 0) + num_tokens
+        self._bound()
+
+    def _bound(self) -> None:
+        while len(self.tokens) > MAX_BUCKETS:
+            self._widen(2 * self.width_s)
+
+    def _widen(self, width_s: int) -> None:
+        narrow, self.tokens = self.tokens, {}
+        for bucket, num_tokens in narrow.items():
+            wide = bucket * self.width_s // width_s
+            self.tokens[wide] = self.tokens.get(wide, 0) + num_tokens
+        self.width_s = width_s
+
+
+@dataclass(slots=True)
+class Stretches:
+    """Unix times between which rows ran, without the pauses between runs.
+
+    Attributes:
+        times: begin and end of each stretch, ascending. Gaps up to PAUSE_S do not split a stretch. Above
+            MAX_STRETCHES the shortest gaps are closed; only then does the order of merging matter.
+    """
+
+    times: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, begins_s: Floats, ends_s: Floats) -> Self:
+        made = cls()
+        made._join(map(list, zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
+        return made
+
+    def merge(self, other: Stretches) -> None:
+        self._join([*self.times, *other.times])
+
+    @property
+    def seconds(self) -> float:
+        return sum(end_s - begin_s for begin_s, end_s in self.times)
+
+    def _join(self, times: Iterable[list[float]]) -> None:
+        self.times = _joined(sorted(times), PAUSE_S)
+        if len(self.times) > MAX_STRETCHES:
+            gaps = sorted(after[0] - before[1] for before, after in pairwise(self.times))
+            self.times = _joined(self.times, gaps[-MAX_STRETCHES])
+
+
+def _joined(times: Iterable[Sequence[float]], longest_gap_s: float) -> list[list[float]]:
+    joined: list[list[float]] = []
+    for begin_s, end_s in times:
+        if joined and begin_s <= joined[-1][1] + longest_gap_s:
+            joined[-1][1] = max(joined[-1][1], end_s)
+        else:
+            joined.append([begin_s, end_s])
+    return joined
+
+
+@dataclass(slots=True)
+class Category:
+    """Sums over the rows of one category."""
+
+    rows: int = 0
+    failed: int = 0
+    completion_tokens: int = 0
+    num_steps: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
+    def merge(self, other: Category) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(slots=True)
+class Categories:
+    """Sums of the alphabetically first MAX_NAMES categories, and of all others together in `rest`."""
+
+    named: dict[str, Category] = field(default_factory=dict)
+    rest: Category = field(default_factory=Category)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        named = {name: Category(**sums) for name, sums in content["named"].items()}
+        return cls(named, Category(**content["rest"]))
+
+    def add(self, name: str, sums: Category) -> None:
+        """Add rows to a category. Long names are cut."""
+        self._merge_named({name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…": sums})
+
+    def merge(self, other: Categories) -> None:
+        self.rest.merge(other.rest)
+        self._merge_named(other.named)
+
+    def ranked(self) -> list[tuple[str, Category]]:
+        """Return the named categories, largest first, then all others together."""
+        named = sorted(self.named.items(), key=lambda item: (-item[1].rows, item[0]))
+        return [*named, ("(all others)", self.rest)] if self.rest.rows else named
+
+    def _merge_named(self, named: Mapping[str, Category]) -> None:
+        for name, sums in named.items():
+            self.named.setdefault(name, Category()).merge(sums)
+        for name in sorted(self.named)[MAX_NAMES:]:
+            self.rest.merge(self.named.pop(name))
+
+
+@dataclass(slots=True)
+class ErrorCount:
+    """Rows that failed with one type of error. The example is the alphabetically first message."""
+
+    rows: int
+    example: str
+
+    def merge(self, other: ErrorCount) -> None:
+        self.rows += other.rows
+        self.example = min(self.example, other.example)
+
+
+class PlainComparison:
+    """Mix-in for classes with both sides of a plain sample."""
+
+    plain_tokens: int
+    plain_s: float
+    drafted_tokens: int
+    drafted_s: float
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return the measured effect of speculation; None if it was not measured."""
+        if not (self.plain_tokens and self.plain_s and self.drafted_tokens and self.drafted_s):
+            return None
+        return Comparison(self.plain_tokens, self.plain_s, self.drafted_tokens, self.drafted_s)
+
+
+@dataclass(slots=True)
+class RowStats(PlainComparison):
+    """Counts over results.
+
+    Attributes:
+        rows, failed: all rows, and those of them that failed.
+        retried: rows that were started more than once in a run, because an engine died.
+        errors: by the error's type.
+        cached_prompt_tokens: part of prompt_tokens that the prefix cache had.
+        num_steps: verified blocks; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
+        acceptance: number of blocks by accepted drafts.
+        prompt_lengths, output_lengths: `length_histogram` of tokens of answered rows.
+        samples: number, id and answer of the first answered rows.
+        stretches, timeline: when rows ran, and when their tokens were complete.
+        device_s, ..., drafted_s: see SPENT.
+    """
+
+    rows: int = 0
+    failed: int = 0
+    retried: int = 0
+    errors: dict[str, ErrorCount] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance: list[int] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    output_lengths: list[int] = field(default_factory=list)
+    samples: list[tuple[int, str, str]] = field(default_factory=list)
+    categories: Categories = field(default_factory=Categories)
+    stretches: Stretches = field(default_factory=Stretches)
+    timeline: Timeline = field(default_factory=Timeline)
+    device_s: float = 0.0
+    open_s: float = 0.0
+    busy_s: float = 0.0
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    drafted_tokens: int = 0
+    drafted_s: float = 0.0
+
+    def add(self, results: pa.Table) -> None:
+        """Count a table of results (`answering.WIRE_SCHEMA`)."""
+        if results.num_rows:
+            self.merge(_count_results(results))
+
+    def merge(self, other: RowStats) -> None:
+        for name in ("rows", "failed", "retried", *SUMMED, *SPENT):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("acceptance", "prompt_lengths", "output_lengths"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + theirs for mine, theirs in pairs])
+        for kind, errors in other.errors.items():
+            self.errors.setdefault(kind, ErrorCount(0, errors.example)).merge(errors)
+        self.samples = sorted({*self.samples, *other.samples})[:NUM_SAMPLES]
+        self.categories.merge(other.categories)
+        self.stretches.merge(other.stretches)
+        self.timeline.merge(other.timeline)
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return everything, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        return cls(
+            **{
+                **content,
+                "errors": {kind: ErrorCount(**errors) for kind, errors in content["errors"].items()},
+                "samples": [tuple(sample) for sample in content.get("samples", ())],
+                "categories": Categories.from_json(content["categories"]),
+                "stretches": Stretches(**content["stretches"]),
+                "timeline": Timeline.from_json(content["timeline"]),
+            }
+        )
+
+    @property
+    def first_error(self) -> str:
+        """Return the example of the most frequent error; empty if no row failed."""
+        return self.ranked_errors()[0][1].example if self.errors else ""
+
+    def ranked_errors(self) -> list[tuple[str, ErrorCount]]:
+        """Return error types with their counts, most frequent first."""
+        return sorted(self.errors.items(), key=lambda item: (-item[1].rows, item[0]))
+
+    @property
+    def wall_s(self) -> float:
+        """Return the seconds in which rows ran, without the pauses between runs."""
+        return self.stretches.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
+    def summary(self) -> dict[str, Any]:  # Any: JSON
+        """Return the main numbers for reports."""
+        return {
+            "rows": self.rows,
+            "failed": self.failed,
+            "retried": self.retried,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "wall_s": round(self.wall_s, 3),
+            "tokens_per_s": round(self.tokens_per_s, 2),
+            "mean_acceptance_length": rounded(self.mean_acceptance_length),
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTotals(PlainComparison):
+    """RowSpans of one engine, or of several together, since its start in this run.
+
+    Attributes:
+        rows_done: answered or failed.
+        rows_running: started and not done.
+        prompt_tokens, ..., num_accepted_tokens: from the engine's counters, running rows included.
+        device_s: device-seconds since the engine began to load.
+        open_s: device-seconds from the first row's start to the last row's end (or now, while rows run).
+        busy_s: device-seconds in which a row ran.
+        first_row_s, last_row_s: Unix time of the first row's start and the last row's end; 0 until then.
+        num_devices: of `device`, held by the engine.
+        plain_tokens, ..., drafted_s: the plain sample, once it is complete.
+    """
+
+    rows_done: int = 0
+    rows_running: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_steps: int = 0
+    num_accepted_tokens: int = 0
+    device_s: float = 0.0
+    open_s: float = 0.0
+    busy_s: float = 0.0
+    first_row_s: float = 0.0
+    last_row_s: float = 0.0
+    device: Device = "device"
+    num_devices: float = 0
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    drafted_tokens: int = 0
+    drafted_s: float = 0.0
+
+    def merge(self, other: EngineTotals) -> EngineTotals:
+        sums: dict[str, Any] = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "device"
+        }
+        starts_s = [start_s for start_s in (self.first_row_s, other.first_row_s) if start_s]
+        return EngineTotals(
+            **{
+                **sums,
+                "device": other.device if self.device == "device" else self.device,
+                "first_row_s": min(starts_s, default=0.0),
+                "last_row_s": max(self.last_row_s, other.last_row_s),
+            }
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Rows of one category that failed with one type of error.
+
+    Attributes:
+        category: the results' `counted_as`; None: in no category.
+        kind: the error's type.
+        example: the alphabetically first message.
+    """
+
+    category: str | None
+    kind: str
+    example: str
+    rows: RowRanges
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        return cls(**{**content, "rows": tuple((begin, end) for begin, end in content["rows"])})
+
+
+def failures_in(results: pa.Table) -> tuple[Failures, ...]:
+    """Return the failures in a table of results; empty where no row failed."""
+    failed = results.select(["row", "error", "counted_as"]).filter(results["error"].is_valid())
+    return _grouped(
+        (row["counted_as"], row["error"]["type"], row["error"]["message"][:MAX_MESSAGE], row["row"])
+        for row in failed.to_pylist()
+    )
+
+
+def renumber_failures(
+    parts: Sequence[tuple[Sequence[Failures], Mapping[int, int]]],
+) -> tuple[Failures, ...]:
+    """Return the failures of several parts together, each with new row numbers by the old ones.
+
+    Rows without a new number are left out. Returns nothing where a part was written by an earlier version,
+    whose records have no failures.
+    """
+    if not all(failures for failures, _ in parts):
+        return ()
+    return _grouped(
+        (each.category, each.kind, each.example, numbers[row])
+        for failures, numbers in parts
+        for each in failures
+        for row in rows_of(each.rows)
+        if row in numbers
+    )
+
+
+def restrict_failures(stats: RowStats, failures: Sequence[Failures], rows: RowRanges) -> RowStats:
+    """Return the stats of a part of failed rows with only these rows in its errors and categories."""
+    errors: dict[str, ErrorCount] = {}
+    categories = Categories()
+    for each in failures:
+        if not (num_rows := count(both(each.rows, rows))):
+            continue
+        errors.setdefault(each.kind, ErrorCount(0, each.example)).merge(ErrorCount(num_rows, each.example))
+        if each.category is not None:
+            categories.add(each.category, Category(rows=num_rows, failed=num_rows))
+    return replace(stats, errors=errors, categories=categories)
+
+
+def _grouped(found: Iterable[tuple[str | None, str, str, int]]) -> tuple[Failures, ...]:
+    rows: dict[tuple[str | None, str], list[int]] = {}
+    examples: dict[tuple[str | None, str], str] = {}
+    for category, kind, message, row in found:
+        rows.setdefault((category, kind), []).append(row)
+        examples[category, kind] = min(message, examples.get((category, kind), message))
+    return tuple(Failures(*group, examples[group], of_rows(those)) for group, those in rows.items())
+
+
+def _count_results(results: pa.Table) -> RowStats:
+    timed = results.filter(results["end_s"].is_valid())  # rows that killed their engines have no times
+    answered = results.filter(results["error"].is_null())
+    return RowStats(
+        rows=results.num_rows,
+        failed=results.num_rows - answered.num_rows,
+        retried=int(np.count_nonzero(_ints(results["attempts"]) > 1)),
+        errors=_errors(results),
+        **{name: int(_ints(results[name]).sum()) for name in SUMMED},
+        acceptance=_acceptance(results["acceptance_histogram"]),
+        prompt_lengths=length_histogram(_ints(answered["prompt_tokens"])),
+        output_lengths=length_histogram(_ints(answered["completion_tokens"])),
+        samples=_samples(answered),
+        categories=_categories(results),
+        stretches=Stretches.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
+        timeline=Timeline.of(_floats(timed["end_s"]), _ints(timed["completion_tokens"])),
+        **_spent(results["engine_spent"]),
+    )
+
+
+def _errors(results: pa.Table) -> dict[str, ErrorCount]:
+    errors: dict[str, ErrorCount] = {}
+    for error in results["error"].drop_null().to_pylist():
+        one = ErrorCount(1, error["message"][:MAX_MESSAGE])
+        errors.setdefault(error["type"], ErrorCount(0, one.example)).merge(one)
+    return errors
+
+
+def _samples(answered: pa.Table) -> list[tuple[int, str, str]]:
+    first = answered.select(["row", "id", "text"]).sort_by("row").slice(0, NUM_SAMPLES)
+    return [(row["row"] or 0, row["id"] or "", (row["text"] or "")[:MAX_SAMPLE]) for row in first.to_pylist()]
+
+
+def _acceptance(histograms: pa.ChunkedArray) -> list[int]:
+    """Return the sum of the rows' histograms by index."""
+    known = histograms.combine_chunks().drop_null()
+    sizes = np.diff(known.offsets.to_numpy())
+    indices = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.bincount(indices, weights=known.flatten().to_numpy()).astype(np.int64).tolist()
+
+
+def _categories(results: pa.Table) -> Categories:
+    named: dict[str, Category] = {}
+    columns = ("counted_as", "error", "completion_tokens", "num_steps", "num_accepted_tokens")
+    table = results.select(columns).filter(results["counted_as"].is_valid())
+    for row in table.to_pylist():
+        sums = Category(1, row["error"] is not None, *(row[name] or 0 for name in columns[2:]))
+        named.setdefault(row["counted_as"], Category()).merge(sums)
+    categories = Categories()
+    for name, sums in named.items():
+        categories.add(name, sums)
+    return categories
+
+
+def _spent(column: pa.ChunkedArray) -> dict[str, Any]:  # Any: token counts are int, times are float
+    by_name = dict(zip(SPENT, column.flatten(), strict=True))
+    sums = {name: float(_floats(values).sum()) for name, values in by_name.items()}
+    return {name: round(value) if name.endswith("_tokens") else value for name, value in sums.items()}
+
+
+def _ints(column: pa.ChunkedArray) -> Ints:
+    return column.fill_null(0).to_numpy().astype(np.int64)
+
+
+def _floats(column: pa.ChunkedArray) -> Floats:
+    return column.fill_null(0.0).to_numpy().astype(np.float64)

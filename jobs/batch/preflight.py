@@ -1,0 +1,329 @@
+"""Checks a dataset without engines: `manta batch --validate-only` (every row) and `--dry-run` (a few rows).
+
+Each row becomes the request that an engine would get, and its prompt is tokenized. That needs the tokenizer
+and the headers of the checkpoints, but no weights, no Ray and no output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
+from ...actors.batch.row_reader import Row, RowReader, id_of, record_of
+from ...actors.batch.rows import (
+    ID_COLUMNS,
+    PROMPT_COLUMNS,
+    SAMPLING_COLUMNS,
+    Layout,
+    read_request,
+    template_columns,
+)
+from ...actors.batch.source import Source, check_columns, open_source
+from ...actors.http.chat_request import ChatRequest, conversation
+from ...actors.http.completion_request import CompletionRequest
+from ...actors.http.defaults import GenerationDefaults
+from ...actors.http.fields import REFUSED, check_extra_fields
+from ...actors.prompts import EncodedPrompt, encode_prompt, load_tokenizer
+from ...actors.targets.loading.plan import plan_load
+from ...cluster.config import EngineConfig
+from ...cluster.errors import RequestError, shown_url
+from ...cluster.limits import check_vocabulary, prompt_too_long
+from ...cluster.row_ranges import of_rows
+from ..tables import print_table
+from .options import BatchOptions
+
+DRY_RUN_ROWS = 64
+ROWS_PER_READ = 256
+BAD_ROWS_SHOWN = 10
+FILES_SHOWN = 5
+PROMPT_CHARS_SHOWN = 2000
+BAR_CHARS = 40
+FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *REFUSED})
+MISSPELLING_SIMILARITY = 0.85  # difflib ratio from which a column counts as a misspelled sampling field
+
+
+class BadRow(NamedTuple):
+    """A row that would become an error row. `place` is its file and line, or file and row of Parquet."""
+
+    number: int
+    place: str
+    why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Preflight:
+    """Findings of a check.
+
+    Attributes:
+        num_numbered: rows whose id an earlier row has; they get `-2`, `-3`, ... behind their id.
+        num_checked: rows that were checked; what follows refers to these.
+        num_too_long: rows among `num_bad` whose prompt does not fit `max_model_len`.
+        bad: the first bad rows.
+        lengths: tokens of every prompt that could be tokenized.
+        max_completion_tokens: upper bound on the completion tokens of all good rows together.
+        ignored: names that look like parameters and have no effect, with the number of rows that have them.
+        first_prompt: prompt of the first row, or why it has none.
+    """
+
+    files: tuple[str, ...]
+    num_bytes: int
+    format: str
+    num_rows: int
+    num_numbered: int
+    max_model_len: int
+    num_checked: int = 0
+    num_bad: int = 0
+    num_too_long: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    max_completion_tokens: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
+    first_prompt: str = ""
+    seconds: float = 0.0
+
+    @property
+    def num_good(self) -> int:
+        return self.num_checked - self.num_bad
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the prompt tokens of all good rows together."""
+        return sum(length for length in self.lengths if length < self.max_model_len)
+
+
+def preflight(
+    source: Source,
+    layout: Layout,
+    config: EngineConfig,
+    *,
+    duplicates: Duplicates,
+    num_rows: int | None = None,
+) -> Preflight:
+    """Check rows. Raises what a job raises before it starts: DatasetError, ConfigError, CheckpointError.
+
+    Args:
+        num_rows: how many rows to check, spread evenly over the dataset; None checks all.
+    """
+    begin_s = time.monotonic()
+    checker = _RowChecker(layout, config)
+    index = index_rows(source, layout, duplicates=duplicates)
+    found = Preflight(
+        files=tuple(str(file) for file in source.files),
+        num_bytes=sum(file.size for file in source.files),
+        format=source.format,
+        num_rows=index.num_rows,
+        num_numbered=len(index.duplicates.rows),
+        max_model_len=checker.max_model_len,
+    )
+    for row in _rows(source, layout, index, num_rows):
+        found.num_checked += 1
+        try:
+            found.ignored.update(checker.ignored(row))
+            prompt, num_tokens, most = checker.check(row)
+            found.lengths.append(num_tokens)
+            found.max_completion_tokens += most
+            shown = prompt.text or str(list(prompt.token_ids))
+        except RequestError as error:
+            found.num_bad += 1
+            if isinstance(error, _TooLongError):
+                found.lengths.append(error.num_tokens)
+                found.num_too_long += 1
+            if len(found.bad) < BAD_ROWS_SHOWN:
+                found.bad.append(BadRow(row.number, index.place(row.number, source), error.message))
+            shown = f"(fails: {error.message})"
+        found.first_prompt = found.first_prompt or shown
+    found.seconds = time.monotonic() - begin_s
+    return found
+
+
+def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool) -> int:
+    """Check a job's input and print the result. Returns the command's exit code."""
+    source = open_source(options.input, options.input_format)
+    layout = options.layout(source, config)
+    check_columns(source, layout)
+    options.format(source)
+    num_rows = DRY_RUN_ROWS if dry_run else None
+    found = preflight(source, layout, config, duplicates=options.duplicate_ids, num_rows=num_rows)
+    if not dry_run:
+        print_validation(found)
+        return 1 if found.num_bad else 0
+    spec = config.speculative_config
+    settings = {
+        "model": config.model,
+        "drafter": "none" if spec is None else spec.drafter,
+        "engines": options.concurrency,
+        "sampling": dict(options.sampling) or "the checkpoint's defaults",
+    }
+    print_dry_run(found, layout, shown_url(options.output), settings)
+    return 0
+
+
+def print_dry_run(found: Preflight, layout: Layout, output: str, settings: Mapping[str, Any]) -> None:
+    """Print what a job would do.
+
+    Args:
+        output: where results would go.
+        settings: further lines (Any: anything with a text).
+    """
+    more = [f"and {len(found.files) - FILES_SHOWN} more"] if len(found.files) > FILES_SHOWN else []
+    per_checked = found.num_rows / found.num_checked
+    tokens_in, tokens_out = (
+        f"about {tokens * per_checked:,.0f}" if found.num_good else "unknown: every row that was tried fails"
+        for tokens in (found.prompt_tokens, found.max_completion_tokens)
+    )
+    lines = {
+        "input": "\n".join([*found.files[:FILES_SHOWN], *more]),
+        "format": f"{found.format}, {found.num_bytes:,} bytes",
+        "rows": f"{found.num_rows:,}",
+        "ids numbered": f"{found.num_numbered:,}",
+        "prompt": _prompt_from(layout),
+        "rows tried": f"{found.num_checked}, of which {found.num_bad} would fail",
+        "tokens in": tokens_in,
+        "tokens out at most": tokens_out,
+        "time": "unknown: no speed is measured for this pair here; --sample N measures it on N rows",
+        "output": output,
+        **{name: str(value) for name, value in settings.items()},
+        "first prompt": found.first_prompt[:PROMPT_CHARS_SHOWN],
+    }
+    rows = [[name, value] for name, value in lines.items()]
+    print_table("dry run: nothing is answered or written", ["what", ""], rows, num_left=2)
+
+
+def print_validation(found: Preflight) -> None:
+    """Print which rows would fail and how long the prompts are."""
+    counts = (found.num_rows, found.num_bad, found.num_too_long, found.num_numbered)
+    print_table(
+        f"{len(found.files)} file(s) of {found.format}, read in {found.seconds:.1f} s",
+        ["rows", "bad", "too long", "ids numbered", "tokens in", "tokens out at most"],
+        [[str(number) for number in (*counts, found.prompt_tokens, found.max_completion_tokens)]],
+        num_left=0,
+    )
+    if len(found.lengths):
+        lengths = np.array(found.lengths)
+        middle, high = np.percentile(lengths, (50, 95)).astype(int)
+        print_table(
+            f"prompts in tokens: {lengths.min()} to {lengths.max()}, median {middle}, 95th "
+            f"percentile {high}; prompt and answer together: at most {found.max_model_len}",
+            ["tokens", "", "rows"],
+            histogram(lengths),
+            num_left=2,
+        )
+    if found.ignored:
+        rows = [[name, str(count)] for name, count in found.ignored.items()]
+        print_table("parameters that have no effect", ["name", "rows"], rows)
+    if found.bad:
+        first = f", the first {len(found.bad)}" if found.num_bad > len(found.bad) else ""
+        print_table(
+            f"rows that would fail: {found.num_bad}{first}",
+            ["row", "where", "why"],
+            [[str(row.number), row.place, row.why] for row in found.bad],
+            num_left=3,
+        )
+
+
+def histogram(lengths: np.ndarray) -> list[list[str]]:
+    """Return table rows: a range of lengths between powers of two, a bar, the number of prompts in it."""
+    bins = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(bins)
+    bars = ["█" * -(-BAR_CHARS * int(count) // int(counts.max())) for count in counts]
+    return [
+        [f"{2**i} to {2 ** (i + 1) - 1}", bars[i], str(counts[i])]
+        for i in range(int(bins.min()), len(counts))
+    ]
+
+
+class _TooLongError(RequestError):
+    """The prompt of `num_tokens` tokens does not fit the model."""
+
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(prompt_too_long(num_tokens, max_model_len).message)
+        self.num_tokens = num_tokens
+
+
+class _RowChecker:
+    """Makes requests of rows as an engine would."""
+
+    def __init__(self, layout: Layout, config: EngineConfig) -> None:
+        if config.device != "cpu":  # the devices of the engines are on other nodes
+            config = replace(config, device="cpu", attention_backend="auto")
+        plan = plan_load(config)
+        self.max_model_len = plan.max_model_len
+        self._layout = layout
+        self._vocab_size = plan.target.vocab_size
+        self._tokenizer = load_tokenizer(config)
+        self._generation = GenerationDefaults.load(plan.target_folder)
+        self._used_columns = frozenset(
+            {
+                *SAMPLING_COLUMNS,
+                *PROMPT_COLUMNS,
+                *((layout.id_column,) if layout.id_column else ID_COLUMNS),
+                *((layout.prompt_column,) if layout.prompt_column else ()),
+                *template_columns(layout.template or ""),
+                *(layout.columns if layout.columns != "all" else ()),
+            }
+        )
+
+    def check(self, row: Row) -> tuple[EncodedPrompt, int, int]:
+        """Return the prompt, its tokens after truncation, and the most completion tokens.
+
+        Raises RequestError for a row that would become an error row.
+        """
+        record = record_of(row, self._layout)
+        request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
+        body, params = request.body, request.params
+        given = (
+            conversation(body, body.messages, self._tokenizer)
+            if isinstance(body, ChatRequest)
+            else body.prompts()[0]
+        )
+        prompt = encode_prompt(given, self._tokenizer)
+        check_vocabulary("prompt", prompt.token_ids, self._vocab_size)
+        length, truncate = len(prompt.token_ids), body.truncate_prompt_tokens
+        if truncate is not None:
+            length = min(length, self.max_model_len - 1 if truncate == -1 else truncate)
+        if length >= self.max_model_len:
+            raise _TooLongError(length, self.max_model_len)
+        free = self.max_model_len - length
+        return prompt, length, min(free, params.max_tokens or free) * params.n
+
+    def ignored(self, row: Row) -> list[str]:
+        """Return names in the row that look like parameters and have no effect. Raises RequestError."""
+        record = record_of(row, self._layout)
+        if self._layout.kind == "dataset":
+            return [name for name in record if name not in self._used_columns and _like_a_parameter(name)]
+        body: Any = record.get("body")
+        extra = {k: v for k, v in body.items() if k not in FIELDS} if isinstance(body, Mapping) else {}
+        return check_extra_fields(extra, (), "ignore")
+
+
+def _rows(source: Source, layout: Layout, index: RowIndex, wanted: int | None) -> Iterator[Row]:
+    """Yield the rows to check, in order."""
+    num_rows = min(index.num_rows, index.num_rows if wanted is None else wanted)
+    with closing(RowReader(source, layout)) as reader:
+        for begin in range(0, num_rows, ROWS_PER_READ):
+            places = range(begin, min(begin + ROWS_PER_READ, num_rows))
+            yield from reader.read(index.spans(of_rows(i * index.num_rows // num_rows for i in places)))
+
+
+def _prompt_from(layout: Layout) -> str:
+    if layout.kind == "openai":
+        return "the bodies of OpenAI batch lines"
+    if layout.template is not None:
+        return f"template {layout.template!r}"
+    return f"column {layout.prompt_column or ' or '.join(PROMPT_COLUMNS)}"
+
+
+@functools.cache
+def _like_a_parameter(name: str) -> bool:
+    similar = difflib.get_close_matches(name, SAMPLING_COLUMNS, n=1, cutoff=MISSPELLING_SIMILARITY)
+    return name in FIELDS or bool(similar)

@@ -1,0 +1,163 @@
+"""Prepares a batch job: indexes the input, writes down what the job is, opens the output, sizes the leases.
+
+Reading all ids may take a while, so this runs in a thread while Ray and the engines start.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from ...actors.batch.columns import as_members
+from ...actors.batch.identity import model_identity
+from ...actors.batch.job_spec import JobSpec
+from ...actors.batch.ledger import Ledger
+from ...actors.batch.parts import OutputForm
+from ...actors.batch.row_index import RowIndex, index_rows
+from ...actors.batch.rows import Layout
+from ...cluster.config import EngineConfig
+from ...cluster.plain_sample import num_plain_rows
+from ...cluster.row_ranges import RowRanges, both, count, of_rows, union
+from .messages import EngineSetup
+from .options import BatchOptions
+from .pool import Job
+
+LEASE_ROWS_PER_SEQ = 8  # of the largest lease, for each row that an engine runs at once
+LARGEST_LEASE = 2048
+LEASE_BYTES = 32 * 2**20  # of the input's files; an engine holds a few times that in memory
+SHARDS = 64  # of a job that preserves order, unless they would be very small or large
+SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
+
+
+class Startup:
+    """Makes the `Job` in a thread.
+
+    Args:
+        say: gets a line for the user.
+
+    Attributes:
+        job: fails with DatasetError, or with ConfigError when the output cannot be used.
+    """
+
+    def __init__(self, setup: EngineSetup, options: BatchOptions, say: Callable[[str], None]) -> None:
+        self.job: Future[Job] = Future()
+        self.job.set_running_or_notify_cancel()  # a waiter that gives up does not cancel it
+        self._setup = setup
+        self._options = options
+        self._say = say
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manta-startup", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Unlock the output. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+        if self.job.exception() is None:
+            self.job.result().ledger.close()
+
+    def _run(self) -> None:
+        try:
+            self.job.set_result(self._prepare())
+        except BaseException as error:  # the thread's edge
+            self.job.set_exception(error)
+
+    def _prepare(self) -> Job:
+        options, setup = self._options, self._setup
+        source = setup.source
+        index = index_rows(source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set)
+        format, columns = options.format(source), index.columns
+        if source.lines and format != "parquet":
+            columns = as_members(columns)
+        form = OutputForm(format, columns, options.preserve_order)
+        spec = _job_spec(setup, options, form, index)
+        ledger = Ledger.open(
+            setup.output,
+            spec,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            id_hashes=index.id_hashes,
+            say=self._say,
+        )
+        if ledger.complete and options.retry_failed and ledger.failed:
+            ledger.reopen()
+        rows = ledger.left
+        if options.retry_failed:
+            rows = both(union(rows, ledger.failed), spec.rows)
+        largest, smallest = self._lease_sizes(index.num_rows)
+        if form.ordered:
+            largest = rows_per_shard(index.num_rows)
+        return Job(
+            spec=spec,
+            index=index,
+            ledger=ledger,
+            form=form,
+            rows=rows,
+            plain_rows=self._plain_rows(count(rows)),
+            num_rows=count(spec.rows),
+            largest=largest,
+            smallest=min(smallest, largest),
+        )
+
+    def _plain_rows(self, num_rows: int) -> int:
+        config = self._setup.config
+        if config.speculative_config is None:
+            return 0
+        return num_plain_rows(num_rows, config.max_num_seqs, self._options.plain_sample)
+
+    def _lease_sizes(self, num_rows: int) -> tuple[int, int]:
+        """Return the rows of the largest lease, and of the smallest, for the end of the job."""
+        max_num_seqs = self._setup.config.max_num_seqs
+        row_bytes = sum(file.size for file in self._setup.source.files) // num_rows + 1
+        largest = min(LEASE_ROWS_PER_SEQ * max_num_seqs, LARGEST_LEASE, LEASE_BYTES // row_bytes)
+        return max(largest, 1), max(max_num_seqs // 8, 1)
+
+
+def rows_per_shard(num_rows: int) -> int:
+    """Return the shard size of a job that preserves order. It depends on the rows alone, for resuming."""
+    return min(max(-(-num_rows // SHARDS), SMALLEST_SHARD), LARGEST_SHARD)
+
+
+def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
+    """Draw the rows of a sample, the same in every run; None means all."""
+    if wanted >= num_rows:
+        return None
+    drawn = np.random.default_rng(seed).choice(num_rows, size=wanted, replace=False)
+    return of_rows(sorted(drawn.tolist()))
+
+
+def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:
+    num_rows, layout, spec = index.num_rows, setup.layout, setup.config.speculative_config
+    return JobSpec(
+        made_from=_made_from(setup.config, layout),
+        input=setup.source.identity(index.digests),
+        input_format=setup.source.format,
+        form=form,
+        num_rows=num_rows,
+        sample=None if options.sample is None else sampled(num_rows, options.sample, layout.seed),
+        rows_per_shard=rows_per_shard(num_rows) if form.ordered else None,
+        about={
+            "drafter": None if spec is None else spec.drafter,
+            "concurrency": str(options.concurrency),
+            "model_name": setup.model_name,
+        },
+    )
+
+
+def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: JSON
+    return {
+        **model_identity(config),
+        "dtype": config.dtype,
+        **({} if config.quantization is None else {"quantization": config.quantization}),
+        "max_model_len": config.max_model_len,
+        "sampling": dict(layout.defaults),
+        "seed": layout.seed,
+        "kind": layout.kind,
+        "prompt_column": layout.prompt_column,
+        "template": layout.template,
+        "id_column": layout.id_column,
+    }
