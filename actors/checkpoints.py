@@ -106,7 +106,7 @@ def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence
 
 def _refuse_drafter(model: str, folder: Path, field: str) -> None:
     """Raise CheckpointError for a drafter that stands in the target's place."""
-    from ..drafter.eagle3.config import method_of_drafter
+    from ..drafter.eagle3.formats import method_of_drafter
 
     method = method_of_drafter(read_json(folder, param=field, required=False))
     if method is not None:

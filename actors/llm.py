@@ -28,10 +28,13 @@ from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .streams import processing_failure
 from .tokenizer import Tokenizer
+from .waiting import counting_on_terminal
 
 
 class LLM:
     """A target, perhaps a drafter, and the engine that runs them.
+
+    Nothing is written to standard output. While the models load, standard error counts if it is a terminal.
 
     Args:
         model: folder or hub id of the target.
@@ -50,8 +53,9 @@ class LLM:
         self.config = EngineConfig.from_dict(
             {"model": str(model), "speculative_config": speculative_config, **settings}
         )
-        self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
-        self._executor = make_executor(self.config)
+        with counting_on_terminal("loading the models"):
+            self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
+            self._executor = make_executor(self.config)
         self._engine = Engine(self.config, self._executor)
         self._kept = KeptSpeculation(self.config, self.info, self._engine)
         self._processor = OutputProcessor(self.tokenizer)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import random
+import socket
 from pathlib import Path
 
 from .control_groups import ControlGroup
@@ -45,3 +48,16 @@ def _available_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address on which nobody listens.
+
+    It lies above those that Ray's workers take (10002 to 19999) and below those that the system gives to
+    connections (from 32768 on Linux), of which one could take it before it is used.
+    """
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -91,7 +91,7 @@ class Replica:
         Raises:
             EngineDeadError: it does not answer a first request.
         """
-        from .http.app import create_app
+        from .http.app import create_app, create_check_app
         from .http.first_request import ask_first
         from .ray_metrics import RayMetrics
 
@@ -108,7 +108,7 @@ class Replica:
         )
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
-        await ask_first(create_app(self._engine, ServerSettings(), replica=replica), max_tokens)
+        await ask_first(create_check_app(self._engine, replica), max_tokens)
         await self._engine.end_warm_up()
         spare_streams()
         self._live()

@@ -35,6 +35,7 @@ from .drafters.cli import drafter
 from .flags import EngineFlags, Model, SamplingFlags, ServerFlags, given_flags, options_of, with_flags
 from .logs.cli import logs
 from .plan.options import PlanOptions
+from .progress import counting, say
 from .receipts import receipts
 from .render.cli import render
 from .serve_options import ServeOptions
@@ -216,7 +217,8 @@ def doctor(
     Compares kernels with fp64 and speculation with plain decoding token by token, and measures bandwidth.
     Needs neither Ray nor HTTP. Exit code 1 if a check failed; the table says what to do.
     """
-    from .doctor.run import print_report, run_doctor
+    with counting("loading PyTorch and the compiled loops", say):
+        from .doctor.run import print_report, run_doctor
 
     report = run_doctor(options)
     if as_json:
@@ -235,7 +237,8 @@ def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> 
     Both passes use one engine with different batches, which must not matter either. Exit code 1 if any token
     differs.
     """
-    from .audit.run import print_certificate, run_audit
+    with counting("loading PyTorch", say, begin=False):
+        from .audit.run import print_certificate, run_audit
 
     certificate = run_audit(config, options)
     print_certificate(certificate)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..actors.machine import free_port
 from ..cluster.errors import CheckpointError, MantaError
 from .client import ServerClient
 from .demo_commands import run_command, serving
-from .serve_checks import free_port
 from .tables import decimals, print_table
 
 # A prompt of models/prompts.jsonl that the small pair answers well.

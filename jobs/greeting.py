@@ -15,7 +15,7 @@ from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 
 # Rough estimate of the start: processes, imports and warm-up, plus reading the weights from a typical disk.
-START_S = {"cpu": 15.0, "cuda": 60.0}
+START_S = {"cpu": 8.0, "cuda": 60.0}
 BYTES_PER_S = 1e9
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -60,10 +60,9 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
 
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     """Return a curl command with an example request to the server at `url`."""
-    from ..actors.targets.loading.plan import plan_load
     from ..actors.tokenizer_config import read_chat_templates
 
-    folder = plan_load(config).target_folder
+    folder = target_folder(config)
     body: dict[str, object] = {
         "model": settings.model_names(config.model)[0],
         "max_tokens": 64,

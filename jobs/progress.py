@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Self, TypeVar
 
-Report = Callable[[str], None]
+from ..actors.waiting import TELL_S, Report, Wait, counting, say
+
+__all__ = ["TELL_S", "Report", "TimeLeft", "Wait", "counting", "in_thread", "say", "spell_time"]
+
 Result = TypeVar("Result")
 
-TELL_S = 2.0
 FIRST_S, INTERVAL_S = 2.0, 4.0
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class TimeLeft:
@@ -84,42 +80,6 @@ def spell_time(seconds: float) -> str:
             rest = whole % unit // below
             return f"{whole // unit} {name}" + (f" {rest} {part}" if rest else "")
     return f"{whole} s"
-
-
-class Wait:
-    """A wait in progress.
-
-    Attributes:
-        what: what is waited for; may change.
-    """
-
-    def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
-        self.what, self._every_s = what, every_s
-        self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
-
-    def report_forever(self) -> None:
-        while not self._ended.wait(self._every_s):
-            self._report(f"{self.what} ({time.monotonic() - self._begin_s:.0f} s)")
-
-    def end(self) -> None:
-        self._ended.set()
-
-
-@contextmanager
-def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
-    """Report `what` at the start of the `with` block, and with the elapsed seconds every `every_s`.
-
-    Args:
-        begin: if False, the first line is left out.
-    """
-    if begin:
-        report(what)
-    wait = Wait(what, report, every_s)
-    threading.Thread(target=wait.report_forever, name="manta-wait", daemon=True).start()
-    try:
-        yield wait
-    finally:
-        wait.end()
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,13 +16,17 @@ def ray_address() -> str | None:
 
 
 def join_or_start_ray(
-    *, num_cpus: int | None = None, **settings: Any
-) -> bool:  # Any: arguments of `ray.init`
-    """Connect to Ray, or start it; return whether it was started here.
+    *,
+    num_cpus: int | None = None,
+    worker_command: Sequence[str] = (),
+    **settings: Any,  # Any: `ray.init`'s own
+) -> bool:
+    """Connect, or start a Ray. Returns whether it was started here.
 
     Args:
-        num_cpus: CPUs of a Ray that is started here; None uses all of the machine.
-        settings: further arguments of `ray.init`.
+        num_cpus: that a Ray started here may give out; None counts the machine's.
+        worker_command: starts the workers of a Ray started here (`ForkServer.worker_command`).
+        settings: for `ray.init`, in either case.
     """
     import ray
 
@@ -34,6 +39,7 @@ def join_or_start_ray(
         join_ray(address, **settings)
         return False
     start_ray(
+        worker_command,
         address="local",
         num_cpus=num_cpus,
         include_dashboard=False,

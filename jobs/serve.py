@@ -24,12 +24,11 @@ from ..actors.http.keys import metrics_key, with_keys
 from ..actors.http.settings import ServerSettings, split_models
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError, shown_name
-from .client import await_ready, num_requests
-from .greeting import find_checkpoints, models_told, try_it
+from .client import ServerClient, await_ready, num_requests
+from .greeting import find_checkpoints, try_it
 from .progress import TELL_S, Report, Wait, counting, in_thread
 from .ray_session import join_or_start_ray, lost_ray, ray_address
 from .serve_checks import (
-    check_capture,
     check_open_files,
     check_port,
     check_storage,
@@ -37,13 +36,18 @@ from .serve_checks import (
     warning_of_exposure,
 )
 from .serve_environment import ServeEnvironment
+from .serve_imports import ServeWithoutPandas, check_models, fork_server
 from .serve_options import ServeOptions
 from .stop import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
-POLL_S = 0.2
+    from ..actors.workers.fork_server import ForkServer
+
+POLL_S = 0.1
+SELDOM_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
 LAST_WORDS_S = 5.0
 LOOK_S = 0.5  # at Ray itself
 # Serve takes a replica away a little after its last request has ended.
@@ -60,6 +64,7 @@ class Server:
 
     Attributes:
         url: where it answers, without a path.
+        owns_ray: whether its Ray was started for it.
     """
 
     def __init__(
@@ -67,16 +72,18 @@ class Server:
         options: ServeOptions,
         settings: ServerSettings,
         environment: ServeEnvironment | None,
+        forks: ForkServer | None,
         *,
         owns_ray: bool,
         report: Report,
     ) -> None:
         self.url = options.url
+        self._forks = forks
         self._port = options.port
         self._name = options.name
         self._settings = settings
         self._environment = environment
-        self._owns_ray = owns_ray
+        self.owns_ray = owns_ray
         self._report = report
         self._deployed = False
         self._stopped = False
@@ -96,7 +103,7 @@ class Server:
     def _wait(self) -> NoReturn:
         while True:
             time.sleep(LOOK_S)
-            if self._owns_ray and (lost := lost_ray()) is not None:
+            if self.owns_ray and (lost := lost_ray()) is not None:
                 self._ray_is_lost = True
                 raise MantaError(
                     f"Ray's {lost} has ended, and with it all that was served here. Start the server again; "
@@ -158,7 +165,7 @@ class Server:
         from ray import serve
         from ray._private import worker
 
-        if self._owns_ray:
+        if self.owns_ray:
             worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
             if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
                 logging.getLogger("ray").setLevel(logging.CRITICAL)
@@ -168,6 +175,8 @@ class Server:
             worker._worker_logs_enabled = True
         elif self._deployed:
             serve.delete(self._name)
+        if self._forks is not None:
+            self._forks.close()
         if self._environment is not None:
             self._environment.restore()
 
@@ -198,7 +207,7 @@ def start_server(
     report = report or _to_stderr
     models = [(config, with_keys(settings)) for config, settings in split_models(args)]
     config, settings = models[0]
-    existing, environment = ray_address(), None
+    existing, environment, forks = ray_address(), None, None
     if not existing:
         check_open_files()
         check_port(options.host, options.port)
@@ -210,12 +219,14 @@ def start_server(
         if settings.receipts is not None:
             check_writable(Path(settings.receipts), "receipts")
         environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
+        forks = fork_server(models)
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
-    checks = in_thread(lambda: None if existing else _check_models(models, report))
+    checks = in_thread(lambda: None if existing else check_models(models, report, forks))
+    in_thread(_import)
     with counting(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine", report):
-        owns_ray = _ray(options, environment)
-    server = Server(options, settings, environment, owns_ray=owns_ray, report=report)
+        owns_ray = _ray(options, environment, forks)
+    server = Server(options, settings, environment, forks, owns_ray=owns_ray, report=report)
     try:
         if signals is not None:
             signals.take_back()
@@ -231,26 +242,25 @@ def start_server(
     return server
 
 
-def _check_models(models: Sequence[tuple[EngineConfig, ServerSettings]], report: Report) -> None:
-    """Read the checkpoints' settings, which imports torch, while Ray starts in processes of its own.
-
-    Raises:
-        ConfigError, CheckpointError: a model cannot be served, or not so.
-    """
-    for model in models:
-        for line in models_told(*model):
-            report(line)
-        check_capture(*model)
-    importlib.import_module("ray.serve")
+def _import() -> None:
+    """Import what is deployed, while Ray starts in processes of its own."""
+    ServeWithoutPandas.install()
     importlib.import_module("..actors.replica", __package__)
 
 
-def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
+def _ray(options: ServeOptions, environment: ServeEnvironment | None, forks: ForkServer | None) -> bool:
     """A Ray to serve on; whether it was started here."""
     try:
         level = logging.INFO if options.verbose else logging.ERROR
-        owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve", logging_level=level)
+        owns_ray = join_or_start_ray(
+            num_cpus=options.num_cpus,
+            worker_command=() if forks is None else forks.worker_command(),
+            namespace="serve",
+            logging_level=level,
+        )
     except BaseException:
+        if forks is not None:
+            forks.close()
         if environment is not None:
             environment.restore()
         raise
@@ -294,7 +304,7 @@ def _deploy(
     server.deploy(app)
     deadline_s = time.monotonic() + options.ready_timeout_s
     with counting("loading the models", report) as wait:
-        _await_running(options, deadline_s, wait, proxies)
+        _await_running(options, deadline_s, wait, proxies, replaces=not server.owns_ray)
         _check_proxies(proxies)
     # The proxy learns of the replica a moment after Serve calls it running.
     await_ready(options.url, deadline_s - time.monotonic())
@@ -331,31 +341,51 @@ def _check_proxies(start: Future[None]) -> None:
         ) from error
 
 
-def _await_running(options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None]) -> None:
-    """Wait until all replicas serve, or raise what the proxies raised; `wait` is told what replicas do."""
+def _await_running(
+    options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None], *, replaces: bool
+) -> None:
+    """Wait until all replicas serve, or raise what the proxies raised; `wait` is told what replicas do.
+
+    Each question to Serve takes CPU time of its controller, which starts the replicas. So Serve is asked
+    seldom until something answers at its address.
+
+    Args:
+        replaces: whether an earlier application may answer there.
+    """
+    begin_s = looked_s = asked_s = time.monotonic()
+    answers, state = replaces, "NOT_STARTED"
+    with ServerClient(options.url, ANSWER_TIMEOUT_S) as client:
+        while True:
+            now_s = time.monotonic()
+            answers = answers or client.is_ready()
+            if answers or now_s - asked_s >= SELDOM_S:
+                asked_s = now_s
+                state = _state(options)
+                if state == "RUNNING":
+                    return
+            if now_s > deadline_s:
+                raise ConfigError(
+                    f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). "
+                    "`serve status` and the replica's log tell more.",
+                    param="ready_timeout_s",
+                )
+            if proxies.done():
+                _check_proxies(proxies)
+            if now_s - looked_s >= TELL_S:
+                looked_s = now_s
+                wait.what = _what_it_does(options, now_s - begin_s)
+            time.sleep(POLL_S)
+
+
+def _state(options: ServeOptions) -> str:
+    """Return the application's state. Raises ConfigError if it failed."""
     from ray import serve
 
-    begin_s = looked_s = time.monotonic()
-    while True:
-        application = serve.status().applications.get(options.name)
-        state = str(application.status.value) if application else "NOT_STARTED"
-        if state == "RUNNING":
-            return
-        if state in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise ConfigError(f"The engine did not start: {_cause(application)}", param="model")
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            raise ConfigError(
-                f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). "
-                "`serve status` and the replica's log tell more.",
-                param="ready_timeout_s",
-            )
-        if proxies.done():
-            _check_proxies(proxies)
-        if now_s - looked_s >= TELL_S:
-            looked_s = now_s
-            wait.what = _what_it_does(options, now_s - begin_s)
-        time.sleep(POLL_S)
+    application = serve.status().applications.get(options.name)
+    state = str(application.status.value) if application else "NOT_STARTED"
+    if state in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise ConfigError(f"The engine did not start: {_cause(application)}", param="model")
+    return state
 
 
 def _what_it_does(options: ServeOptions, waited_s: float) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import random
 import resource
 import socket
 from pathlib import Path
@@ -94,16 +92,3 @@ def open_connections(port: int) -> int:
                 row[3] == _ESTABLISHED and int(row[1].rpartition(":")[2], 16) == port for row in rows
             )
     return count
-
-
-def free_port() -> int:
-    """Return an unused TCP port of the loopback address.
-
-    It is above the ports of Ray's workers (10002 to 19999) and below the ephemeral ports (from 32768 on
-    Linux), so that no connection can take it before it is used.
-    """
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from ..actors.haproxy.connections import MOST_CONNECTIONS, PROBE_PORT, Connections
 from ..actors.haproxy.folder import HAProxyFolder
 from ..actors.haproxy.front import RETRY_ON
-from ..actors.machine import owned_cores
-from .serve_checks import free_port
+from ..actors.machine import free_port, owned_cores
 
 # Longer than any generation: after a reload, HAProxy closes older streams after this time.
 HAPROXY_HARD_STOP_S = 3600

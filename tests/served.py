@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from manta.actors.machine import free_port
 from manta.actors.replica import DEPLOYMENT
 from manta.jobs.client import ServerClient
-from manta.jobs.serve_checks import free_port
 from manta.jobs.serve_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -22,7 +22,7 @@ from manta.drafter.compute.tensors import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
 from manta.drafter.dflash.config import DrafterConfig
 from manta.drafter.dflash.features import usual_layer_ids
-from manta.drafter.eagle3.config import is_eagle3, method_of_drafter
+from manta.drafter.eagle3.formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.convert import convert_drafter
 from manta.jobs.drafters.files import method_of, open_drafter

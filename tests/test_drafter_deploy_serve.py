@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from manta.actors.machine import free_port
 from manta.jobs.cli import app
-from manta.jobs.serve_checks import free_port
 from manta.jobs.serve_environment import ServeEnvironment
 from safetensors.torch import load_file, save_file
 from small_ray import small_ray

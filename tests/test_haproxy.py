@@ -23,9 +23,9 @@ from manta.actors.haproxy.folder import HAProxyFolder
 from manta.actors.haproxy.front import RETRY_ON, UNFINISHED, UNFINISHED_HEADER, Places, rewritten
 from manta.actors.haproxy.scrape import joined
 from manta.actors.haproxy.supervisor import ask_haproxy
+from manta.actors.machine import free_port
 from manta.cluster.errors import ConfigError
 from manta.jobs import serve_environment
-from manta.jobs.serve_checks import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 WAIT_S = 90.0

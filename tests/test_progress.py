@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from manta.actors.waiting import Wait, counting_on_terminal
 from manta.jobs.progress import TimeLeft
 from manta.jobs.simulate.node import NodeOptions, run_node
 
@@ -36,3 +40,25 @@ def test_a_simulated_node_counts_all_that_it_plays(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("simulating ")]
     assert lines[0].startswith("simulating 2 methods and layouts: ")
     assert lines[-1].endswith(" 100 %, about 0 s left")
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [StringIO(), Terminal()])
+def test_a_wait_is_counted_on_a_terminal_alone(stream: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with counting_on_terminal("loading", every_s=0.01):
+        deadline_s = time.monotonic() + (10.0 if stream.isatty() else 0.2)
+        while time.monotonic() < deadline_s and not stream.getvalue():
+            time.sleep(0.01)
+    assert stream.getvalue().startswith("loading (0 s)\n") is stream.isatty()
+
+
+def test_what_is_waited_for_next_is_counted_from_its_beginning() -> None:
+    lines = list[str]()
+    wait = Wait("first", lines.append)
+    wait.turn_to("second")
+    assert lines == ["second"] and wait.what == "second"

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from manta.actors.machine import free_port
 from manta.actors.replica import build_app
 from manta.cluster.errors import ConfigError
 from manta.jobs.serve import ServeOptions, Server, start_server
-from manta.jobs.serve_checks import free_port
 from text_pair import make_text_pair
 
 NUM_STREAMS = 16

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from manta.jobs.serve_checks import free_port
+from manta.actors.machine import free_port
 from text_pair import make_text_pair
 
 WAIT_S = 120.0

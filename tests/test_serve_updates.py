@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.jobs.serve_checks import free_port
+from manta.actors.machine import free_port
 from manta.jobs.serve_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
 from small_ray import small_ray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -43,6 +44,8 @@ from .tracing import Tracing, open_tracing
 from .traffic import Traffic
 from .ui import ui_routes
 
+logger = logging.getLogger(__name__)
+
 
 def create_app(
     engine: AsyncEngine,
@@ -74,6 +77,7 @@ def create_app(
     tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
     told = telemetry, audit, tracing, receipts, capture
     frontend = Frontend(engine, settings, _defaults(engine, settings), *told)
+    logger.info("answers to conversations are read with %s", frontend.chat)
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
     forever = [telemetry.report_forever, *workers, *([receipts.keep_forever] if receipts else [])]
@@ -104,6 +108,17 @@ def create_app(
         max_requests=max_requests,
         on_refusal=partial(_refused, telemetry, tracing),
     )
+    return app
+
+
+def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
+    """Return an application of /v1/completions alone, for the ready check: no metric counts its requests."""
+    settings = ServerSettings()
+    telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica)
+    audit = LosslessAudit(engine, 0.0, telemetry.count_audit)
+    app = FastAPI(openapi_url=None)
+    app.include_router(completion_routes(Frontend(engine, settings, GenerationDefaults(), telemetry, audit)))
+    surround(app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True)
     return app
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from dataclasses import asdict
 
@@ -27,8 +26,6 @@ from .key_shares import KeyShares
 from .protocol import GenerationRequest
 from .settings import ServerSettings
 from .tracing import Tracing
-
-logger = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -67,7 +64,6 @@ class Frontend:
             reasoning_parser=settings.reasoning_parser,
             auto_calls=settings.enable_auto_tool_choice,
         )
-        logger.info("answers to conversations are read with %s", self.chat)
         self.names = settings.model_names(engine.config.model)
         self.created_s = int(time.time())
         facts = json.dumps({**asdict(engine.config), "dtype": engine.info.dtype}, sort_keys=True, default=str)

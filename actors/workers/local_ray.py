@@ -12,7 +12,9 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,27 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
 from ...cluster.errors import ConfigError
+from ..machine import free_port
 
 AUTH_MODE = "RAY_AUTH_MODE"
 OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # take precedence over Ray's token file
+# Of Ray's dashboard agent, whose 1 s of CPU time competes with the loading of models. It exports Ray's own
+# metrics, and counters lose what they count before it runs: so it starts at once.
+AGENT_NICENESS = 10
+_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 
 
-def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
+def start_ray(worker_command: Sequence[str] = (), **settings: Any) -> None:  # Any: `ray.init`'s own
     """Start a Ray on this machine, or connect to the one that `ray.init` finds here.
+
+    Args:
+        worker_command: starts Ray's worker processes in place of Python (`ForkServer.worker_command`).
+        settings: for `ray.init`.
 
     Raises:
         ConfigError: its token cannot be written.
@@ -40,6 +56,7 @@ def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
     with on_loopback(), contextlib.ExitStack() as stack:
         if settings.get("include_dashboard") is False:
             stack.enter_context(_without_head_services())
+            stack.enter_context(_lean_raylet(worker_command))
         ray.init(**settings)
 
 
@@ -57,6 +74,47 @@ def _without_head_services() -> Iterator[None]:
         yield
     finally:
         services.start_api_server, Node.start_monitor = originals
+
+
+@contextlib.contextmanager
+def _lean_raylet(worker_command: Sequence[str]) -> Iterator[None]:
+    """Have a Ray that starts meanwhile start its workers by `worker_command`, and its dashboard agent
+    with less priority.
+
+    The agents' ports are chosen here: a raylet that does not know them waits until its agents have started.
+    """
+    before = services.start_raylet, services.start_ray_process
+
+    def start_raylet(*arguments: Any, **named: Any) -> Any:  # Any: Ray's own
+        named.update({name: named.get(name) or free_port() for name in _PORTS})
+        started_ports.append(named["dashboard_agent_listen_port"])
+        return before[0](*arguments, **named)
+
+    def start_process(command: list[str], process_type: str, *arguments: Any, **named: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [_lean(each, worker_command) for each in command]
+            command.append(f"--dashboard_agent_listen_port={started_ports[-1]}")
+        return before[1](command, process_type, *arguments, **named)
+
+    started_ports: list[int] = []
+    services.start_raylet, services.start_ray_process = start_raylet, start_process
+    try:
+        yield
+    finally:
+        services.start_raylet, services.start_ray_process = before
+
+
+def _lean(flag: str, worker_command: Sequence[str]) -> str:
+    """Return a flag of the raylet, changed where it is the command of an agent or of workers."""
+    name, _, value = flag.partition("=")
+    if name == "--dashboard_agent_command":
+        nice = f"import os, sys; os.nice({AGENT_NICENESS}); os.execv(sys.argv[1], sys.argv[1:])"
+        return f"{name}={subprocess.list2cmdline([sys.executable, '-IS', '-c', nice])} {value}"
+    python = subprocess.list2cmdline([sys.executable]) + " "
+    if name == "--python_worker_command" and worker_command:
+        assert value.startswith(python), "Ray is another version than this was made for"
+        return f"{name}={subprocess.list2cmdline(worker_command)} {value.removeprefix(python)}"
+    return flag
 
 
 def use_token() -> None:

@@ -15,9 +15,8 @@ from ..compute.backend import StackSpec
 from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from ..dflash.features import TargetFacts
-from ..dflash.formats import KINDS as DFLASH_KINDS
 from ..drafter_shape import DrafterShape, DraftLayer
-from .formats import KINDS, LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
+from .formats import LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
 
 DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
 
@@ -83,23 +82,6 @@ class Eagle3Config(DrafterShape):
         if self.vocab_size != target.vocab_size:
             wanted = f"the target's vocab_size {target.vocab_size}; {remedy}"
             raise wrong(self.file, "vocab_size", self.vocab_size, wanted)
-
-
-def is_eagle3(raw: Json) -> bool:
-    """Whether a config.json is an EAGLE-3 drafter's; a plain Llama's has no draft vocabulary."""
-    if "speculators_model_type" in raw:
-        return raw["speculators_model_type"] == "eagle3"
-    named = set(raw.get("architectures") or ())
-    return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
-
-
-def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
-    """Return which kind of drafter a config.json describes; None for a target's."""
-    if is_eagle3(raw):
-        return "eagle3"
-    named = set(raw.get("architectures") or ())
-    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
-    return "dflash" if is_drafter else None
 
 
 def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:

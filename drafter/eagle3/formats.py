@@ -1,7 +1,7 @@
 """The keys of an EAGLE-3 drafter's config.json, in SGLang's and Speculators' format, checked one by one.
 
 What asks for mathematics that we do not have is refused. What the keys mean together is said in `config.py`,
-which alone calls this.
+which alone calls this, but for `method_of_drafter`. PyTorch is not imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ..compute.config_json import Count, HfConfig, Off
+from ..compute.config_json import Count, HfConfig, Json, Off
+from ..dflash.formats import KINDS as DFLASH_KINDS
 from ..dflash.formats import Backbone, each_once
 from ..dflash.known_keys import StrictConfig
 
@@ -124,3 +125,20 @@ class Speculators(SpeculatorsKind, Norms):
 def _check_draft_vocabulary(size: int | None, backbone: Backbone) -> None:
     if size is not None and size > backbone.vocab_size:
         raise ValueError(f"draft_vocab_size must be at most vocab_size ({backbone.vocab_size})")
+
+
+def is_eagle3(raw: Json) -> bool:
+    """Whether a config.json is an EAGLE-3 drafter's; a plain Llama's has no draft vocabulary."""
+    if "speculators_model_type" in raw:
+        return raw["speculators_model_type"] == "eagle3"
+    named = set(raw.get("architectures") or ())
+    return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
+
+
+def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
+    """Return which kind of drafter a config.json describes; None for a target's."""
+    if is_eagle3(raw):
+        return "eagle3"
+    named = set(raw.get("architectures") or ())
+    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
+    return "dflash" if is_drafter else None

@@ -17,7 +17,6 @@ Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +32,7 @@ from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
 from ..bench.provenance import options_json, provenance
+from ..progress import Wait, counting, say
 from ..tables import print_table
 from .cases.operators import operator_checks
 from .cases.subject import Place
@@ -49,7 +49,8 @@ Report = dict[str, Any]  # Any: JSON
 def run_doctor(options: DoctorOptions) -> Report:
     """Run all checks, with progress on standard error; write the report if requested, and return it."""
     torch.set_num_threads(owned_cores())
-    findings = [_examine(check) for check in _checks(options)]
+    with counting("looking at the machine", say) as wait:
+        findings = [_examine(check, wait) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),
         "options": options_json(options),
@@ -82,8 +83,8 @@ def print_report(report: Report) -> None:
     print(f"{report['failed'] or 'Nothing'} failed of {len(findings)} lines, in {seconds:.0f} s.")
 
 
-def _examine(check: Check) -> Finding:
-    print(f"{check.group}: {check.name}", file=sys.stderr, flush=True)
+def _examine(check: Check, wait: Wait) -> Finding:
+    wait.turn_to(f"{check.group}: {check.name}")
     return examine(check)
 
 

@@ -20,7 +20,8 @@ from ...cluster.errors import CheckpointError
 from ...drafter.compute.config_json import Json, read_json
 from ...drafter.compute.tensors import TensorFolder, TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
-from ...drafter.eagle3.config import Eagle3Config, is_eagle3
+from ...drafter.eagle3.config import Eagle3Config
+from ...drafter.eagle3.formats import is_eagle3
 
 # Files that describe a drafter or target and its tokenizer.
 CARD_FILE = "card.json"  # written by `manta drafter eval`

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from manta.actors.files import write_json
+from manta.actors.machine import free_port
 from manta.cluster.config import EngineConfig
 from manta.jobs.commands import manta, server
-from manta.jobs.serve_checks import free_port
 
 
 @contextmanager

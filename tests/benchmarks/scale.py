@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from manta.actors.files import write_json
 from manta.actors.http.settings import parse_replicas, split_settings
+from manta.actors.machine import free_port
 from manta.cluster.errors import MantaError
 from manta.cluster.placement import Topology
 from manta.jobs.bench.idleness import Watch
@@ -27,7 +28,6 @@ from manta.jobs.bench.provenance import provenance
 from manta.jobs.client import ServerClient, await_ready
 from manta.jobs.pictures.plots import can_plot
 from manta.jobs.serve import ServeOptions, Server, start_server
-from manta.jobs.serve_checks import free_port
 from manta.jobs.tables import print_table
 
 from .options import ScaleOptions

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import ray
 from manta.actors.engine import AsyncEngine
 from manta.actors.executor import make_executor
+from manta.actors.machine import free_port
 from manta.actors.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
@@ -30,7 +31,6 @@ from manta.cluster.executor import Executor
 from manta.cluster.request import SamplingParams
 from manta.jobs.commands import server
 from manta.jobs.ray_session import join_or_start_ray
-from manta.jobs.serve_checks import free_port
 
 from .own_server import manta_serve, write_settings
 from .process_clocks import SERVER_MODULE

@@ -21,10 +21,10 @@ from urllib.request import urlopen
 
 import typer
 from manta.actors.files import write_json
+from manta.actors.machine import free_port
 from manta.jobs.bench.passes import Figures, say
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.demo_commands import serving
-from manta.jobs.serve_checks import free_port
 from manta.jobs.tables import print_table
 
 from .process_clocks import resident_bytes

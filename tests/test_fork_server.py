@@ -1,0 +1,141 @@
+"""Fork servers: what workers that start from one are given, when they start otherwise, how servers end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks only on Linux")
+
+OWNER = """
+import json, sys, time
+from manta.actors.workers.fork_server import ForkServer, Stages
+
+def first():
+    import colorsys
+
+def second():
+    import wave
+
+def third():
+    import sched
+
+servers = ForkServer(Stages(first=first, second=second, third=third, errand=lambda: b"checked"))
+print(json.dumps([servers.worker_command(), servers.answer().decode()]), flush=True)
+sys.stdin.read()
+servers.close()
+"""
+WORKER = """
+import json, os, sys
+print(json.dumps({
+    "main": __name__,
+    "arguments": sys.argv[1:],
+    "given": os.environ["GIVEN"],
+    "left": os.environ["LEFT"],
+    "directory": os.getcwd(),
+    "imported": "colorsys" in sys.modules,
+    "leads": os.getpgid(0) == os.getpid(),
+    "random": __import__("random").random(),
+}))
+raise SystemExit(3)
+"""
+SETUP = "import sys; print('by Ray', *sys.argv[1:])"
+
+
+class Owner:
+    """A process with fork servers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "worker.py").write_text(WORKER)
+        (folder / "setup.py").write_text(SETUP)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.command, self.answer = json.loads(self.process.stdout.readline())
+
+    def start(self, *flags: str) -> str:
+        """Return what a worker prints."""
+        process = subprocess.run(
+            [*self.command, str(self.folder / "setup.py"), str(self.folder / "worker.py"), *flags],
+            cwd=self.folder,
+            env={**os.environ, "LEFT": "left"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert not process.stderr
+        return process.stdout
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def owner(tmp_path: Path):
+    made = Owner(tmp_path)
+    yield made
+    made.close()
+
+
+def context(**fields: object) -> tuple[str, str]:
+    return f"--serialized-runtime-env-context={json.dumps(fields)}", "--language=PYTHON"
+
+
+def test_a_worker_has_what_its_client_was_given_and_what_its_server_imported(owner: Owner) -> None:
+    told = [json.loads(owner.start("--id=7", *context(env_vars={"GIVEN": "${LEFT}"}))) for _ in range(2)]
+    assert owner.answer == "checked"
+    assert told[0].pop("random") != told[1].pop("random")
+    for each in told:
+        assert each == {
+            "main": "__main__",
+            "arguments": ["--id=7"],
+            "given": "left",
+            "left": "left",
+            "directory": str(owner.folder),
+            "imported": True,
+            "leads": True,
+        }
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        context(command_prefix=["nice"]),
+        context(py_executable="/usr/bin/other"),
+        ("--language=JAVA",),
+    ],
+)
+def test_a_worker_with_a_program_of_its_own_starts_as_ray_starts_it(
+    owner: Owner, flags: tuple[str, ...]
+) -> None:
+    assert owner.start(*flags).split(maxsplit=3)[:2] == ["by", "Ray"]
+
+
+def test_workers_start_as_ray_starts_them_when_no_server_is_left(owner: Owner) -> None:
+    owner.process.communicate("")
+    assert owner.start("--language=PYTHON").startswith("by Ray")
+    assert not Path(owner.command[-1]).exists()
+
+
+def test_servers_end_with_an_owner_that_is_killed(owner: Owner) -> None:
+    assert listening(owner)
+    owner.process.send_signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + 20
+    while listening(owner) or Path(owner.command[-1]).parent.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def listening(owner: Owner) -> bool:
+    """Whether a server has a socket in the owner's folder."""
+    return str(Path(owner.command[-1]).parent) in Path("/proc/net/unix").read_text()
