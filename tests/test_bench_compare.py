@@ -230,7 +230,7 @@ def test_wrong_options_are_named(pair: tuple[Path, Path], tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text('{"question": "why"}\n')
     with pytest.raises(DatasetError, match=r"neither `prompt` nor `messages`; it has: question"):
         run_compare(config(pair), CompareOptions(prompts=tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"server_model='m'.*--server too"):
+    with pytest.raises(ConfigError, match=r"server_model='m'.*--server, too"):
         CompareOptions(server_model="m")
     with pytest.raises(ConfigError, match="rounds=0"):
         CompareOptions(rounds=0)

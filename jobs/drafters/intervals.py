@@ -63,7 +63,7 @@ def ratio_of_sums(
 
 
 def student_t(degrees: int) -> float:
-    """Return within how many standard errors `_SHARE` of Student's distribution lies, for 2 degrees or more.
+    """Return the two-sided `_SHARE` quantile of Student's t distribution, for 2 or more degrees of freedom.
 
     Expansion of Abramowitz and Stegun, 26.7.5: within 1 % at 2 degrees, better with more.
     """

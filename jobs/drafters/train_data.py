@@ -163,7 +163,7 @@ def _line_records(file: SourceFile) -> Iterator[Record]:
 
 
 def _prompt_of(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
-    """The prompt that the target is to answer; None where the record holds what it said."""
+    """Return the prompt for the target to answer; None if the record is used as it is."""
     messages, prompt = record.get("messages"), record.get("prompt")
     if isinstance(messages, list | tuple) and messages:
         history = list(messages)
