@@ -340,7 +340,7 @@ MUTATIONS = (
         "actors/http/sse.py",
         "await cancel(working, gone)",
         "await cancel(gone)",
-        ("http_server",),
+        ("http_requests", "http_server"),
     ),
     Mutation(
         "shows a client's receipts without the admin key",
