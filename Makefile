@@ -81,7 +81,7 @@ slow: install  ## what clusters take a minute or more each to show; `make test` 
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
 .PHONY: mutations
-mutations: install  ## break the product in 51 places, one at a time: a test must fail; ten minutes of one core
+mutations: install  ## break the product in 54 places, one at a time: a test must fail; fifteen minutes
 	$(BIN)/python tests/mutations.py
 
 .PHONY: sweep

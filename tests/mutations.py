@@ -3,8 +3,8 @@
 Each `Mutation` replaces one piece of code in a copy of the repository and runs the test files that should
 notice it, with `pytest -x`. A mutation is *found* when a test fails, and *missed* when all of them pass. The
 unchanged copy is tested first, because a test that fails anyway finds nothing. The list covers the scheduler,
-sampling and verification, the batch ledger, and the HTTP and worker protocols; docs/testing.md has the last
-result. It is not a part of `make test`: a run takes about ten minutes of one core.
+sampling and verification, targets over several ranks, the batch ledger, and the HTTP and worker protocols;
+docs/testing.md has the last result. It is not a part of `make test`: a run takes about fifteen minutes.
 
     python tests/mutations.py                         every mutation
     python tests/mutations.py -k ledger -k writer     those whose name or file contains one of the words
@@ -254,6 +254,28 @@ MUTATIONS = (
         "columns_K >= num_drafts_R.unsqueeze(1)",
         "columns_K > num_drafts_R.unsqueeze(1)",
         ("trimming", "kernels_trimming"),
+    ),
+    # Targets that are split over ranks, and a kernel.
+    Mutation(
+        "norms a row by its padded width",
+        "drafter/compute/gpu/norms.py",
+        "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)",
+        "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / BLOCK + eps)",
+        ("kernels_layers",),
+    ),
+    Mutation(
+        "does not add up the products of ranks",
+        "actors/targets/model/parallel.py",
+        "y_NO = self._communicator.all_reduce(self._linear(x_NH))",
+        "y_NO = self._linear(x_NH)",
+        ("target_parallel",),
+    ),
+    Mutation(
+        "gives ranks that share KV heads the heads of other queries",
+        "actors/targets/model/parallel.py",
+        "mine = self.rank * count // self.world_size",
+        "mine = self.rank % count",
+        ("target_parallel",),
     ),
     # The batch ledger and its writers.
     Mutation(
