@@ -58,7 +58,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
 
 def test_without_chunked_prefill_a_prompt_as_long_as_a_step_waits_for_an_empty_one() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=24, enable_chunked_prefill=False)
-    add(engine, make_request("short", PROMPT[:4], max_tokens=1))
+    add(engine, make_request("short", PROMPT[8:12], max_tokens=1))
     add(engine, make_request("long", PROMPT + PROMPT[:4], max_tokens=1))
     first, second = plan_step(engine), plan_step(engine)
     assert (admitted(first), first.num_rows.tolist()) == (["short"], [4])
