@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "gives drafts to the first request before every request has a row",
         "cluster/row_shares.py",
-        "np.maximum(budget - len(wanted_R) - taken_R, 0)",
-        "np.maximum(budget - 1 - taken_R, 0)",
+        "np.maximum(budget - len(wanted_R) - used_R, 0)",
+        "np.maximum(budget - 1 - used_R, 0)",
         _SCHEDULER,
     ),
     Mutation(
@@ -138,8 +138,8 @@ MUTATIONS = (
     Mutation(
         "refuses a request although the queue has room for it",
         "cluster/engine.py",
-        "self._roster.num_online_waiting + count > most + seats:",
-        "self._roster.num_online_waiting + count >= most + seats:",
+        "self._roster.num_online_waiting + count > most + free_slots:",
+        "self._roster.num_online_waiting + count >= most + free_slots:",
         ("cluster_engine",),
     ),
     Mutation(
@@ -244,8 +244,8 @@ MUTATIONS = (
     Mutation(
         "looks up the first occurrence of a run instead of the last",
         "drafter/step/lookup.py",
-        "return int(found[-1]) + length",
-        "return int(found[0]) + length",
+        "begin = int(ends[-1]) + 1",
+        "begin = int(ends[0]) + 1",
         ("ngram", "kernels_steps"),
     ),
     Mutation(
@@ -273,30 +273,30 @@ MUTATIONS = (
     Mutation(
         "gives ranks that share KV heads the heads of other queries",
         "actors/targets/model/parallel.py",
-        "mine = self.rank * count // self.world_size",
-        "mine = self.rank % count",
+        "head = self.rank * count // self.world_size",
+        "head = self.rank % count",
         ("target_parallel",),
     ),
     # The batch ledger and its writers.
     Mutation(
         "answers failed rows again in every run",
         "actors/batch/ledger.py",
-        "minus(self._paper.rows, union(self.answered, self.failed))",
-        "minus(self._paper.rows, self.answered)",
+        "minus(self._spec.rows, union(self.answered, self.failed))",
+        "minus(self._spec.rows, self.answered)",
         _LEDGER,
     ),
     Mutation(
         "drops segments of rows that failed in an earlier run",
         "actors/batch/ledger.py",
-        "self._contents.failed_since(self._contents.run_of(writer))",
-        "self._contents.failed",
+        "self._index.failed_since(self._index.run_of(writer))",
+        "self._index.failed",
         _LEDGER,
     ),
     Mutation(
         "lets an engine write after the job has finished",
         "actors/batch/ledger.py",
-        "let_write(self._output, None)",
-        "self._contents.refresh()",
+        "allow_writes(self._output, None)",
+        "self._index.refresh()",
         _LEDGER,
     ),
     Mutation(
@@ -323,8 +323,8 @@ MUTATIONS = (
     Mutation(
         "writes adopted rows that are in a part already",
         "actors/batch/writer.py",
-        "mask = [not contains(known, row) for row in rows_in(segment.table)]",
-        "mask = [True for row in rows_in(segment.table)]",
+        "mask = [not contains(known, row) for row in row_numbers(segment.table)]",
+        "mask = [True for row in row_numbers(segment.table)]",
         ("batch_writer",),
     ),
     Mutation(
@@ -338,13 +338,14 @@ MUTATIONS = (
         "loses rows whose segment could not be written at first",
         "actors/batch/writer.py",
         "self._save(*self._unsaved[0])\n"
-        "            durable.append(of_rows(rows_in(self._unsaved.popleft()[1])))",
-        "self._save(*(row := self._unsaved.popleft()))\n            durable.append(of_rows(rows_in(row[1])))",
+        "            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))",
+        "self._save(*(row := self._unsaved.popleft()))\n"
+        "            durable.append(of_rows(row_numbers(row[1])))",
         ("batch_writer",),
     ),
     Mutation(
         "counts a part beside the one that replaces it",
-        "actors/batch/contents.py",
+        "actors/batch/output_index.py",
         "if part not in replaced}",
         "if part not in replaced or True}",
         _LEDGER,
@@ -438,8 +439,8 @@ MUTATIONS = (
     Mutation(
         "forgets a step of which the drafter has not read all parts",
         "actors/workers/drafter_link.py",
-        "if asked.is_over and not asked.num_told:",
-        "if asked.is_over:",
+        "if open_step.is_over and not open_step.num_told:",
+        "if open_step.is_over:",
         ("drafter_link",),
     ),
 )

@@ -171,7 +171,7 @@ def check_figures(ledger: Ledger, failed: list[int]) -> None:
 
 
 def test_a_dead_writers_answer_to_a_row_that_had_failed_is_adopted(output: Storage) -> None:
-    job = paper(4)
+    job = spec(4)
     answer(output, job, range(4), failed=[1, 3])
     finish(output, job)
     ledger = Ledger.open(output, job)
