@@ -375,8 +375,8 @@ MUTATIONS = (
     Mutation(
         "shows internal errors to clients",
         "actors/http/errors.py",
-        "if isinstance(error, MantaError) and error.status != 500:",
-        "if isinstance(error, MantaError):",
+        "(isinstance(error, MantaError) and error.status != 500):",
+        "isinstance(error, MantaError):",
         ("http_requests",),
     ),
     Mutation(
