@@ -80,6 +80,10 @@ grid: install  ## every cell of the losslessness grid and many workloads, of whi
 slow: install  ## what clusters take a minute or more each to show; `make test` has shorter forms of it
 	$(BIN)/python -m pytest tests -m slow --durations=0
 
+.PHONY: mutations
+mutations: install  ## break the product in 54 places, one at a time: a test must fail; fifteen minutes
+	$(BIN)/python tests/mutations.py
+
 .PHONY: sweep
 sweep: install  ## every way to speculate beside plain decoding, 1 to 64 requests (15 minutes on an idle machine)
 	$(BIN)/manta bench sweep -o docs/benchmarks/sweep-cpu.json --html out/sweep.html --svg docs/benchmarks

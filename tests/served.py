@@ -70,6 +70,7 @@ class Served:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.load_s = 0.0
+        self.start_statuses: set[int] = set()  # of /health until the server answered
         self.cluster: Any = None  # ray.cluster_utils.Cluster
         self._of_nodes: ServeEnvironment | None = None
         self._shared_before = shared_memory()
@@ -122,6 +123,13 @@ class Served:
         with contextlib.suppress(Exception), ServerClient(self.url, timeout_s, api_key=self._key) as client:
             return client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
         return False
+
+    def health(self) -> int:
+        """Return the status of /health, 0 where nothing listens."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code
+        except httpx.HTTPError:
+            return 0
 
     def replicas_up(self) -> int:
         """Of those behind a gateway, as it knows them."""
@@ -211,6 +219,7 @@ class Served:
         begin_s = time.monotonic()
         loading_s = begin_s
         while not self.answers():
+            self.start_statuses.add(self.health())
             said = self.log.read_text(errors="replace")
             assert process.poll() is None and time.monotonic() - begin_s < START_S, said
             if "loading the models" not in said:

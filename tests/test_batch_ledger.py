@@ -170,6 +170,22 @@ def check_figures(ledger: Ledger, failed: list[int]) -> None:
     assert sum(figures.output_lengths) == 8 - len(failed)
 
 
+def test_a_dead_writers_answer_to_a_row_that_had_failed_is_adopted(output: Storage) -> None:
+    job = spec(4)
+    answer(output, job, range(4), failed=[1, 3])
+    finish(output, job)
+    ledger = Ledger.open(output, job)
+    ledger.reopen()
+    died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
+    died.add(results([1]))
+    died.flush()
+    ledger.close()
+    ledger = Ledger.open(output, job)
+    ledger.adopt_orphans()
+    assert (ledger.failed, count(ledger.answered)) == (of_rows([3]), 3)
+    ledger.close()
+
+
 def test_what_dead_writers_have_left_is_counted_as_what_it_is(output: Storage) -> None:
     job = spec(8)
     ledger = Ledger.open(output, job)

@@ -117,6 +117,25 @@ def test_a_column_of_the_input_that_results_have_too_is_refused() -> None:
         form(columns=pa.schema([("text", pa.string()), ("mine", pa.string()), ("row", pa.int64())]))
 
 
+def test_of_an_answer_and_a_failure_of_the_same_row_the_answer_is_written(output: Storage) -> None:
+    writer = writer_of(output)
+    writer.add(results([0, 1], failed=[0]))
+    writer.add(results([1, 0, 2], failed=[1, 2]))
+    writer.close()
+    found = {name.partition("-")[0]: numbers_in(output, [name]) for name in parts(output)}
+    assert found == {"part": [0, 1], "_errors/errors": [2]}
+
+
+def test_of_a_dead_writers_segment_only_rows_that_are_in_no_part_are_taken_over(output: Storage) -> None:
+    died, heir = writer_of(output, name="died"), writer_of(output, name="heir")
+    died.add(results(range(4)))
+    died.flush()
+    assert heir.adopt("died", of_rows([1, 2])) == of_rows([0, 3])
+    heir.close()
+    assert sorted(numbers_in(output, parts(output))) == [0, 3]
+    assert segments(output) == []
+
+
 class FailingDisk:
     """Writes fail from the `nth` on, until there is room again."""
 
@@ -147,6 +166,8 @@ def test_rows_that_could_not_be_written_are_written_later_and_none_twice(
         first = writer.flush()
         failed = writer.failing_since_s is not None
         assert (first, writer.num_pending) == (((0, 3),), 0) if room else ((), 3)
+        if failed and room:
+            assert len(segments(each)) == 1, "durable rows stay in their segment until all parts are there"
         writer.add(results([3]))
         disk.room = 99
         assert writer.close() == (((3, 4),) if room else ((0, 4),))

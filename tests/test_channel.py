@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import pickle
 import secrets
 import signal
@@ -12,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.torch_threads import TorchThreads
-from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
+from manta.actors.workers.channel import NUM_LANES, StepChannel, WorkerChannel, knock
 from manta.actors.workers.doors import Door
 from manta.actors.workers.drafter_link import DrafterLink
 from manta.actors.workers.ends import PeerLostError, Waiter
@@ -313,6 +315,10 @@ def test_a_process_that_took_the_name_of_a_dead_one_is_believed_nothing(tmp_path
     knocked = knock(address, 0)
     sock, _ = impostor.listener.accept()
     sock.sendall(secrets.token_bytes(32))
+    layout, file = Layout(1), os.memfd_create("impostor")
+    os.ftruncate(file, layout.size_bytes)
+    socket.send_fds(sock, [json.dumps(asdict(layout)).encode()], [file] * (1 + NUM_LANES))
+    os.close(file)
     with pytest.raises(PeerLostError, match="the engine"):
         WorkerChannel(knocked, 0)
 

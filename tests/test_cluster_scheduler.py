@@ -13,7 +13,7 @@ from cluster_checker import (
     submit_and_collect,
 )
 from manta.cluster.engine import Engine
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.plan import NOT_A_NUMBER, SchedulerOutput
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
@@ -54,6 +54,15 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
     first, second = plan_step(engine), plan_step(engine)
     assert (admitted(first), first.num_rows.tolist()) == (["a"], [20])
     assert (admitted(second), second.samples.all()) == (["b"], True)
+
+
+def test_without_chunked_prefill_a_prompt_as_long_as_a_step_waits_for_an_empty_one() -> None:
+    engine = open_engine(make_info(), max_num_batched_tokens=24, enable_chunked_prefill=False)
+    add(engine, make_request("short", PROMPT[8:12], max_tokens=1))
+    add(engine, make_request("long", PROMPT + PROMPT[:4], max_tokens=1))
+    first, second = plan_step(engine), plan_step(engine)
+    assert (admitted(first), first.num_rows.tolist()) == (["short"], [4])
+    assert (admitted(second), second.num_rows.tolist()) == (["long"], [24])
 
 
 def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_still_comes_back() -> None:
@@ -120,6 +129,21 @@ def test_a_prompt_seen_before_is_computed_only_from_its_last_page_on() -> None:
     assert plan.num_computed.tolist() == [16] and plan.num_rows.tolist() == [4]
     stats = engine.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 16)
+
+
+def test_a_prompt_whose_logits_were_not_numbers_is_not_found_again() -> None:
+    engine = open_engine(make_info())
+    for request_id, reason in (("broken", "error"), ("again", "length")):
+        add(engine, make_request(request_id, PROMPT, max_tokens=1, **LONG))
+        plan = engine.plan()
+        assert plan is not None
+        result = submit_and_collect(engine, plan)
+        if reason == "error":
+            result.token_ids[0, 0] = NOT_A_NUMBER
+        (update,) = engine.commit(result)
+        assert update.finish_reason == reason
+        engine.check_invariants()
+    assert engine.stats().prefix_cache_hits == 0
 
 
 def test_generated_tokens_are_found_again_as_a_prompt() -> None:

@@ -26,10 +26,12 @@ DRAFTS = [7, 8]
 
 
 class Notebook:
-    """A seat that writes down what it is asked, and drafts the same for everybody; `gate` makes it wait."""
+    """A seat that records what it is asked and proposes the same drafts for all; `gate` makes it wait."""
 
-    def __init__(self, name: str, notes: list[tuple[str, int]], gate: threading.Event) -> None:
-        self._name, self._notes, self._gate = name, notes, gate
+    def __init__(
+        self, name: str, notes: list[tuple[str, int]], gate: threading.Event, num_parts: int
+    ) -> None:
+        self._name, self._notes, self._gate, self._num_parts = name, notes, gate, num_parts
 
     def begin(self, plan: SchedulerOutput) -> None:
         self._gate.wait(30)
@@ -41,7 +43,7 @@ class Notebook:
         return drafts, drafts / 8
 
     def num_parts(self, plan: SchedulerOutput) -> int:
-        return 1
+        return self._num_parts
 
     def told_kinds(self, plan: SchedulerOutput, part: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((plan.num_requests,), torch.int64), ((plan.num_requests, 4), torch.float32)]
@@ -49,6 +51,7 @@ class Notebook:
     def take_in(
         self, plan: SchedulerOutput, part: int, values: Sequence[torch.Tensor], *, followed: bool
     ) -> None:
+        self._gate.wait(30)
         verdict_R, c_R4 = values
         assert verdict_R.tolist() == [plan.step] * plan.num_requests and (c_R4 == plan.step / 2).all()
         self._notes.append((f"{self._name} learns", plan.step))
@@ -58,6 +61,7 @@ class House:
     """A server in a thread, and links to it."""
 
     def __init__(self) -> None:
+        self.num_parts = 1
         self.notes: list[tuple[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -68,7 +72,7 @@ class House:
     def _seat(self, hello: Hello) -> Notebook:
         if not hello.num_pages[0]:
             raise ConfigError("no pages", param="num_pages")
-        return Notebook(hello.name, self.notes, self.gate)
+        return Notebook(hello.name, self.notes, self.gate, self.num_parts)
 
     def guest(self, name: str, num_pages: int = 8) -> DrafterLink:
         config = EngineConfig(model="t", max_num_seqs=4, max_num_batched_tokens=32)
@@ -95,9 +99,9 @@ def house() -> Iterator[House]:
     made.close()
 
 
-def tell(link: DrafterLink, plan: SchedulerOutput) -> None:
+def tell(link: DrafterLink, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
     values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
-    link.tell(plan.step, 0, values, followed=True, num_drafts=None, is_last=True)
+    link.tell(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -135,6 +139,20 @@ def test_the_next_plan_is_drafted_ahead_where_it_has_nothing_in_common(house: Ho
     settle(link)
     learned = [step for note, step in house.notes if note == "a learns"]
     assert learned == [first.step, then.step]
+
+
+def test_a_step_told_in_parts_stays_open_until_the_drafter_has_read_all_of_them(house: House) -> None:
+    house.num_parts = 2
+    link, steps = house.guest("a"), Steps(4)
+    plan = steps.plan([0], [3], [3], [2])
+    link.ask(plan)
+    assert link.drafts(plan.step, (1, 2)) is not None
+    house.gate.clear()
+    tell(link, plan, 0, is_last=False)
+    tell(link, plan, 1)
+    house.gate.set()
+    settle(link)
+    assert house.notes[-2:] == [("a learns", plan.step)] * 2
 
 
 def test_a_drafter_that_stops_is_waited_for_once_and_catches_up_without_confusion(house: House) -> None:

@@ -102,6 +102,18 @@ def test_an_answer_comes_apart_whole_and_streamed(hermes: Server) -> None:
     assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
 
 
+def test_an_answer_that_is_cut_short_behind_a_call_ends_for_its_length(hermes: Server) -> None:
+    _, client = hermes
+    body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
+    usage = client.chat.completions.create(**body).usage
+    assert usage is not None
+    cut = {**body, "max_tokens": usage.completion_tokens - 4}
+    (choice,) = client.chat.completions.create(**cut).choices
+    assert choice.finish_reason == "length" and choice.message.tool_calls
+    *_, last = client.chat.completions.create(**cut, stream=True)
+    assert last.choices[0].finish_reason == "length"
+
+
 def test_each_of_several_completions_is_read_by_itself(hermes: Server) -> None:
     _, client = hermes
     body = {**GREEDY, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 3, "logprobs": True}

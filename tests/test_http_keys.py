@@ -98,6 +98,23 @@ def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> Non
             assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
 
 
+@pytest.mark.parametrize("path", ["/explain", "/receipts"])
+def test_what_shows_a_key_its_own_asks_for_a_key_where_there_is_one_of_either_kind(path: str) -> None:
+    for keys, opening in (
+        ({}, ("", "user", "root")),
+        ({"admin_api_key": "root"}, ("root",)),
+        ({"api_key": "user"}, ("user",)),
+        ({"api_key": "user", "admin_api_key": "root"}, ("user", "root")),
+    ):
+        asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
+        opened = [
+            key
+            for key in ("", "user", "root")
+            if asked.refusal(path, asked.given({"x-api-key": key})) is None
+        ]
+        assert opened == list(opening), keys
+
+
 @pytest.mark.parametrize(
     ("keys", "opening", "knowing"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from manta.actors.exposition import family_of
 from manta.actors.http.chat_request import ChatRequest, conversation
 from manta.actors.http.completion_request import CompletionRequest
 from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.errors import error_response, from_validation, public_error
+from manta.actors.http.errors import ClientGoneError, error_response, from_validation, public_error
 from manta.actors.http.fields import REFUSED, check_extra_fields
 from manta.actors.http.messages.request import MessagesRequest
 from manta.actors.http.protocol import GenerationRequest
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.settings import split_settings
+from manta.actors.http.sse import unless_gone
 from manta.actors.http.tokenize_request import DetokenizeRequest
 from manta.actors.report_lines import acceptance_line, engine_line
 from manta.cluster.engine import EngineStats
@@ -33,6 +35,7 @@ from manta.cluster.histogram import Histogram
 from manta.cluster.metric import Metric
 from manta.cluster.request import SamplingParams
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 
 def completion(**fields: object) -> CompletionRequest:
@@ -281,6 +284,28 @@ def test_retryable_failures_say_when_and_deterministic_ones_say_never() -> None:
 def stats(**counts: object) -> EngineStats:
     blank = {field.name: 0 for field in fields(EngineStats)}
     return EngineStats(**{**blank, "finished": {}, "step_seconds": {}, "accepted_per_pos": (0, 0), **counts})
+
+
+def test_what_is_computed_for_a_client_that_leaves_is_cancelled() -> None:
+    ends: list[str] = []
+
+    async def leave() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def compute() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async def ask() -> None:
+        with pytest.raises(ClientGoneError):
+            await unless_gone(Request({"type": "http"}, leave), compute())
+        assert ends == ["cancelled"]
+
+    asyncio.run(ask())
 
 
 def test_the_engine_line_tells_of_the_time_between_two_snapshots() -> None:

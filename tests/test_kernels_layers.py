@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICE, ON_GPU
+from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
@@ -28,7 +28,7 @@ MAX_POSITIONS = 300
 NUM_PAGES, PAGE_SIZE = 5, 16
 FP32 = torch.float32
 FP32_TOLERANCE = 4e-6 if ON_GPU else 1e-6  # a GPU's exponentials are coarser
-DTYPES = (FP32, torch.float16, torch.bfloat16)
+DTYPES = (FP32, *HALVES)
 
 
 def assert_same(actual: Tensor, expected: Tensor):

@@ -81,10 +81,10 @@ def test_a_request_with_nan_ends_and_others_are_as_without_it(
     targets: dict[str, Path], tmp_path: Path, backend: str, drafts: bool
 ) -> None:
     """Its pages are used by others afterwards, which read nothing of what it left there."""
-    slow = backend == "triton"  # in its interpreter
+    slow = backend == "triton"  # in its interpreter: two tokens, of which the second is behind drafts
     if slow and not drafts:
         pytest.skip("with drafts it computes all that it does without, and more")
-    rounds = ((True, HOT),) if slow else ((False, GREEDY), (True, HOT))
+    rounds = ((True, replace(HOT, max_tokens=2)),) if slow else ((False, GREEDY), (True, HOT))
     drafter = make_tiny_drafter(tmp_path, head_dim=32) if drafts else None
     expected: dict[bool, list] = {}
     for name in ("sound", "embedding"):

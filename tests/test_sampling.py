@@ -9,7 +9,13 @@ import pytest
 import torch
 from manta.drafter.step.filters import filter_logits
 from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.noise import negative_gumbel, noise_bits, noise_keys
+from manta.drafter.step.noise import (
+    FACTOR_2,
+    GREATEST_NEGATIVE,
+    negative_gumbel,
+    noise_bits,
+    noise_keys,
+)
 from manta.drafter.step.operators import DEFINITION, StepOperators
 from manta.drafter.step.sampling import sample_rows, sample_with_margins
 from manta.drafter.step.sampling_batch import SamplingBatch
@@ -78,6 +84,16 @@ def test_noise_is_gumbel_of_these_bits_and_finite_everywhere():
     assert torch.allclose(-negative_gumbel(keys, 3000).double()[0], expected, rtol=2e-5, atol=2e-5)
     many = torch.from_numpy(noise_keys(np.arange(200), np.arange(200)))[:, :, None]
     assert negative_gumbel(many, 5000).isfinite().all()
+
+
+def test_the_largest_hash_gives_the_least_noise_and_it_is_finite():
+    """Its uniform number rounds to 1, whose noise would be minus infinity."""
+    largest = 2**32 - 1
+    # The hash is a bijection: this key leads to 32 ones for token 0.
+    key = (largest ^ (largest >> 15) ^ (largest >> 30)) * pow(FACTOR_2, -1, 2**32) % 2**32
+    keys = torch.tensor([0, key])[:, None, None]
+    assert noise_bits(keys, 1).tolist() == [[largest]]
+    assert math.isclose(negative_gumbel(keys, 1).item(), GREATEST_NEGATIVE, abs_tol=1e-3)
 
 
 def test_uniforms_are_uniform_over_tokens_positions_and_seeds():
@@ -164,6 +180,12 @@ def test_top_k_keeps_the_k_likeliest_and_what_ties_with_the_last():
     assert kept(z, top_k=2) == [1, 2, 4]
     assert kept(z, top_k=4) == [0, 1, 2, 4]
     assert kept(z, top_k=99) == [0, 1, 2, 3, 4]
+
+
+def test_each_row_of_a_batch_keeps_its_own_top_k():
+    z = torch.arange(20.0).repeat(4, 1)
+    found = filter_logits(z, batch(4, top_k=[2, 7, 0, 3]))
+    assert found.isfinite().sum(-1).tolist() == [2, 7, 20, 3]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p_after_temperature():

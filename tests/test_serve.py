@@ -199,6 +199,7 @@ def worker_pids() -> list[int]:
     ]
 
 
+@pytest.mark.slow  # one rank in `test_serve_chaos.py`, two ranks without a server in `test_ray_executor.py`
 def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
     server: Server, client: openai.OpenAI
 ) -> None:

@@ -1,12 +1,17 @@
-"""One real server: overloaded, with a reader that stalls, soaked, and killed by pieces."""
+"""One real server: overloaded, with a reader that stalls, soaked, killed by pieces, and asked to end."""
 
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
@@ -16,6 +21,8 @@ from serving_load import Load
 from text_pair import make_text_pair
 
 SEATS, QUEUE = 8, 8
+CONTEXT = 4096  # streams can last longer than a server that ends waits for them
+WAIT_S = 120.0
 WARMING_BYTES = 256 * 2**20  # of loops that are compiled when a step first needs them
 
 
@@ -23,6 +30,8 @@ WARMING_BYTES = 256 * 2**20  # of loops that are compiled when a step first need
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     target, drafter = make_text_pair(folder)
+    for file in (target / "config.json", drafter / "config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": CONTEXT}))
     settings = {
         "model": str(target),
         "speculative_config": {"model": str(drafter)},
@@ -33,6 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "num_pages": 512,
         "num_threads": 1,
         "log_format": "json",
+        "shutdown_timeout": 2,
     }
     with Served(settings, folder / "log") as served:
         yield served
@@ -70,7 +80,7 @@ def test_a_reader_that_stalls_stalls_nobody_and_misses_nothing(served: Served, t
 
 
 def test_memory_stays_and_pages_come_back_while_clients_come_and_go(served: Served) -> None:
-    found = run_soak(served.url, 12.0, clients=4, pause_s=0.5)  # `make soak-serve` has minutes
+    found = run_soak(served.url, 8.0, clients=4, pause_s=0.5)  # `make soak-serve` has minutes
     assert found["ends"]["whole"] > 4 < found["ends"]["left"]
     assert complaints(found, growth_bytes=WARMING_BYTES) == []
 
@@ -101,3 +111,49 @@ def test_the_death_of_a_lone_replica_is_an_error_of_the_connection_at_once_and_s
 def test_the_death_of_serves_controller_is_nobodys_business(trial: Trial) -> None:
     found = trial.run(CONTROLLER)
     assert found.same == SEATS and found.left == [] and found.refused_probes == {}
+
+
+def stream(url: str, n: int, max_tokens: int, began: threading.Event) -> str:
+    """Return the last two events of a stream."""
+    body = {"prompt": "x", "n": n, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as response:
+        events = []
+        for line in response.iter_lines():
+            began.set()
+            events += [line] if line else []
+    return "\n".join(events[-2:])
+
+
+def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_their_time(
+    served: Served,
+) -> None:
+    assert served.start_statuses <= {0, 503, 200}, "never 404 while it loads"
+    process = served.process
+    assert process is not None
+    wait_for(served.answers, WAIT_S, "the replica is not back")
+    said_before = len(served.log.read_text(errors="replace"))
+
+    def said() -> str:
+        return served.log.read_text(errors="replace")[said_before:]
+
+    with ThreadPoolExecutor(4) as pool:
+        begun = [threading.Event() for _ in range(2)]
+        short = pool.submit(stream, served.url, 1, 100, begun[0])
+        assert begun[0].wait(WAIT_S), "it would wait behind the others"
+        # More completions than the engine has slots for.
+        long = [pool.submit(stream, served.url, 4, CONTEXT - 96, begun[1]) for _ in range(3)]
+        assert begun[1].wait(WAIT_S)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
+        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=10.0)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        last = [each.result(WAIT_S) for each in long]
+        # Requests that had not begun get the status.
+        assert all(events.endswith("data: [DONE]") or '"code":503' in events for events in last), last
+        assert any("this request's time is up" in events for events in last), "2 s are not enough for all"
+        assert '"finish_reason":"length"' in short.result(WAIT_S)
+        assert process.wait(WAIT_S) == 0, said()
+    assert "drained in" in said() and "\x1b[" not in said() and "pid=" not in said()
+    scripts = [script.read_text() for script in Path("/tmp").glob("manta-ha-*/haproxy")]
+    assert not any(f"--owner {process.pid} " in script for script in scripts), "its folder is gone"

@@ -1,4 +1,4 @@
-"""Two replicas behind a gateway, by real Serve and HAProxy: one entry, and the SIGKILL of a replica."""
+"""Two replicas behind a gateway, by real Serve and HAProxy: one entry, a new drafter, a replica killed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.machine import free_port
+from deployed import REPLICA, Cluster, deployed, until
 from manta.actors.replica import build_app
 from manta.cluster.errors import ConfigError
-from manta.jobs.serve import ServeOptions, Server, start_server
 from text_pair import make_text_pair
 
 NUM_STREAMS = 16
@@ -25,25 +24,15 @@ NUM_STREAMS = 16
 
 @pytest.fixture(scope="module")
 def args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return {
-        "model": str(target),
-        "speculative_config": {"model": str(drafter)},
-        "served_model_name": "tiny",
-        "dtype": "float32",
-        "device": "cpu",
-        "max_num_seqs": 16,
-        "num_pages": 512,
-        "num_threads": 1,
-        "replicas": 2,
-    }
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return {"model": str(target), "dtype": "float32", "device": "cpu", "num_threads": 1, "replicas": 2}
 
 
 @pytest.fixture(scope="module")
-def server(args: dict[str, Any]) -> Iterator[Server]:
-    options = ServeOptions(port=free_port(), num_cpus=6, ready_timeout_s=240)
-    with start_server(args, options) as server:
-        yield server
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    settings = {"served_model_name": "tiny", "max_num_seqs": 16, "num_pages": 512, "replicas": 2}
+    with deployed(tmp_path_factory.mktemp("cluster"), **settings) as cluster:
+        yield cluster
 
 
 def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
@@ -82,7 +71,7 @@ def test_several_models_are_several_deployments_over_what_is_common(args: dict[s
             build_app({**common, "models": wrong})
 
 
-def test_one_answer_for_all(server: Server) -> None:
+def test_one_answer_for_all(server: Cluster) -> None:
     (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["max_model_len"] > 0
     unknown = httpx.post(f"{server.url}/v1/completions", json={"model": "no", "prompt": "x"})
@@ -93,7 +82,7 @@ def test_one_answer_for_all(server: Server) -> None:
     wait_for(lambda: len(set(re.findall(r'requests_running\{.*?replica="([^"]+)"', scraped(server)))) == 2)
 
 
-def scraped(server: Server) -> str:
+def scraped(server: Cluster) -> str:
     return httpx.get(f"{server.url}/metrics").text
 
 
@@ -118,7 +107,7 @@ def body(i: int) -> dict[str, Any]:
     }
 
 
-def read(server: Server, i: int, begun: threading.Barrier | None = None) -> dict[str, Any]:
+def read(server: Cluster, i: int, begun: threading.Barrier | None = None) -> dict[str, Any]:
     """A whole stream, as its client sees it."""
     seen: dict[str, Any] = {"text": "", "token_ids": [], "ids": set(), "comments": 0, "done": False}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(i), timeout=120) as response:
@@ -146,25 +135,36 @@ def read(server: Server, i: int, begun: threading.Barrier | None = None) -> dict
     return seen
 
 
-def replica_pids() -> list[int]:
-    from ray._private.state import actors  # the public listing needs the dashboard
+def test_a_drafter_is_swapped_under_load_and_a_wrong_one_refused(server: Cluster) -> None:
+    text, pids = server.ask(), server.pids(REPLICA)
+    before = server.replicas()
+    with server.load() as answers:
+        server.deploy({"drafter": str(server.other_drafter)})
+        until(lambda: server.logged(f"drafting with {server.other_drafter} from now on") == 2)
+        server.deploy({"drafter": "/nowhere/at/all"})
+        until(lambda: server.logged("user_config is refused, and all stays as it was") == 2)
+    assert set(answers) == {text}
+    assert server.pids(REPLICA) == pids, "no replica was replaced"
+    after: dict[str, float] = {}
 
-    return [
-        actor["Pid"]
-        for actor in actors().values()
-        if actor["ActorClassName"] == "ServeReplica:manta:manta" and actor["State"] == "ALIVE"
-    ]
+    def all_answer() -> bool:  # one that is busy may miss a scrape
+        after.clear()
+        after.update(server.replicas())
+        return after.keys() == before.keys()
+
+    until(all_answer)
+    assert all(after[replica] >= before[replica] for replica in after)
 
 
-def test_streams_outlive_their_replica(server: Server) -> None:
+def test_streams_outlive_their_replica(server: Cluster) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         undisturbed = list(pool.map(lambda i: read(server, i), range(NUM_STREAMS)))
         begun = threading.Barrier(NUM_STREAMS + 1)
         streams = [pool.submit(read, server, i, begun) for i in range(NUM_STREAMS)]
         begun.wait(60)
-        pids = replica_pids()
+        pids = server.pids(REPLICA)
         assert len(pids) == 2
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(min(pids), signal.SIGKILL)
         disturbed = [stream.result() for stream in streams]
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert (after["done"], after["comments"], len(after["ids"])) == (True, 0, 1)

@@ -66,7 +66,10 @@ class ThreadRank:
         return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
 
 
-@pytest.fixture(scope="module", params=[name for name, family in FAMILIES.items() if not family.composed])
+SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
+
+
+@pytest.fixture(scope="module", params=SPLIT)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary that no number of ranks divides."""
     return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
@@ -92,18 +95,22 @@ HEADS = "(num_attention_heads|linear_num_key_heads) is 4"  # of the first layer
 PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])  # 4 ranks share 2 kv heads
-def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, world_size: int) -> None:
-    if world_size == 4 and FAMILIES[target.name[:-1]].lean:
-        pytest.skip("split as others are")
-    whole, _ = load_runner(settings(target, num_pages=80))
-    expected = tokens_by_steps(whole, PROMPTS, 6)
-    config = settings(target, num_pages=80, tensor_parallel_size=world_size)
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    """Return the tokens of the target that is not split."""
+    return tokens_by_steps(load_runner(settings(target, num_pages=80))[0], PROMPTS, 6)
+
+
+@pytest.mark.parametrize("target", [name for name in SPLIT if not FAMILIES[name].lean], indirect=True)
+def test_four_ranks_that_share_two_kv_heads_choose_the_tokens_of_one(
+    target: Path, expected: list[list[int]]
+) -> None:
+    config = settings(target, num_pages=80, tensor_parallel_size=4)
 
     def work(rank: ThreadRank) -> list[list[int]]:
         return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
 
-    for got in ThreadRanks(world_size).run(work):
+    for got in ThreadRanks(4).run(work):
         assert got == expected
 
 
@@ -121,9 +128,9 @@ def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
         assert got == expected
 
 
-def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
-    whole, _ = load_runner(settings(target, num_pages=80))
-    expected = tokens_by_steps(whole, PROMPTS, 6)
+def test_two_ranks_that_draft_choose_the_tokens_of_one_that_does_not(
+    target: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
     hidden = read_model(target).hidden_size
     drafter = make_tiny_drafter(tmp_path / "drafter", vocab_size=TINY_VOCAB - 1, hidden_size=hidden)
     config = settings(target, drafter, num_pages=80, tensor_parallel_size=2)

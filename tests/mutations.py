@@ -1,0 +1,574 @@
+"""Breaks the product in one place at a time and checks that a test fails: `make mutations`.
+
+Each `Mutation` replaces one piece of code in a copy of the repository and runs the test files that should
+notice it, with `pytest -x`. A mutation is *found* when a test fails, and *missed* when all of them pass. The
+unchanged copy is tested first, because a test that fails anyway finds nothing. The list covers the scheduler,
+sampling and verification, targets over several ranks, the batch ledger, and the HTTP and worker protocols;
+docs/testing.md has the last result. It is not a part of `make test`: a run takes about fifteen minutes.
+
+    python tests/mutations.py                         every mutation
+    python tests/mutations.py -k ledger -k writer     those whose name or file contains one of the words
+    python tests/mutations.py --changed main          those whose tests differ from a git revision
+    python tests/mutations.py --check                 only whether each old text is there exactly once
+    python tests/mutations.py -o table.md             also write the result as a Markdown table
+
+Exits with 1 when a mutation is missed, when an old text is not in its file exactly once, or when a test fails
+without a mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 600.0
+TESTS_FAILED = 1  # pytest's exit status; others mean that it could not run the tests
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One change of the product's code.
+
+    Attributes:
+        name: what the product does wrong with this change.
+        file: path below the repository's root.
+        old, new: the text that is replaced, which the file contains exactly once, and its replacement.
+        tests: test files that should notice, without `tests/test_` and `.py`, the quickest first.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_SCHEDULER = ("cluster_scheduler", "cluster_engine", "cluster_properties")
+_PAGES = ("cluster_pages", "cluster_page_groups")
+_LEDGER = ("batch_ledger", "batch_exactly_once")
+
+MUTATIONS = (
+    # The scheduler.
+    Mutation(
+        "drafts one token beyond the greatest length",
+        "cluster/scheduler.py",
+        "table.max_length_S[slots_R] - num_tokens_R - 1)",
+        "table.max_length_S[slots_R] - num_tokens_R)",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "applies results of a step to a request that has left",
+        "cluster/scheduler.py",
+        "step.staying_R[step.plan.slots == slot] = False",
+        "step.staying_R[step.plan.slots == slot] = True",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "preempts the first request of a step instead of the last",
+        "cluster/scheduler.py",
+        "last = self.table.sequences[int(slots_R[num_left - 1])]",
+        "last = self.table.sequences[int(slots_R[0])]",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "splits a prompt although chunked prefill is off",
+        "cluster/scheduler.py",
+        "if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:",
+        "if not self.config.enable_chunked_prefill and budget < left < self.config.max_rows:",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "keeps pages that a failed request computed in the prefix cache",
+        "cluster/scheduler.py",
+        "if outcome.failed.any():",
+        "if outcome.failed.all() and not len(outcome.failed):",
+        ("cluster_scheduler",),
+    ),
+    Mutation(
+        "gives drafts to the first request before every request has a row",
+        "cluster/row_shares.py",
+        "np.maximum(budget - len(wanted_R) - used_R, 0)",
+        "np.maximum(budget - 1 - used_R, 0)",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "counts the newest token as computed",
+        "cluster/outcome.py",
+        "known_R + np.maximum(num_out_R - 1, 0),",
+        "known_R + num_out_R,",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "ignores a stop token at the minimum length",
+        "cluster/outcome.py",
+        "begin + column < sequence.sampling.min_length",
+        "begin + column <= sequence.sampling.min_length",
+        ("cluster_engine", "cluster_properties"),
+    ),
+    Mutation(
+        "leaves out the stop token",
+        "cluster/outcome.py",
+        "num_out_R[row], stopped_R[row] = column + 1, True",
+        "num_out_R[row], stopped_R[row] = column, True",
+        ("cluster_engine", "cluster_properties"),
+    ),
+    Mutation(
+        "lets a request enter without room for running requests to grow",
+        "cluster/roster.py",
+        "return len(self.running) if sequence.request.background else self.num_online_running",
+        "return 0",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "ignores priorities",
+        "cluster/roster.py",
+        "priority = request.priority if self._config.by_priority else 0",
+        "priority = 0",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "refuses a request although the queue has room for it",
+        "cluster/engine.py",
+        "self._roster.num_online_waiting + count > most + free_slots:",
+        "self._roster.num_online_waiting + count >= most + free_slots:",
+        ("cluster_engine",),
+    ),
+    Mutation(
+        "evicts the page that was used last",
+        "cluster/pages.py",
+        "self._evictable.popitem(last=False)",
+        "self._evictable.popitem(last=True)",
+        _PAGES,
+    ),
+    Mutation(
+        "frees a page that another request still uses",
+        "cluster/pages.py",
+        "if self.ref_counts[page] > 0:\n                continue",
+        "if self.ref_counts[page] > 1:\n                continue",
+        _PAGES,
+    ),
+    Mutation(
+        "shares cached prefixes between salts",
+        "cluster/prefix_cache.py",
+        "parent = digests[-1] if digests else _root(salt)",
+        "parent = digests[-1] if digests else _root(None)",
+        ("cluster_pages", "cluster_scheduler"),
+    ),
+    Mutation(
+        "finds an evicted page in the prefix cache",
+        "cluster/pages.py",
+        "self.on_evict(page)",
+        "page = page",
+        _PAGES,
+    ),
+    # Sampling and verification.
+    Mutation(
+        "accepts drafts behind a rejected one",
+        "drafter/step/verification.py",
+        "(chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)",
+        "(chosen_RW[:, :-1] == drafts_RK)",
+        ("verification",),
+    ),
+    Mutation(
+        "emits a token of a request that samples nothing",
+        "drafter/step/verification.py",
+        "(stood_RK.sum(dim=1) + 1) * (counts_R > 0)",
+        "(stood_RK.sum(dim=1) + 1) * (counts_R >= 0)",
+        ("verification",),
+    ),
+    Mutation(
+        "uses the same noise at every position",
+        "drafter/step/noise.py",
+        "_mix(_mix(_mix(low ^ chain) ^ high) ^ position)",
+        "_mix(_mix(_mix(low ^ chain) ^ high))",
+        ("sampling",),
+    ),
+    Mutation(
+        "returns infinite noise where u rounds to 1",
+        "drafter/step/noise.py",
+        "minus_u_MV.clamp_(min=-1.0 + 2.0**-24)",
+        "minus_u_MV.clamp_(min=-1.0)",
+        ("sampling",),
+    ),
+    Mutation(
+        "keeps one token more than top-k",
+        "drafter/step/filters.py",
+        "(top_k_M - 1).clamp_(",
+        "top_k_M.clone().clamp_(",
+        ("sampling",),
+    ),
+    Mutation(
+        "cuts the token that reaches top-p",
+        "drafter/step/filters.py",
+        "before_Mk = sorted_Mk.double().cumsum(dim=-1) - sorted_Mk",
+        "before_Mk = sorted_Mk.double().cumsum(dim=-1)",
+        ("sampling",),
+    ),
+    Mutation(
+        "leaves the margin of a single kept token infinite",
+        "drafter/step/sampling.py",
+        "if batch.narrows:\n        margins_M",
+        "if batch.narrows and False:\n        margins_M",
+        ("sampling",),
+    ),
+    Mutation(
+        "applies the presence penalty to tokens of the prompt",
+        "drafter/step/rules.py",
+        "rules.presence * (seen.counts_WU > 0)",
+        "rules.presence * seen.seen_WU",
+        ("token_rules",),
+    ),
+    Mutation(
+        "rewards repetition of tokens with negative logits",
+        "drafter/step/rules.py",
+        "logits_WU * rules.repetition)",
+        "logits_WU / rules.repetition)",
+        ("token_rules",),
+    ),
+    Mutation(
+        "lets reasoning run one token over its budget",
+        "drafter/step/thinking.py",
+        "(count := self.num_read - self.begin) < self.rule.budget",
+        "(count := self.num_read - self.begin) <= self.rule.budget",
+        ("token_rules",),
+    ),
+    Mutation(
+        "looks up the first occurrence of a run instead of the last",
+        "drafter/step/lookup.py",
+        "begin = int(ends[-1]) + 1",
+        "begin = int(ends[0]) + 1",
+        ("ngram", "kernels_steps"),
+    ),
+    Mutation(
+        "verifies one draft more than the trimmed number",
+        "drafter/step/trimming.py",
+        "columns_K >= num_drafts_R.unsqueeze(1)",
+        "columns_K > num_drafts_R.unsqueeze(1)",
+        ("trimming", "kernels_trimming"),
+    ),
+    # Targets that are split over ranks, and a kernel.
+    Mutation(
+        "norms a row by its padded width",
+        "drafter/compute/gpu/norms.py",
+        "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)",
+        "tl.rsqrt(tl.sum(x_H * x_H, axis=0) / BLOCK + eps)",
+        ("kernels_layers",),
+    ),
+    Mutation(
+        "does not add up the products of ranks",
+        "actors/targets/model/parallel.py",
+        "y_NO = self._communicator.all_reduce(self._linear(x_NH))",
+        "y_NO = self._linear(x_NH)",
+        ("target_parallel",),
+    ),
+    Mutation(
+        "gives ranks that share KV heads the heads of other queries",
+        "actors/targets/model/parallel.py",
+        "head = self.rank * count // self.world_size",
+        "head = self.rank % count",
+        ("target_parallel",),
+    ),
+    # The batch ledger and its writers.
+    Mutation(
+        "answers failed rows again in every run",
+        "actors/batch/ledger.py",
+        "minus(self._spec.rows, union(self.answered, self.failed))",
+        "minus(self._spec.rows, self.answered)",
+        _LEDGER,
+    ),
+    Mutation(
+        "drops segments of rows that failed in an earlier run",
+        "actors/batch/ledger.py",
+        "self._index.failed_since(self._index.run_of(writer))",
+        "self._index.failed",
+        _LEDGER,
+    ),
+    Mutation(
+        "lets an engine write after the job has finished",
+        "actors/batch/ledger.py",
+        "allow_writes(self._output, None)",
+        "self._index.refresh()",
+        _LEDGER,
+    ),
+    Mutation(
+        "reports success although rows are missing",
+        "actors/batch/ledger.py",
+        "if left := self.left:",
+        "if (left := self.left) and not self.answered:",
+        _LEDGER,
+    ),
+    Mutation(
+        "writes a part for a job that has gone on without this engine",
+        "actors/batch/writer.py",
+        "check_run(self._output, self._run)",
+        "pass",
+        (*_LEDGER, "batch_writer"),
+    ),
+    Mutation(
+        "removes segments before the part that replaces them is written",
+        "actors/batch/writer.py",
+        "while batch.parts:\n            check_run",
+        "self._output.remove(*batch.segments)\n        while batch.parts:\n            check_run",
+        ("batch_writer",),
+    ),
+    Mutation(
+        "writes adopted rows that are in a part already",
+        "actors/batch/writer.py",
+        "mask = [not contains(known, row) for row in row_numbers(segment.table)]",
+        "mask = [True for row in row_numbers(segment.table)]",
+        ("batch_writer",),
+    ),
+    Mutation(
+        "keeps a row's failure instead of its answer",
+        "actors/batch/writer.py",
+        "np.lexsort((failed, rows))",
+        "np.lexsort((~failed, rows))",
+        ("batch_writer",),
+    ),
+    Mutation(
+        "loses rows whose segment could not be written at first",
+        "actors/batch/writer.py",
+        "self._save(*self._unsaved[0])\n"
+        "            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))",
+        "self._save(*(row := self._unsaved.popleft()))\n"
+        "            durable.append(of_rows(row_numbers(row[1])))",
+        ("batch_writer",),
+    ),
+    Mutation(
+        "counts a part beside the one that replaces it",
+        "actors/batch/output_index.py",
+        "if part not in replaced}",
+        "if part not in replaced or True}",
+        _LEDGER,
+    ),
+    # The HTTP protocol.
+    Mutation(
+        "ends a stream without its last event",
+        "actors/http/sse.py",
+        "await send(_body(self._ending.done))",
+        "await asyncio.sleep(0)",
+        ("http_server",),
+    ),
+    Mutation(
+        "goes on generating for a client that has left",
+        "actors/http/sse.py",
+        "await cancel(working, gone)",
+        "await cancel(gone)",
+        ("http_requests", "http_server"),
+    ),
+    Mutation(
+        "shows a client's receipts without the admin key",
+        "actors/http/keys.py",
+        "known = self._any or (self._admin if path in OWN_PATHS else [])",
+        "known = self._any",
+        ("http_keys",),
+    ),
+    Mutation(
+        "shows internal errors to clients",
+        "actors/http/errors.py",
+        "(isinstance(error, MantaError) and error.status != 500):",
+        "isinstance(error, MantaError):",
+        ("http_requests",),
+    ),
+    Mutation(
+        "does not say when an overloaded server may be asked again",
+        "actors/http/errors.py",
+        "if retryable or status in (429, 503):",
+        "if retryable:",
+        ("http_requests", "http_manners"),
+    ),
+    Mutation(
+        "never frees the place of a request that has ended",
+        "actors/http/gate.py",
+        "self._num_whole -= 1",
+        "self._num_whole -= 0",
+        ("http_manners",),
+    ),
+    Mutation(
+        "reports a tool call for an answer that was cut short",
+        "actors/http/generation.py",
+        'return "tool_calls" if called and finish_reason == "stop" else finish_reason',
+        'return "tool_calls" if called else finish_reason',
+        ("http_chat",),
+    ),
+    Mutation(
+        "sends usage to clients that did not ask for it",
+        "actors/http/generation.py",
+        "if work.single and output.finished and with_usage:",
+        "if work.single and output.finished:",
+        ("http_server",),
+    ),
+    # The worker protocol.
+    Mutation(
+        "overwrites a fragment that a worker has not read",
+        "actors/workers/rings.py",
+        "self._memory.read(self._head) - slowest < self._num_slots",
+        "self._memory.read(self._head) - slowest <= self._num_slots",
+        ("channel",),
+    ),
+    Mutation(
+        "reads messages of a peer with a wrong proof",
+        "actors/workers/ends.py",
+        "if hmac.compare_digest(begin, proof):",
+        "if begin:",
+        ("channel", "drafter_link"),
+    ),
+    Mutation(
+        "lets a worker trust an engine with a wrong proof",
+        "actors/workers/channel.py",
+        "is_proven = hmac.compare_digest(sock.recv(len(proof), socket.MSG_WAITALL), proof)",
+        "is_proven = len(sock.recv(len(proof), socket.MSG_WAITALL)) == len(proof)",
+        ("channel",),
+    ),
+    Mutation(
+        "gives out bytes of the mailbox that are still in use",
+        "actors/workers/mailbox.py",
+        "        else:\n            fits = begin + size_bytes < oldest",
+        "        else:\n            fits = begin + size_bytes <= oldest + size_bytes",
+        ("drafter_link",),
+    ),
+    Mutation(
+        "forgets a step of which the drafter has not read all parts",
+        "actors/workers/drafter_link.py",
+        "if open_step.is_over and not open_step.num_told:",
+        "if open_step.is_over:",
+        ("drafter_link",),
+    ),
+)
+
+
+def misplaced(root: Path, mutations: Sequence[Mutation]) -> list[str]:
+    """Return a sentence for each mutation whose old text is not in its file exactly once."""
+    found: list[str] = []
+    for mutation in mutations:
+        path = root / mutation.file
+        count = path.read_text().count(mutation.old) if path.exists() else 0
+        if count != 1:
+            found.append(f"{mutation.file} contains {count} times, not once: {mutation.old!r}")
+        found += [f"there is no {file}" for file in files_of([mutation]) if not (root / file).exists()]
+    return found
+
+
+def files_of(mutations: Sequence[Mutation]) -> list[str]:
+    """Return the paths of the mutations' test files, each once."""
+    return list(dict.fromkeys(f"tests/test_{name}.py" for each in mutations for name in each.tests))
+
+
+@contextmanager
+def copied_repository() -> Iterator[Path]:
+    """Yield a copy of the files that git tracks or would track. Its folder is named as the package is."""
+    with tempfile.TemporaryDirectory(prefix="manta-mutations-") as folder:
+        root = Path(folder) / "manta"
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+        for name in filter(None, listed.split("\0")):
+            if (source := ROOT / name).is_file():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, root / name)
+        yield root
+
+
+def run_tests(root: Path, files: Sequence[str]) -> tuple[int, str]:
+    """Run test files of a copy until one test fails; return pytest's exit status and the failed test."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    environment = {**os.environ, "PYTHONPATH": str(root.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return TESTS_FAILED, f"no end within {TIMEOUT_S:g} s"
+    lines = done.stdout.splitlines()
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    said = failed or lines[-1:] or [done.stderr[-500:]]
+    return done.returncode, said[0].removeprefix("FAILED ").removeprefix("ERROR ")
+
+
+def finder(root: Path, mutation: Mutation) -> str | None:
+    """Return the test that finds a mutation, or None. Raises RuntimeError if pytest could not run."""
+    path = root / mutation.file
+    before = path.read_text()
+    path.write_text(before.replace(mutation.old, mutation.new))
+    try:
+        for file in files_of([mutation]):
+            status, said = run_tests(root, [file])
+            if status == TESTS_FAILED:
+                return said
+            if status:
+                raise RuntimeError(f"{mutation.name}: pytest could not run {file}: {said}")
+    finally:
+        path.write_text(before)
+    return None
+
+
+def table_of(found: Sequence[tuple[Mutation, str | None]]) -> str:
+    """Return the result as a Markdown table."""
+    lines = ["| the product ... | file | found by |", "|---|---|---|"]
+    for mutation, test in found:
+        shown = "**nothing**" if test is None else f"`{test.removeprefix('tests/')}`"
+        lines.append(f"| {mutation.name} | `{mutation.file}` | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def chosen(words: Sequence[str], revision: str | None) -> list[Mutation]:
+    """Return the mutations that have one of the words, or all; of these, those whose tests have changed."""
+    mutations = [
+        each for each in MUTATIONS if not words or any(word in f"{each.name} {each.file}" for word in words)
+    ]
+    if revision is not None:
+        command = ["git", "diff", "--name-only", revision, "--", "tests"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+        changed = set(listed.split())
+        mutations = [each for each in mutations if changed.intersection(files_of([each]))]
+    return mutations
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Break the product in one place at a time and run its tests."
+    )
+    parser.add_argument(
+        "-k", action="append", default=[], metavar="WORD", help="only with WORD in name or file"
+    )
+    parser.add_argument("--changed", metavar="REVISION", help="only those whose test files differ from it")
+    parser.add_argument("--check", action="store_true", help="only check that each old text is there once")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a Markdown table")
+    options = parser.parse_args()
+    mutations = chosen(options.k, options.changed)
+    if wrong := misplaced(ROOT, mutations):
+        print(*wrong, sep="\n")
+        return 1
+    if options.check or not mutations:
+        return 0
+    found: list[tuple[Mutation, str | None]] = []
+    with copied_repository() as root:
+        status, said = run_tests(root, files_of(mutations))
+        if status:
+            print(f"without a mutation: {said}")
+            return 1
+        for mutation in mutations:
+            test = finder(root, mutation)
+            found.append((mutation, test))
+            print(
+                f"{'missed' if test is None else 'found '}  {mutation.name}: {test or mutation.file}",
+                flush=True,
+            )
+    if options.output is not None:
+        options.output.write_text(table_of(found))
+    missed = sum(test is None for _, test in found)
+    print(f"{len(found) - missed} found, {missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
