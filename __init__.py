@@ -7,8 +7,8 @@ cheap; torch is loaded when `LLM` is first touched.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cluster.grammar import StructuredOutputsParams
-from .cluster.request import SamplingParams
+from .cluster.request.request import SamplingParams
+from .cluster.request.structured_outputs import StructuredOutputsParams
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """`manta.LLM`: offline generation in the manner of vLLM's class, in this process and without Ray.
 
 Only a topology of several processes (tensor parallel, split drafter) starts workers under Ray. Not for
-serving: `engine.py` is. Not thread-safe.
+serving: `actors/engine/async_engine.py` is. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
-from ..cluster.engine import Engine, EngineStats, SequenceUpdate
+from ..cluster.engine.engine_core import Engine, EngineStats, SequenceUpdate
 from ..cluster.errors import ENDINGS, MantaError, RequestError, shown
-from ..cluster.executor import ExecutorInfo
-from ..cluster.request import FinishReason, SamplingParams
-from .chat.template import Message
-from .executor import make_executor
-from .grammars import GrammarDoor
-from .http.chat_request import ChatPrompt
-from .kept_speculation import KeptSpeculation
-from .outputs import OutputProcessor, RequestOutput, RequestTracker
-from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
-from .streams import processing_failure
-from .tokenizer import Tokenizer
-from .waiting import counting_on_terminal
+from ..cluster.request.request import FinishReason, SamplingParams
+from ..cluster.step.executor import ExecutorInfo
+from .engine.output_processor import OutputProcessor, RequestOutput, RequestTracker
+from .engine.output_streams import processing_failure
+from .engine.speculation_cache import KeptSpeculation
+from .engine.uniproc_executor import make_executor
+from .http.protocol.chat_request import ChatPrompt
+from .structured_outputs.grammar_frontend import GrammarDoor
+from .system.wait_messages import counting_on_terminal
+from .tokenization.chat_template import Message
+from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
+from .tokenization.tokenizer import Tokenizer
 
 
 class LLM:

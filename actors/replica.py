@@ -4,8 +4,9 @@
 The class is plain: everything heavy (torch, FastAPI, the engine) is imported and made inside the replica's
 process, and nothing of it is pickled. Models live in worker actors, also where there is only one: HTTP and
 scheduling then never wait for a model's Python, and a worker that dies takes no connection with it. The
-replica answers requests only when the models are loaded and warm. How it ends is `replica_life.py`'s: a dead
-engine ends the process, and Serve replaces the replica together with its workers.
+replica answers requests only when the models are loaded and warm. How it ends is
+`actors/serve/replica_lifecycle.py`'s: a dead engine ends the process, and Serve replaces the replica together
+with its workers.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ import ray
 from ray import serve
 
 from ..cluster.config import EngineConfig
-from ..cluster.placement import Demand, Topology
-from ..cluster.replica_figures import FiguresMeter
-from .autoscaling import initial_replicas, scaling_options
-from .collector import spare_streams
+from ..cluster.fleet.placement import Demand, Topology
+from ..cluster.fleet.replica_stats import FiguresMeter
 from .gateway.deployment import GATEWAY, Gateway, door_host
-from .gateway.directory import DirectoryClient
-from .gateway.fleet import ServedModel
-from .gateway.records import ReplicaRecord, state_of
-from .http.keys import behind_gateway, refuse_written_keys, with_keys
-from .http.settings import ServerSettings, parse_replicas, split_models, wants_gateway
-from .http.tracing import check_tracing
-from .process_log import Event, LogSettings, log_to_stderr
-from .serve_place import door_is_there, listen_as_ray_does, restore_print
-from .workers.room import check_room, machine_resources, warn_of_this_machine
+from .gateway.registry_records import ReplicaRecord, state_of
+from .gateway.replica_registry import DirectoryClient
+from .gateway.replica_set import ServedModel
+from .http.config.settings import ServerSettings, parse_replicas, split_models, wants_gateway
+from .http.generation.tracing import check_tracing
+from .http.middleware.api_keys import behind_gateway, refuse_written_keys, with_keys
+from .serve.autoscaling_policy import initial_replicas, scaling_options
+from .serve.serve_hooks import door_is_there, listen_as_ray_does, restore_print
+from .system.gc_tuning import spare_streams
+from .system.log_setup import Event, LogSettings, log_to_stderr
+from .workers.base.ray_resources import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -62,10 +63,10 @@ class Replica:
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         self._began_s = time.monotonic()
-        from .drafter_trial import DrafterDesk
-        from .engine import AsyncEngine
-        from .http.traffic import Traffic
-        from .trial_board import TrialBoard
+        from .engine.async_engine import AsyncEngine
+        from .http.middleware.inflight_requests import Traffic
+        from .serve.canary_store import TrialBoard
+        from .serve.drafter_canary import DrafterDesk
         from .workers.ray_executor import RayExecutor
 
         replica = serve.get_replica_context().replica_id.unique_id
@@ -92,8 +93,8 @@ class Replica:
             EngineDeadError: it does not answer a first request.
         """
         from .http.app import create_app, create_check_app
-        from .http.first_request import ask_first
-        from .ray_metrics import RayMetrics
+        from .http.warmup_request import ask_first
+        from .observability.ray_metrics import RayMetrics
 
         name = self._settings.model_names(self._config.model)[0]
         replica = serve.get_replica_context().replica_id.unique_id
@@ -128,8 +129,8 @@ class Replica:
 
     def _live(self) -> None:
         """Watch for the end from now on."""
-        from .replica_life import ReplicaLife
-        from .serve_place import ServePlace
+        from .serve.replica_lifecycle import ReplicaLife
+        from .serve.serve_hooks import ServePlace
 
         loop, place = asyncio.get_running_loop(), ServePlace()
         life = ReplicaLife(self._engine, self._traffic, place, self._settings.shutdown_timeout)
@@ -159,7 +160,8 @@ class Replica:
         await self._desk.configure(user_config)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve every second where the number of replicas follows the load (`autoscaling.py`)."""
+        """Called by Serve every second where the number of replicas follows the load
+        (`actors/serve/autoscaling_policy.py`)."""
         return self._meter.figures(self._engine.stats()).as_dict()
 
     def __del__(self) -> None:
@@ -172,7 +174,7 @@ class RoutedReplica(Replica):
     """A replica behind a gateway."""
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
-        from .gateway.door import Door
+        from .gateway.replica_endpoint import Door
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
         await super().__init__(config, behind_gateway(settings))

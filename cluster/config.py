@@ -2,8 +2,8 @@
 
 One dataclass for the engine and one for speculation, with vLLM's names where vLLM has the setting. An unknown
 key is an error that proposes the nearest known one. Values that can be derived are not settings. Flags are
-generated from the fields (`jobs/flags.py`): `--help` shows the first sentence of a field's entry in
-`Attributes:`.
+generated from the fields (`jobs/common/engine_flags.py`): `--help` shows the first sentence of a field's
+entry in `Attributes:`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ class EngineConfig:
     skip_tokenizer_init: Annotated[bool, NO_FLAG] = False
     load_format: LoadFormat = "auto"
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
-    speculative_config: Annotated[SpeculativeConfig | None, NO_FLAG] = None  # its flags: `jobs/flags.py`
+    speculative_config: Annotated[SpeculativeConfig | None, NO_FLAG] = (
+        None  # its flags: `jobs/common/engine_flags.py`
+    )
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"

@@ -1,8 +1,8 @@
 """The declaration of a dataclass field's command-line flag: a `Flag` in the field's type annotation.
 
 `Annotated[int, Flag("-n")]` declares an option next to its name, type, default and description.
-`jobs/flags.py` makes typer options of the fields; its module docstring follows an option from the terminal to
-the engine.
+`jobs/common/engine_flags.py` makes typer options of the fields; its module docstring follows an option from
+the terminal to the engine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """vLLM settings with another name here, or none, and the response to each.
 
 Names are those of vLLM's `EngineArgs`, `FrontendArgs` and `SpeculativeConfig` (0.33), except for settings
-with the same name here. Flags (`jobs/vllm_flags.py`), YAML files, Serve configs and `manta.LLM(...)` all use
-this table. A setting with a value that requests nothing, such as `pipeline_parallel_size: 1`, is silently
-accepted. One without effect on Manta is dropped with a warning that says why. One whose absence would be
-noticed later is refused.
+with the same name here. Flags (`jobs/common/vllm_flags.py`), YAML files, Serve configs and `manta.LLM(...)`
+all use this table. A setting with a value that requests nothing, such as `pipeline_parallel_size: 1`, is
+silently accepted. One without effect on Manta is dropped with a warning that says why. One whose absence
+would be noticed later is refused.
 """
 
 from __future__ import annotations

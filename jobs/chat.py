@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from ..actors.llm import LLM
-from ..actors.prompts import Chat
+from ..actors.tokenization.prompts import Chat
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
-from ..cluster.request import SamplingParams
-from .generate import open_llm, stream_text
+from ..cluster.request.request import SamplingParams
+from .common.generate import open_llm, stream_text
 
 HELP = "/reset clears the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 

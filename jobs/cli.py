@@ -1,8 +1,8 @@
 """The command line `manta`: parses arguments, calls one function per command, and prints errors.
 
 Each command checks its settings and only then imports its module, so that neither `--help` nor a wrong flag
-waits for torch or Ray. `flags.py` explains how flags become settings. A `MantaError` exits with code 1, wrong
-usage with 2.
+waits for torch or Ray. `jobs/common/engine_flags.py` explains how flags become settings. A `MantaError` exits
+with code 1, wrong usage with 2.
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ from ..cluster.errors import MantaError, RequestError
 from .audit.options import AuditOptions
 from .batch.cli import batch
 from .bench.cli import bench
-from .config_file import read_config_file
+from .common.config_file import read_config_file
+from .common.config_loading import merge_settings, sampling_params, used_config
+from .common.engine_flags import (
+    EngineFlags,
+    Model,
+    SamplingFlags,
+    ServerFlags,
+    given_flags,
+    options_of,
+    with_flags,
+)
+from .common.progress import counting, say
+from .common.stop_signals import Stopped, StopSignals
+from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
 from .doctor.options import DoctorOptions
 from .drafters.cli import drafter
-from .flags import EngineFlags, Model, SamplingFlags, ServerFlags, given_flags, options_of, with_flags
 from .logs.cli import logs
 from .plan.options import PlanOptions
-from .progress import counting, say
-from .receipts import receipts
 from .render.cli import render
-from .serve_options import ServeOptions
-from .settings import merge_settings, sampling_params, used_config
+from .serve.options import ServeOptions
 from .simulate.options import NodeOptions
-from .stop import Stopped, StopSignals
-from .vllm_flags import without_vllm_flags
+from .usage import receipts
 
 app = typer.Typer(
     name="manta",
@@ -140,7 +148,7 @@ def generate(
 ) -> None:
     """Continue one prompt in this process and stream the text; statistics go to standard error."""
     params = sampling_params(sampling)
-    from .generate import generate_text
+    from .common.generate import generate_text
 
     text = _standard_input() if prompt == "-" else prompt
     generate_text(config, text, params, limit=sampling.get("max_tokens"))
@@ -175,7 +183,7 @@ def serve(
     options = ServeOptions(**{**serve_address(file), **where})
     try:
         with StopSignals() as signals:
-            from .serve import start_server
+            from .serve.server import start_server
 
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
@@ -198,7 +206,7 @@ def serve_address(file: Path | None) -> Mapping[str, Any]:
 @with_flags
 def demo(options: DemoOptions) -> None:
     """Serve the shipped pair over HTTP, run a dataset, and compare with plain decoding."""
-    from ..actors.checkpoints import shipped
+    from ..actors.tokenization.checkpoint_paths import shipped
 
     paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
     run_demo(replace(options, **paths))
@@ -218,7 +226,7 @@ def doctor(
     Needs neither Ray nor HTTP. Exit code 1 if a check failed; the table says what to do.
     """
     with counting("loading PyTorch and the compiled loops", say):
-        from .doctor.run import print_report, run_doctor
+        from .doctor.doctor_run import print_report, run_doctor
 
     report = run_doctor(options)
     if as_json:
@@ -238,7 +246,7 @@ def audit(options: AuditOptions, config: EngineConfig, model_: Model = None) -> 
     differs.
     """
     with counting("loading PyTorch", say, begin=False):
-        from .audit.run import print_certificate, run_audit
+        from .audit.audit_run import print_certificate, run_audit
 
     certificate = run_audit(config, options)
     print_certificate(certificate)
@@ -253,7 +261,7 @@ def plan(options: PlanOptions) -> None:
 
     Uses shapes and rates only: needs no GPU, no weights and no Ray.
     """
-    from .plan.run import make_plan
+    from .plan.make_plan import make_plan
 
     make_plan(options)
 
@@ -269,7 +277,7 @@ def node(options: NodeOptions) -> None:
 
     Runs the real scheduler and policies with the roofline's step times; see docs/simulation.md.
     """
-    from .simulate.node import run_node
+    from .simulate.node_run import run_node
 
     run_node(options)
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..actors.machine import free_port
+from ..actors.system.host_resources import free_port
 from ..cluster.errors import CheckpointError, MantaError
-from .client import ServerClient
+from .common.http_client import ServerClient
+from .common.tables import decimals, print_table
 from .demo_commands import run_command, serving
-from .tables import decimals, print_table
 
 # A prompt of models/prompts.jsonl that the small pair answers well.
 CHAT = "Write the function with this signature and docstring.\n\n" + (

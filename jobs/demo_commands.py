@@ -1,4 +1,5 @@
-"""Runs the demo's commands (with `commands.py`) and prints them as typed. Called by `demo.py`."""
+"""Runs the demo's commands (with `jobs/common/subprocess_commands.py`) and prints them as typed. Called by
+`demo.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..cluster.errors import MantaError
-from .commands import log_tail, manta, server, without_ray
+from .common.subprocess_commands import log_tail, manta, server, without_ray
 
 TELL_S = 4.0
 

@@ -30,8 +30,8 @@ from abuse_clients import ask, be_silent, leave, nonsense, read_slowly
 from abuse_long import Measured, measure
 from abuse_readers import stop_reading
 from abuse_tenants import SETTINGS, refuse_strangers
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.tables import print_table
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.tables import print_table
 from probed_server import Found, ProbedServer
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "target"

@@ -12,11 +12,11 @@ from typing import Any
 import anthropic
 import httpx
 import openai
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError
-from manta.cluster.executor import Executor
-from manta.cluster.plan import StepResult
+from manta.cluster.step.executor import Executor
+from manta.cluster.step.scheduler_output import StepResult
 from scripted_executor import ScriptedExecutor
 from text_pair import LiveServer, make_text_pair
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from manta.actors.batch.answering import Result
-from manta.actors.batch.job_spec import JobSpec
-from manta.actors.batch.output_index import results_in
-from manta.actors.batch.parts import PART_NAME, OutputForm
-from manta.actors.batch.storage import Storage
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger.job_spec import JobSpec
+from manta.actors.batch.ledger.output_index import results_in
+from manta.actors.batch.ledger.output_parts import PART_NAME, OutputForm
+from manta.actors.batch.row_answerer import Result
 
 COLUMNS = pa.schema([("category", pa.string()), ("score", pa.float64())])
 ERROR = {"type": "BadRequestError", "message": "too long", "param": "prompt"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from conftest import ROOT
-from manta.jobs.drafters.convert import convert_drafter
+from manta.jobs.drafters.common.format_conversion import convert_drafter
 from safetensors.torch import load_file, save_file
 
 TARGET, DRAFTER = ROOT / "models" / "target", ROOT / "models" / "drafter"

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manta.actors.executor import make_executor
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import DrafterHealth, Executor, ExecutorInfo
-from manta.cluster.plan import SchedulerOutput, StepResult
-from manta.cluster.pool_size import Concurrency
-from manta.cluster.simulator import LinearCost, SimulatedExecutor
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.batch.options import BatchOptions
 
 STEP_S = 0.005

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from manta.cluster.background_budget import Portion
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine, SequenceUpdate
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.plan import SchedulerOutput, StepResult
-from manta.cluster.request import Request, SamplingParams
-from manta.cluster.sequence import Sequence
-from manta.cluster.simulator import SimulatedExecutor, simulated_tokens
+from manta.cluster.engine.engine_core import Engine, SequenceUpdate
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.scheduler.background_budget import Portion
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor, simulated_tokens
+from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
+from manta.cluster.step.sequence import Sequence
 from state_checker import StateChecker
 
 VOCAB = 23

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from manta.actors.targets.families import FAMILIES
-from manta.actors.targets.loading.plan import LoadPlan, plan_load
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from published import CONFIGS, GUIDE, replace_between

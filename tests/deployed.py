@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from manta.actors.machine import free_port
-from manta.jobs.serve_environment import ServeEnvironment
+from manta.actors.system.host_resources import free_port
+from manta.jobs.serve.ray_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
 from small_ray import small_ray
 from text_pair import VOCAB, make_text_pair

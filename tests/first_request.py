@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.common.provenance import provenance
 from served import Served
 
 MODELS = Path(__file__).resolve().parent.parent / "models"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.common.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "docs/tutorial.md")

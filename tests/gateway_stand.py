@@ -10,18 +10,18 @@ from concurrent.futures import Future
 from typing import Any
 
 import uvicorn
-from manta.actors.engine import AsyncEngine
-from manta.actors.executor import make_executor
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.door import Door
-from manta.actors.gateway.fleet import Fleet, ServedModel
-from manta.actors.gateway.records import Directory, ReplicaRecord, state_of
+from manta.actors.gateway.registry_records import Directory, ReplicaRecord, state_of
+from manta.actors.gateway.replica_endpoint import Door
+from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
-from manta.actors.http.keys import behind_gateway
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.middleware.api_keys import behind_gateway
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import Executor
-from manta.cluster.step_watch import FLOOR_S, StepWatch
+from manta.cluster.engine.step_watchdog import FLOOR_S, StepWatch
+from manta.cluster.step.executor import Executor
 
 
 class LocalDirectory:

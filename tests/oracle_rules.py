@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from manta import SamplingParams
-from manta.drafter.step.noise import negative_gumbel, noise_keys
+from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 
 
 def ruled(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manta.cluster.executor import DrafterHealth, Executor, ExecutorInfo
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 
 class PassingExecutor:

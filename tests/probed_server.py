@@ -23,15 +23,15 @@ from typing import Any, Self
 import numpy as np
 import uvicorn
 from loop_probe import LoopProbe
-from manta.actors.collector import spare_streams
-from manta.actors.engine import AsyncEngine
+from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.system.gc_tuning import spare_streams
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import Executor, ExecutorInfo
-from manta.cluster.logprobs import RowLogprobs, StepLogprobs
-from manta.cluster.plan import SchedulerOutput, StepResult
-from manta.cluster.simulator import LinearCost, SimulatedExecutor
+from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.executor import Executor, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from passing_executor import PassingExecutor
 
 STEP_S = 0.004

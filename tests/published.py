@@ -17,16 +17,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from manta.actors.targets.families import FAMILIES, read_model
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.errors import PlacementError
-from manta.cluster.model_shape import ModelShape
-from manta.cluster.planner.gpus import GPUS
-from manta.cluster.planner.layouts import TP_SIZES, Layout
-from manta.cluster.planner.pair import Demand, Pair
-from manta.cluster.planner.room import find_room
-from manta.jobs.plan.models import divides
-from manta.jobs.shapes import target_shape
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.memory_plan import find_room
+from manta.cluster.hardware.model_pair import Demand, Pair
+from manta.cluster.hardware.model_shape import ModelShape
+from manta.cluster.hardware.parallel_layouts import TP_SIZES, Layout
+from manta.jobs.plan.checkpoint_shapes import target_shape
+from manta.jobs.plan.pair_reader import divides
 
 CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 GUIDE = Path(__file__).parent.parent / "docs" / "families.md"

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from manta.actors.batch.storage import Storage
+from manta.actors.batch.dataset.storage import Storage
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "manta",

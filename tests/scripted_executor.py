@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from manta.actors.executor import make_executor
+from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.config import EngineConfig
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from passing_executor import PassingExecutor
 
 

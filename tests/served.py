@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from manta.actors.machine import free_port
 from manta.actors.replica import DEPLOYMENT
-from manta.jobs.client import ServerClient
-from manta.jobs.serve_environment import ServeEnvironment
+from manta.actors.system.host_resources import free_port
+from manta.jobs.common.http_client import ServerClient
+from manta.jobs.serve.ray_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 240.0

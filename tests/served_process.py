@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 
-from manta.actors.http.settings import split_settings
+from manta.actors.http.config.settings import split_settings
 from text_pair import LiveServer
 
 if __name__ == "__main__":

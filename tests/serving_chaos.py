@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.streams import Stream
-from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.common.provenance import provenance
 from served import Served, forgotten_since, shared_memory, wait_for
 from serving_load import Load, Probe, Prober
 from serving_log import Return, read_return

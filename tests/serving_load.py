@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.streams import Stream, StreamClient
-from manta.jobs.client import ServerClient
+from manta.jobs.common.http_client import ServerClient
 from served import wait_for
 
 PROBE_EVERY_S = 0.1

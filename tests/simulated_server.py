@@ -6,8 +6,8 @@ Its texts are noise and its seconds are told, not spent; all that counts, decide
 from __future__ import annotations
 
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.simulator import LinearCost, SimulatedExecutor
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.executor import ExecutorInfo
 from text_pair import VOCAB
 
 # Survival of drafts, and seconds by which speculation pays.

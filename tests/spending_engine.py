@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from manta.actors.receipts import ReceiptKeeper
+from manta.actors.observability.usage_store import ReceiptKeeper
 from manta.cluster.config import EngineConfig
-from manta.cluster.label_values import Account
-from manta.cluster.spending import Spent
+from manta.cluster.metrics.bounded_labels import Account
+from manta.cluster.scheduler.usage_meter import Spent
 
 NOON = 1_769_860_800.0  # 2026-01-31 12:00 UTC
 ACME = Account("acme", "code")

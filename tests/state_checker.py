@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.step.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from manta.actors.targets.loading.rank import load_runner
-from manta.actors.targets.runners.host import StepRunner
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.runners.cpu_runner import StepRunner
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
+from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
 
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 

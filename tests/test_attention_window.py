@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from manta.cluster.page_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.attention_batch import AttentionBatch
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
 
 WINDOWS = (1, 500, 1024)

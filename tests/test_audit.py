@@ -9,8 +9,8 @@ import pytest
 import torch
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.drafter.step.loops.operators import LoopStepOperators
-from manta.jobs.audit.run import AuditOptions, run_audit
+from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
+from manta.jobs.audit.audit_run import AuditOptions, run_audit
 from manta.jobs.cli import app
 from text_pair import make_text_pair
 from torch import Tensor

@@ -9,11 +9,11 @@ from typing import get_args
 import pytest
 import torch
 from manta.drafter.compute.backend import Feature, Machine, StackSpec
-from manta.drafter.compute.compiled import backend as compiled
+from manta.drafter.compute.cpu_fused import backend as compiled
+from manta.drafter.compute.cpu_numba import backend as loops
+from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from manta.drafter.compute.eager import backend as eager
-from manta.drafter.compute.gpu import backend as triton
-from manta.drafter.compute.loops import backend as loops
-from manta.drafter.compute.loops.machine import Instructions
+from manta.drafter.compute.gpu_triton import backend as triton
 
 SPEC = StackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
 ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.batch.dataset.row_requests import row_seed
+from manta.actors.batch.dataset.source import read_results
 from manta.actors.batch.row_stats import ErrorCount, RowStats
-from manta.actors.batch.rows import row_seed
-from manta.actors.batch.source import read_results
+from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
-from manta.cluster.pool_size import Concurrency
 from manta.jobs.batch import placement
 from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions

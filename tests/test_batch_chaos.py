@@ -25,11 +25,11 @@ import chaos_job
 import pytest
 from chaos_job import ChaosJob, write_rows
 from manta import LLM
-from manta.actors.batch.rows import row_seed
-from manta.actors.batch.source import read_results
+from manta.actors.batch.dataset.row_requests import row_seed
+from manta.actors.batch.dataset.source import read_results
 from manta.cluster.errors import ConfigError
-from manta.cluster.request import SamplingParams
-from manta.jobs.batch import pool as engine_pool
+from manta.cluster.request.request import SamplingParams
+from manta.jobs.batch import engine_pool
 from manta.jobs.batch.job import run_batch
 from ray import cloudpickle
 from text_pair import make_text_pair

@@ -14,7 +14,7 @@ import chaos_job
 import pytest
 import ray
 from chaos_job import ChaosJob, write_rows
-from manta.actors.batch.source import read_results
+from manta.actors.batch.dataset.source import read_results
 from ray import cloudpickle
 from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster

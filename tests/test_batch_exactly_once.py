@@ -30,16 +30,16 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from manta.actors.batch import ledger as ledgers
-from manta.actors.batch import writer as writers
-from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.parts import part_of
-from manta.actors.batch.rows import id_hash
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
-from manta.actors.files import TEMPORARY
+from manta.actors.batch.dataset.row_requests import id_hash
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger import ledger as ledgers
+from manta.actors.batch.ledger import row_writer as writers
+from manta.actors.batch.ledger.ledger import Ledger
+from manta.actors.batch.ledger.output_parts import part_of
+from manta.actors.batch.ledger.row_writer import RowWriter
+from manta.actors.system.atomic_files import TEMPORARY
+from manta.cluster.batch.row_ranges import RowRanges, minus, rows_of, union
 from manta.cluster.errors import OutputError
-from manta.cluster.row_ranges import RowRanges, minus, rows_of, union
 from pyarrow import fs
 
 EXAMPLES = int(os.environ.get("MANTA_EXAMPLES", "10"))

@@ -10,7 +10,7 @@ import openai
 import pyarrow as pa
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.rows import row_seed
+from manta.actors.batch.dataset.row_requests import row_seed
 from served import Served, wait_for
 from text_pair import make_text_pair
 

@@ -17,14 +17,14 @@ pytest.importorskip("triton")
 
 from devices import DEVICE, HALVES, ON_GPU
 from manta.actors.llm import LLM
-from manta.actors.targets.loading.backends import choose_backend
-from manta.actors.targets.loading.invariance import check_invariance
-from manta.actors.targets.loading.plan import plan_load
+from manta.actors.targets.loading.backend_selection import choose_backend
+from manta.actors.targets.loading.batch_invariance_check import check_invariance
+from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.backend import Machine, Projection
+from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from steps import settings
 from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB
@@ -126,7 +126,7 @@ def test_what_cannot_hold_is_refused_before_a_weight_is_read(
 def test_on_a_gpu_without_triton_the_mode_says_what_is_missing(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manta.actors.targets.loading import backends
+    from manta.actors.targets.loading import backend_selection as backends
 
     monkeypatch.setattr(backends, "why_not", lambda *_: "needs the package triton")
     with pytest.raises(ConfigError, match=r"batch_invariant does not hold.*triton needs the package triton"):

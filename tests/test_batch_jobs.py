@@ -15,11 +15,11 @@ import chaos_job
 import pyarrow.parquet as pq
 import pytest
 from chaos_job import ChaosJob, write_rows
+from manta.actors.batch.dataset.source import read_results
 from manta.actors.batch.row_stats import RowStats
-from manta.actors.batch.source import read_results
-from manta.cluster import pool_size
+from manta.cluster.batch import engine_pool_size as pool_size
+from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.cluster.pool_size import Concurrency
 from manta.jobs.batch.job import TimeUp, run_batch
 from manta.jobs.batch.options import BatchOptions
 from ray import cloudpickle

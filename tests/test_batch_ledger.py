@@ -19,19 +19,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch_outputs import COLUMNS, form, manifest, numbers_in, parts, result, results, rows_in, spec
-from manta.actors.batch import answering
-from manta.actors.batch import ledger as ledgers
-from manta.actors.batch import parts as part_files
-from manta.actors.batch import storage as storages
-from manta.actors.batch.job_spec import JobSpec
-from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.output_index import write_segment
-from manta.actors.batch.parts import make_part, put
-from manta.actors.batch.rows import id_hash
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
+from manta.actors.batch import row_answerer as answering
+from manta.actors.batch.dataset import storage as storages
+from manta.actors.batch.dataset.row_requests import id_hash
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger import ledger as ledgers
+from manta.actors.batch.ledger import output_parts as part_files
+from manta.actors.batch.ledger.job_spec import JobSpec
+from manta.actors.batch.ledger.ledger import Ledger
+from manta.actors.batch.ledger.output_index import write_segment
+from manta.actors.batch.ledger.output_parts import make_part, put
+from manta.actors.batch.ledger.row_writer import RowWriter
+from manta.cluster.batch.row_ranges import count, of_rows
 from manta.cluster.errors import ConfigError, OutputError
-from manta.cluster.row_ranges import count, of_rows
 from pyarrow.dataset import dataset
 
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 from batch_outputs import form, numbers_in, parts, results, spec
-from manta.actors.batch import lock as locks
-from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.lock import Claim, Lock, lock
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger import output_lock as locks
+from manta.actors.batch.ledger.ledger import Ledger
+from manta.actors.batch.ledger.output_lock import Claim, Lock, lock
+from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
 from s3_outputs import make_bucket, s3_server, s3_url
 
 HOLD = """
 import sys, time
 from manta.actors.batch import lock as locks
-from manta.actors.batch.storage import Storage
+from manta.actors.batch.dataset.storage import Storage
 locks.BEAT_S = 1.0
 held = locks.lock(Storage.open(sys.argv[1], field="output"), print)
 print("held", flush=True)

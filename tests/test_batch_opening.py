@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manta.actors.batch.identity import checkpoint_identity
-from manta.actors.batch.source import open_source
-from manta.actors.batch.storage import Storage
-from manta.actors.executor import make_executor
+from manta.actors.batch.dataset.source import open_source
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger.fingerprints import checkpoint_identity
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.cluster.batch.row_ranges import count
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.row_ranges import count
 from manta.jobs.batch.messages import EngineSetup
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.startup import LARGEST_SHARD, LEASE_BYTES, Startup, rows_per_shard, sampled

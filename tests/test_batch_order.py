@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from manta.actors.batch.row_reader import Row
-from manta.actors.batch.rows import Layout
-from manta.jobs.batch.engine import SHARED_CHARS, by_shared_prefix
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.jobs.batch.engine_actor import SHARED_CHARS, by_shared_prefix
 
 SHARED = "You are a helpful assistant. " * 4
 

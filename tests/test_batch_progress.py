@@ -12,15 +12,15 @@ from io import StringIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch.metering import EngineMeter
+from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_stats import EngineTotals, RowStats
-from manta.cluster.engine import EngineStats
+from manta.cluster.batch.baseline_sample import PlainSample, num_plain_rows
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet_metrics import BATCH_CATALOGUE
-from manta.cluster.plain_sample import PlainSample, num_plain_rows
+from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
 from manta.jobs.batch import progress
 from manta.jobs.batch.progress import JobGauges, Pace, Progress, ProgressView
-from manta.jobs.progress import spell_time
+from manta.jobs.common.progress import spell_time
 from rich.console import Console
 
 SEATS = 8

@@ -18,9 +18,10 @@ import pytest
 from browser import CUT_OFF, Browser, real_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch.answering import WIRE_SCHEMA, RowAnswerer
-from manta.actors.batch.metering import EngineMeter
-from manta.actors.batch.row_reader import Row
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.engine_meter import EngineMeter
+from manta.actors.batch.row_answerer import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.row_stats import (
     MAX_BUCKETS,
     MAX_NAMES,
@@ -32,14 +33,13 @@ from manta.actors.batch.row_stats import (
     length_histogram,
     length_range,
 )
-from manta.actors.batch.rows import Layout
-from manta.actors.engine import AsyncEngine
-from manta.actors.http.defaults import GenerationDefaults
-from manta.cluster.acceptance import acceptance_by_position
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
+from manta.cluster.speculation.acceptance_length import acceptance_by_position
 from manta.jobs.batch.report import Report, Sample, make_report
 from manta.jobs.batch.report_html import pictures, rates, report_page
-from manta.jobs.pictures.plots import plotted
+from manta.jobs.charts.plots import plotted
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 
@@ -306,7 +306,7 @@ def test_the_pictures_show_the_figures() -> None:
 def test_without_matplotlib_the_page_has_tables_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manta.jobs.pictures.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("manta.jobs.charts.plots.find_spec", lambda name: None)
     html = report_page(measured())
     assert "pip install &#x27;manta[plots]&#x27;" in html and "<svg" not in html
     assert html.count("<details open>") == 5 and "As a table" in html

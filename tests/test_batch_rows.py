@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from manta.actors.batch import answering
-from manta.actors.batch.answering import WIRE_SCHEMA, Result, RowAnswerer, failure, wire_schema
-from manta.actors.batch.row_index import index_rows
-from manta.actors.batch.row_reader import Row, RowReader
-from manta.actors.batch.rows import (
+from manta.actors.batch import row_answerer as answering
+from manta.actors.batch.dataset.row_reader import Row, RowReader
+from manta.actors.batch.dataset.row_requests import (
     Layout,
     category_of,
     content_id,
@@ -24,11 +22,13 @@ from manta.actors.batch.rows import (
     row_id,
     row_seed,
 )
-from manta.actors.batch.source import check_columns, open_source
-from manta.actors.engine import AsyncEngine
-from manta.actors.http.chat_request import ChatRequest
-from manta.actors.http.completion_request import CompletionRequest
-from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.batch.dataset.source import check_columns, open_source
+from manta.actors.batch.row_answerer import WIRE_SCHEMA, Result, RowAnswerer, failure, wire_schema
+from manta.actors.batch.row_index import index_rows
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.protocol.chat_request import ChatRequest
+from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
 from text_pair import make_text_pair

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manta.actors.batch.source import read_results
+from manta.actors.batch.dataset.source import read_results
 from text_pair import make_text_pair
 
 NUM_ROWS = 3000

@@ -19,16 +19,17 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch import row_index, row_reader, text_records
-from manta.actors.batch.answering import RESULT_SCHEMA, failure
-from manta.actors.batch.columns import ColumnTypes, as_members, passed_through
-from manta.actors.batch.parts import OutputForm, part_content
+from manta.actors.batch import row_index
+from manta.actors.batch.dataset import row_reader, text_records
+from manta.actors.batch.dataset.passthrough_columns import ColumnTypes, as_members, passed_through
+from manta.actors.batch.dataset.row_reader import Row, RowReader, id_of, record_of
+from manta.actors.batch.dataset.row_requests import Layout, content_id, id_hash, parse_line
+from manta.actors.batch.dataset.source import Source, open_source
+from manta.actors.batch.ledger.output_parts import OutputForm, part_content
+from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
 from manta.actors.batch.row_index import index_rows
-from manta.actors.batch.row_reader import Row, RowReader, id_of, record_of
-from manta.actors.batch.rows import Layout, content_id, id_hash, parse_line
-from manta.actors.batch.source import Source, open_source
+from manta.cluster.batch.row_ranges import of_rows
 from manta.cluster.errors import DatasetError, RequestError
-from manta.cluster.row_ranges import of_rows
 
 FORMATS = ("parquet", "jsonl", "openai", "csv", "text")
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=12)

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_standin import hub_with
-from manta.actors.batch import row_reader
+from manta.actors.batch.dataset import row_reader
+from manta.actors.batch.dataset.row_reader import RowReader
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.source import open_source, read_results
+from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
-from manta.actors.batch.row_reader import RowReader
-from manta.actors.batch.rows import Layout
-from manta.actors.batch.source import open_source, read_results
-from manta.actors.batch.storage import Storage
 from manta.cluster.errors import ConfigError, DatasetError
 
 
@@ -186,7 +186,7 @@ def test_a_process_that_used_a_bucket_ends_at_once(s3: S3Server) -> None:
     """Arrow's S3 threads must neither hold it up nor complain."""
     Storage.open(s3.where("bucket/ends"), field="output").write("a.jsonl", b'{"prompt": "x"}\n')
     code = f"""
-from manta.actors.batch.source import open_source
+from manta.actors.batch.dataset.source import open_source
 print(open_source([{s3.where("bucket/ends")!r}]))
 """
     command = [sys.executable, "-c", code]
@@ -196,9 +196,9 @@ print(open_source([{s3.where("bucket/ends")!r}]))
 
 
 READ_HUB = """
-from manta.actors.batch.row_reader import RowReader
-from manta.actors.batch.rows import Layout
-from manta.actors.batch.source import open_source
+from manta.actors.batch.dataset.row_reader import RowReader
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.row_index import index_rows
 source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), Layout(lines=True)
 found = index_rows(source, layout, duplicates="refuse")

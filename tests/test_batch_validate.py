@@ -8,17 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manta.actors.batch.rows import Layout
-from manta.actors.batch.source import open_source
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
-from manta.jobs.batch.preflight import (
-    DRY_RUN_ROWS,
-    histogram,
-    preflight,
-    print_dry_run,
-    print_validation,
-)
+from manta.jobs.batch.preflight import DRY_RUN_ROWS, histogram, preflight, print_dry_run, print_validation
 from text_pair import make_text_pair
 
 LINES = Layout(lines=True)

@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch_outputs import form, numbers_in, parts, result, results, rows_in, spec
-from manta.actors import files
-from manta.actors.batch import storage as storages
-from manta.actors.batch import writer as writers
-from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
+from manta.actors.batch.dataset import storage as storages
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger import row_writer as writers
+from manta.actors.batch.ledger.ledger import Ledger
+from manta.actors.batch.ledger.row_writer import RowWriter
+from manta.actors.system import atomic_files as files
+from manta.cluster.batch.row_ranges import of_rows
 from manta.cluster.errors import ConfigError, OutputError
-from manta.cluster.row_ranges import of_rows
 
 
 @pytest.fixture
@@ -297,8 +297,8 @@ WRITE = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from batch_outputs import form, results
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger.row_writer import RowWriter
 writer = RowWriter(Storage.open(sys.argv[1], field="output"), form(), run=1, shard=0, writer=sys.argv[3])
 for row in range(int(sys.argv[4]), 100000):
     writer.add(results([row]))

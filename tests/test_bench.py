@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from manta import LLM
-from manta.actors.prompts import Chat
+from manta.actors.tokenization.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.jobs.bench import passes
-from manta.jobs.bench.passes import open_engines, read_prompts
-from manta.jobs.bench.speculation import BenchOptions, run_bench
+from manta.jobs.bench.common import engine_passes as passes
+from manta.jobs.bench.common.engine_passes import open_engines, read_prompts
+from manta.jobs.bench.spec_on_off import BenchOptions, run_bench
 from text_pair import make_text_pair
 
 

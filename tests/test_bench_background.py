@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from benchmarks.background import BackgroundOptions, measure, print_points
 from benchmarks.http_load import find_server, pass_figures, send
-from manta.actors.http.settings import split_settings
-from manta.actors.prompts import Chat
+from manta.actors.http.config.settings import split_settings
+from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError
-from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import RequestSource
-from manta.jobs.bench.passes import PromptRow
-from manta.jobs.client import ServerClient
+from manta.jobs.bench.common.arrivals import Arrivals
+from manta.jobs.bench.common.engine_passes import PromptRow
+from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.common.http_client import ServerClient
 from text_pair import LiveServer, make_text_pair
 
 

@@ -13,7 +13,7 @@ from benchmarks import busy_processes as owner
 from benchmarks.busy import BusyOptions, CpuPressure, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.passes import EngineRun
+from manta.jobs.bench.common.engine_passes import EngineRun
 from text_pair import make_text_pair
 
 pytestmark = pytest.mark.quiet

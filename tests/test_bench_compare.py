@@ -18,7 +18,7 @@ from benchmarks.cli import main
 from benchmarks.compare import CompareOptions, run_compare
 from benchmarks.contender_server import OpenAIServer
 from benchmarks.contenders import HuggingFaceGenerate, TransformersTarget
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from text_pair import LiveServer, make_text_pair

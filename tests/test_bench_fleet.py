@@ -14,15 +14,15 @@ from benchmarks.simulate.fleet import OurPolicy, percentiles, run_fleet
 from benchmarks.simulate.replica import ReplicaModel
 from benchmarks.simulate.replicas import Arrivals, Fleet, FleetReport
 from benchmarks.simulate.traffic import Day, make_day, read_arrivals
-from manta.cluster.acceptance import geometric_survival
-from manta.cluster.autoscaling import FleetLoad, ScalingRules
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import DatasetError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.replica_figures import ReplicaFigures
-from manta.cluster.request import Request, SamplingParams
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.fleet.autoscaling import FleetLoad, ScalingRules
+from manta.cluster.fleet.replica_stats import ReplicaFigures
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.speculation.acceptance_length import geometric_survival
+from manta.cluster.step.executor import ExecutorInfo
 
 COST = LinearCost(0.02, 0.0001, 0.002)
 SURVIVAL = geometric_survival(0.7, 7)

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 from browser import CUT_OFF, real_browser
 from manta.cluster.errors import DatasetError
-from manta.jobs.bench.load_page import write_sweep_page
-from manta.jobs.bench.load_pictures import PARTS, sweep_pictures
-from manta.jobs.bench.passes import read_rows
-from manta.jobs.bench.prepare import prepare_speed_bench
+from manta.jobs.bench.common.engine_passes import read_rows
+from manta.jobs.bench.load.report_charts import PARTS, sweep_pictures
+from manta.jobs.bench.load.report_page import write_sweep_page
+from manta.jobs.bench.load.speed_bench import prepare_speed_bench
+from manta.jobs.charts.plots import plotted, write_svgs
 from manta.jobs.cli import main
-from manta.jobs.pictures.plots import plotted, write_svgs
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 

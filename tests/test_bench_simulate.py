@@ -12,10 +12,10 @@ from benchmarks.simulate.measured_cost import MeasuredCost
 from benchmarks.simulate.validate import ValidateOptions, run_validate
 from conftest import ROOT
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.planner.gpus import find_gpu
+from manta.cluster.hardware.gpu_specs import find_gpu
+from manta.cluster.step.dummy_steps import made_up_plan
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import Drafting, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from absent import NEITHER_RAY_NOR_HTTP, run_without
-from manta.actors.targets.runners.host import StepRunner
+from manta.actors.targets.runners.cpu_runner import StepRunner
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.plan import SchedulerOutput, StepResult, StepTimings
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.step.rows import StepRows
-from manta.drafter.step.states import RequestStates
-from manta.jobs.bench.device_rates import find_device
-from manta.jobs.bench.options import StepOptions, parse_rates
-from manta.jobs.bench.random_pair import QWEN3_8B, PairShape, z_lab_drafter
-from manta.jobs.bench.step import bench_step
-from manta.jobs.bench.step_times import TURN_STEPS, WARM_UP_STEPS, Memory
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.request_states import RequestStates
+from manta.jobs.bench.common.device_rates import find_device
+from manta.jobs.bench.common.options import StepOptions, parse_rates
+from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, z_lab_drafter
+from manta.jobs.bench.common.step_times import TURN_STEPS, WARM_UP_STEPS, Memory
+from manta.jobs.bench.step_cost import bench_step
 from manta.jobs.cli import main
 
 RATES = "20,0.5"

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.executor import make_executor
+from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import SequenceUpdate
+from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import HOSTILE, RequestSource
+from manta.jobs.bench.common.arrivals import Arrivals
+from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.load.latencies import Waits, describe
-from manta.jobs.bench.pareto import read_figures, run_pareto
-from manta.jobs.bench.passes import PromptRow
-from manta.jobs.bench.sweep import run
-from manta.jobs.bench.sweep.answers import Sums
-from manta.jobs.bench.sweep.driver import Driver
+from manta.jobs.bench.load.pareto import read_figures, run_pareto
+from manta.jobs.bench.load.request_source import HOSTILE, RequestSource
+from manta.jobs.bench.sweep import sweep_run as run
+from manta.jobs.bench.sweep.engine_driver import Driver
+from manta.jobs.bench.sweep.engines import parse_methods, shuffled
+from manta.jobs.bench.sweep.load_records import Sums
 from manta.jobs.bench.sweep.point import Measured, Point, measure
 from manta.jobs.bench.sweep.resume import read_cells
-from manta.jobs.bench.sweep.run import SweepOptions, run_sweep
-from manta.jobs.bench.sweep.sides import parse_methods, shuffled
+from manta.jobs.bench.sweep.sweep_run import SweepOptions, run_sweep
 from manta.jobs.cli import main
 from safetensors.torch import load_file
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.jobs.bench.passes import Pass, SteppedPass, joined
-from manta.jobs.bench.turns import (
+from manta.jobs.bench.common.engine_passes import Pass, SteppedPass, joined
+from manta.jobs.bench.common.interleaving import (
     LEAST_GROUPS,
     prompts_per_turn,
     ratios,

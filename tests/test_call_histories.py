@@ -12,22 +12,22 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.batch.rows import Layout, read_request
-from manta.actors.chat.call_arguments import parse_arguments
-from manta.actors.chat.formats import CALLS, REASONING
-from manta.actors.chat.parts import Piece, together
-from manta.actors.chat.reading import Reading
-from manta.actors.chat.splitter import Splitter
-from manta.actors.chat.template import ChatTemplate
-from manta.actors.http.chat import ChatShape
-from manta.actors.http.chat_request import ChatRequest, conversation
-from manta.actors.http.conversing import Heeds
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.messages.request import MessagesRequest
-from manta.actors.http.messages.writer import MessageWriter
+from manta.actors.batch.dataset.row_requests import Layout, read_request
+from manta.actors.chat.answer_parser import Reading
+from manta.actors.chat.answer_parts import Piece, together
+from manta.actors.chat.chat_formats import CALLS, REASONING
+from manta.actors.chat.stream_parser import Splitter
+from manta.actors.http.anthropic.event_writer import MessageWriter
+from manta.actors.http.anthropic.request import MessagesRequest
+from manta.actors.http.generation.chat_adapter import Heeds
+from manta.actors.http.openai.chat import ChatShape
+from manta.actors.http.protocol.chat_request import ChatRequest, conversation
+from manta.actors.http.responses.event_writer import ResponseWriter
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.responses.tools import ClientTools
-from manta.actors.http.responses.writer import ResponseWriter
+from manta.actors.tokenization.call_arguments import parse_arguments
+from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.generation_config import GenerationDefaults
 
 FOLDER = Path(__file__).parent / "data" / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())

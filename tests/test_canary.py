@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.canary import Evidence, Tally, Ticket, Trial, TrialRules, verdict
 from manta.cluster.errors import ConfigError
+from manta.cluster.fleet.canary import Evidence, Tally, Ticket, Trial, TrialRules, verdict
 
 STEPS = 40  # of a request
 RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, max_duration_s=math.inf)

@@ -11,10 +11,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.noise import GREATEST_NEGATIVE, negative_gumbel, noise_keys
-from manta.drafter.step.operators import DEFINITION, StepOperators
-from manta.drafter.step.sampling_batch import SamplingBatch
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.inputs.gumbel_noise import GREATEST_NEGATIVE, negative_gumbel, noise_keys
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
 from .oracle_dflash import gumbel
 

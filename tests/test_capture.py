@@ -16,14 +16,14 @@ import httpx
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies
-from manta.actors.asker import Asker
+from manta.actors.capture.collector import CapturedAnswers, open_capture
 from manta.actors.capture.records import CapturedRecord, read_captured, segments
-from manta.actors.capture.store import NUM_SEGMENTS, SegmentRing
-from manta.actors.capture.traffic import CapturedAnswers, open_capture
-from manta.actors.capture.writer import WriterSettings
-from manta.actors.http.settings import ServerSettings, split_models
-from manta.actors.outputs import NOTHING
-from manta.actors.prompts import EncodedPrompt
+from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
+from manta.actors.capture.writer_process import WriterSettings
+from manta.actors.engine.output_processor import NOTHING
+from manta.actors.engine.tenant import Asker
+from manta.actors.http.config.settings import ServerSettings, split_models
+from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.cli import app
@@ -77,7 +77,7 @@ def counted(server: LiveServer) -> dict[str, int]:
 
 def writers() -> list[int]:
     """Our own writing processes."""
-    command = ["pgrep", "-P", str(os.getpid()), "-f", "manta.actors.capture.writer"]
+    command = ["pgrep", "-P", str(os.getpid()), "-f", "manta.actors.capture.writer_process"]
     found = subprocess.run(command, capture_output=True, check=False)
     return [int(pid) for pid in found.stdout.split()]
 
@@ -193,7 +193,7 @@ def test_two_writers_share_a_folder_and_its_bound(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "manta.actors.capture.writer",
+        "manta.actors.capture.writer_process",
         WriterSettings(str(folder), bound).argument(),
     ]
     both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]

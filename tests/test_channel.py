@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from manta.actors.torch_threads import TorchThreads
-from manta.actors.workers.channel import NUM_LANES, StepChannel, WorkerChannel, knock
-from manta.actors.workers.doors import Door
-from manta.actors.workers.drafter_link import DrafterLink
-from manta.actors.workers.ends import PeerLostError, Waiter
-from manta.actors.workers.link_messages import LAYOUT, Hello, Sizes
-from manta.actors.workers.rings import Layout, Ring, SharedMemory
-from manta.actors.workers.worker import StepFailure, Worker, WorkerSetup
+from manta.actors.system.torch_threads import TorchThreads
+from manta.actors.workers.base.worker_base import StepFailure, Worker, WorkerSetup
+from manta.actors.workers.drafter.drafter_client import DrafterLink
+from manta.actors.workers.drafter.drafter_protocol import LAYOUT, Hello, Sizes
+from manta.actors.workers.shm.abstract_sockets import Door
+from manta.actors.workers.shm.endpoint import PeerLostError, Waiter
+from manta.actors.workers.shm.ring_buffer import Layout, Ring, SharedMemory
+from manta.actors.workers.shm.step_channel import NUM_LANES, StepChannel, WorkerChannel, knock
 from manta.cluster.config import EngineConfig
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.placement import Topology
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.fleet.placement import Topology
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 WORKER = """
 import os, sys, time
-from manta.actors.workers.channel import WorkerChannel, knock
-from manta.actors.workers.ends import PeerLostError
+from manta.actors.workers.shm.step_channel import WorkerChannel, knock
+from manta.actors.workers.shm.endpoint import PeerLostError
 address, rank, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 answers = behaviour == "all answer" or rank == 0
 try:
@@ -156,7 +156,7 @@ def test_the_liveness_callback_interrupts_a_wait(spawn) -> None:
 
 def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
     engine_code = (
-        "import sys, time; from manta.actors.workers.channel import StepChannel; c = StepChannel(1);"
+        "import sys, time; from manta.actors.workers.shm.step_channel import StepChannel; c = StepChannel(1);"
         "print(c.address, flush=True); c.accept(); c.send('work'); c.receive(30.0); time.sleep(60)"
     )
     before = _shared_files()

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import tokenizers
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
-from manta.actors.batch.identity import settings_identity
-from manta.actors.chat.forced_calls import forced_calls
-from manta.actors.chat.formats import CALLS, marks_of
-from manta.actors.chat.model import ChatModel
-from manta.actors.chat.parts import together
+from manta.actors.batch.ledger.fingerprints import settings_identity
+from manta.actors.chat.answer_parts import together
+from manta.actors.chat.chat_formats import CALLS, marks_of
+from manta.actors.chat.chat_model import ChatModel
 from manta.actors.chat.reasoning_tokens import ReasoningCounter
-from manta.actors.chat.splitter import Splitter
-from manta.actors.chat.template import ChatTemplate
-from manta.actors.grammars import written_grammar
-from manta.actors.prompts import load_tokenizer
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.chat.stream_parser import Splitter
+from manta.actors.chat.tool_call_grammars import forced_calls
+from manta.actors.structured_outputs.grammar_frontend import written_grammar
+from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.prompts import load_tokenizer
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
-from manta.cluster.grammar import Grammar
+from manta.cluster.request.structured_outputs import Grammar
 from manta.drafter.grammars.compiler import GrammarCompiler
 
 SPECIAL = sorted(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.template import ChatTemplate
+from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import RequestError
 from role_templates import NO_TOOLS, ROLE_TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.formats import CALLS, REASONING
-from manta.actors.chat.parts import Piece, together
-from manta.actors.chat.splitter import Splitter
+from manta.actors.chat.answer_parts import Piece, together
+from manta.actors.chat.chat_formats import CALLS, REASONING
+from manta.actors.chat.stream_parser import Splitter
 
 FOLDER = Path(__file__).parent / "data" / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())

@@ -13,7 +13,7 @@ import pytest
 from manta.cluster.errors import ConfigError
 from manta.cluster.flag import parse_size
 from manta.jobs.cli import main
-from manta.jobs.settings import engine_config, merge_settings, read_settings
+from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
 
 ROOT = Path(__file__).parent.parent
 SERVE_CONFIG = """
@@ -70,7 +70,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("manta.jobs.serve.start_server", start)
+    monkeypatch.setattr("manta.jobs.serve.server.start_server", start)
     flags = ["--api-key", "a", "--api-key", "b", "--api-key-file", "/run/keys", "--admin-api-key", "root"]
     flags += ["--unknown-params", "reject", "--sse-keep-alive-interval", "5", "--max-request-bytes", "1M"]
     flags += ["--served-model-name", "x", "--allowed-origins", "https://a.example", "--batch-storage", "b"]

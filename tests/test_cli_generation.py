@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.plan import plan_load
+from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import EngineConfig
 from manta.jobs import chat
 from manta.jobs.cli import main

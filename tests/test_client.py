@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from manta.cluster.errors import ConfigError, MantaError, UnreachableError
-from manta.jobs.client import ServerClient, await_ready
+from manta.jobs.common.http_client import ServerClient, await_ready
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.autoscaling import FleetLoad, ReplicaCount, ScalingRules
-from manta.cluster.engine import EngineStats
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
-from manta.cluster.replica_figures import FiguresMeter, ReplicaFigures
+from manta.cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
+from manta.cluster.fleet.replica_stats import FiguresMeter, ReplicaFigures
 
 SLOTS = 8
 RULES = ScalingRules()

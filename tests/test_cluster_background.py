@@ -18,13 +18,13 @@ from cluster_checker import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from manta.cluster.background_budget import BackgroundBudget, Portion
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import OverloadedError, UnprocessableError
-from manta.cluster.plan import SchedulerOutput, StepTimings
-from manta.cluster.request import Request
-from manta.cluster.simulator import SimulatedExecutor, VirtualClock
+from manta.cluster.request.request import Request
+from manta.cluster.scheduler.background_budget import BackgroundBudget, Portion
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from test_cluster_properties import LAYOUTS, Arrival, arrivals
 
 LONG = {"ignore_eos": True}

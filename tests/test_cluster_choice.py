@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.plan import FloatArray, IntArray, Trim
 from manta.cluster.speculation.draft_trimming import survivals, trimmed
+from manta.cluster.step.scheduler_output import FloatArray, IntArray, Trim
 
 
 def some_step(seed: int, requests: int, most: int) -> tuple[FloatArray, IntArray, Trim]:

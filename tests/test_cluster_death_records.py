@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.death_records import MAX_DEATHS, TTL_S, DeathRecords
+from manta.cluster.fleet.poison_requests import MAX_DEATHS, TTL_S, DeathRecords
 
 A, B = b"a", b"b"
 

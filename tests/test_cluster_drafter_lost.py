@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
-from manta.actors.executor import InProcessExecutor
+from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
-from manta.cluster.drafter_context_refill import DrafterContextRefill
-from manta.cluster.engine import Engine
-from manta.cluster.executor import DrafterHealth, ExecutorInfo
-from manta.cluster.plan import SchedulerOutput
-from manta.cluster.request import Request, SamplingParams
-from manta.cluster.sequence import Sequence, SlotTable
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.scheduler.drafter_context_refill import DrafterContextRefill
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.step.executor import DrafterHealth, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.cluster.step.sequence import Sequence, SlotTable
 from passing_executor import PassingExecutor
 from steps import settings
 

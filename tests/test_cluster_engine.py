@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from cluster_checker import EOS, VOCAB, add, expected, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import STEP_PARTS, Engine
+from manta.cluster.engine.engine_core import STEP_PARTS, Engine
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
-from manta.cluster.fleet_metrics import BATCH_CATALOGUE
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.metrics import CATALOGUE
-from manta.cluster.page_groups import PageGroup
-from manta.cluster.request import SamplingParams
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.metrics.engine_metrics import CATALOGUE
+from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
+from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.step.dummy_steps import made_up_plan
 
 INFO = make_info()
 

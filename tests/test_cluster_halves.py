@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
-from manta.cluster.batch_halves import BatchHalves
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
-from manta.cluster.plan import StepTimings
-from manta.cluster.request import Request
-from manta.cluster.sequence import Sequence
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.request.request import Request
+from manta.cluster.scheduler.batch_halves import BatchHalves
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.step.scheduler_output import StepTimings
+from manta.cluster.step.sequence import Sequence
 
 DRAFTS, SURVIVAL = 7, [0.85**i for i in range(1, 8)]
 # Drafting takes about as long as verifying; each row costs, and drafts little; passes take as long over few

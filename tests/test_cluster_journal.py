@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cluster_checker import add, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 
 STEP_S = 0.01
 LONG = {"ignore_eos": True}

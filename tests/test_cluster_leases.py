@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.leases import Lease, LeaseBook
-from manta.cluster.row_ranges import RowRanges, contains, count, minus, of_rows, rows_of, union
+from manta.cluster.batch.leases import Lease, LeaseBook
+from manta.cluster.batch.row_ranges import RowRanges, contains, count, minus, of_rows, rows_of, union
 
 ENGINES = ("a", "b", "c")
 

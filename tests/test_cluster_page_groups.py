@@ -17,10 +17,10 @@ from cluster_checker import (
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import UnprocessableError
-from manta.cluster.limits import SchedulerConfig
-from manta.cluster.page_groups import (
+from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.pages.kv_cache_groups import (
     KVGeometry,
     LayerPlace,
     PageGroup,
@@ -29,10 +29,10 @@ from manta.cluster.page_groups import (
     plane_width,
     share_pages,
 )
-from manta.cluster.pages import PagePool
-from manta.cluster.plan import SchedulerOutput
-from manta.cluster.prefix_cache import PrefixCache
-from manta.cluster.simulator import SimulatedExecutor
+from manta.cluster.pages.page_pool import PagePool
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.step.limits import SchedulerConfig
+from manta.cluster.step.scheduler_output import SchedulerOutput
 
 FULL = PageGroup()
 LONG = {"ignore_eos": True}

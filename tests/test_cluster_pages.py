@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.page_groups import PageGroup
-from manta.cluster.pages import PagePool, pages_for
-from manta.cluster.prefix_cache import PrefixCache
+from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.pages.page_pool import PagePool, pages_for
 
 PAGE = 4
 

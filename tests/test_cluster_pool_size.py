@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manta.cluster.batch.engine_pool_size import MIN_SOON_S, Concurrency, PoolSize
 from manta.cluster.errors import ConfigError
-from manta.cluster.pool_size import MIN_SOON_S, Concurrency, PoolSize
 
 
 @pytest.mark.parametrize(("text", "fewest", "most"), [("3", 3, 3), (" 1:4 ", 1, 4), ("2:2", 2, 2)])

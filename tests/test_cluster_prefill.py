@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
-from manta.cluster.plan import SchedulerOutput, StepTimings
-from manta.cluster.prefill_budget import PrefillBudget
-from manta.cluster.simulator import SimulatedExecutor
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.scheduler.prefill_budget import PrefillBudget
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 
 PROMPT = 900  # tokens
 CPU, LARGE_ON_CPU, GPU = (3e-3, 5e-4), (0.4, 1e-2), (8e-3, 2e-5)  # seconds of a step, and of each of its rows

@@ -25,11 +25,11 @@ from cluster_checker import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import UnprocessableError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.page_groups import PageGroup, count_pools
-from manta.cluster.request import Request
+from manta.cluster.pages.kv_cache_groups import PageGroup, count_pools
+from manta.cluster.request.request import Request
+from manta.cluster.step.executor import ExecutorInfo
 
 NUM_WORKLOADS = 240 if os.environ.get("MANTA_GRID") == "whole" else 60
 LAYOUTS = {

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import CPUS_PER_CPU_WORKER
-from manta.cluster.room import beside_tasks, check_room, full_claim, lacking, smaller_claim
+from manta.cluster.fleet.placement import CPUS_PER_CPU_WORKER
+from manta.cluster.fleet.resources import beside_tasks, check_room, full_claim, lacking, smaller_claim
 
 
 def config(tp: int = 1, *, split: bool = False, **settings: object) -> EngineConfig:

@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster import row_ranges as sets
+from manta.cluster.batch import row_ranges as sets
 
 ROWS = st.sets(st.integers(0, 30))
 

@@ -12,8 +12,8 @@ from cluster_checker import (
     run,
     submit_and_collect,
 )
-from manta.cluster.engine import Engine
-from manta.cluster.plan import NOT_A_NUMBER, SchedulerOutput
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import RequestError
-from manta.cluster.plan import SchedulerOutput, StepTimings
-from manta.cluster.simulated_drafts import SimulatedDrafts
-from manta.cluster.simulator import SimulatedExecutor, VirtualClock
+from manta.cluster.simulation.simulated_drafts import SimulatedDrafts
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
 from manta.cluster.speculation.loss_budget import LossBudget
 from manta.cluster.speculation.request_weights import RequestWeights
 from manta.cluster.speculation.step_cost_model import StepCostModel, StepLoad
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 
 MOST = 15
 WHOLE = os.environ.get("MANTA_GRID") == "whole"

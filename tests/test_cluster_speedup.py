@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine, EngineStats
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
-from manta.cluster.speedup import MEMORY_S, SpeedupMeter
+from manta.cluster.engine.engine_core import Engine, EngineStats
+from manta.cluster.engine.speedup_meter import MEMORY_S, SpeedupMeter
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 
 FACTS = {"num_pages": (8192,), "page_size": 16, "max_model_len": 2048, "eos_token_ids": ()}
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, draft_row_s=2e-5)

@@ -23,14 +23,14 @@ from cluster_checker import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine import Engine
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.outcome import StepOutcome
-from manta.cluster.page_groups import PageGroup
-from manta.cluster.pages import PagePool
-from manta.cluster.prefix_cache import PrefixCache
-from manta.cluster.sequence import Sequence, SlotTable
-from manta.cluster.states import MOVES_PAGES, StateBooks
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.kv_cache.prefix_cache import PrefixCache
+from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, StateBooks
+from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.pages.page_pool import PagePool
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.sequence import Sequence, SlotTable
+from manta.cluster.step.step_outcome import StepOutcome
 
 PAGE = 2
 STEM = tuple(2 + 5 * i % 19 for i in range(24))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 from manta.cluster.errors import ConfigError
-from manta.jobs import config_file
 from manta.jobs.cli import main
-from manta.jobs.config_file import read_config_file
-from manta.jobs.render.deployment import read_deployment
+from manta.jobs.common import config_file
+from manta.jobs.common.config_file import read_config_file
+from manta.jobs.render.deployment_spec import read_deployment
 from pydantic import BaseModel
 from ray.serve import schema
 
@@ -54,7 +54,7 @@ def test_serve_listens_where_the_file_says_and_flags_win(
         raise ConfigError("far enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("manta.jobs.serve.start_server", start)
+    monkeypatch.setattr("manta.jobs.serve.server.start_server", start)
     http = {"host": "0.0.0.0", "port": 8765}
     write(tmp_path / "ray_config.yaml", http_options=http, applications=[APPLICATION])
     flat = write(tmp_path / "flat.yaml", model="models/target", **http)

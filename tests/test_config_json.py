@@ -7,7 +7,15 @@ from typing import Literal
 
 import pytest
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.config_json import Count, HfConfig, Off, parse, read_json, text_config, wrong
+from manta.drafter.compute.checkpoint.hf_config import (
+    Count,
+    HfConfig,
+    Off,
+    parse,
+    read_json,
+    text_config,
+    wrong,
+)
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
-from manta.actors.executor import InProcessExecutor
+from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.drafter_context import ContextWrites
-from manta.cluster.engine import Engine
-from manta.cluster.plan import SchedulerOutput, StepTimings
-from manta.cluster.request import Request, SamplingParams
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.scheduler.drafter_context import ContextWrites
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from steps import settings
 
 COST = LinearCost(verify_floor_s=0.004, verify_row_s=0.0001, draft_floor_s=0.001, inject_row_s=0.0002)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from llvmlite import binding, ir
-from manta.drafter.compute.compiled import row_tiles, vectors
-from manta.drafter.compute.loops import llvm
-from manta.drafter.compute.loops.machine import Instructions
+from manta.drafter.compute.cpu_fused import simd_tiles as row_tiles
+from manta.drafter.compute.cpu_fused import simd_vectors as vectors
+from manta.drafter.compute.cpu_numba import llvm_intrinsics as llvm
+from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 
 Emit = Callable[[Any, Sequence[Any]], None]
 EMITTED: dict[str, tuple[int, Emit]] = {

@@ -11,17 +11,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from manta.cluster.page_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, PlacedRows
-from manta.drafter.compute.eager.attention_batch import AttentionBatch
+from manta.drafter.compute.cpu_numba import layers as kernels
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import Activation, RMSNorm
-from manta.drafter.compute.loops import layers as kernels
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
-from manta.drafter.step.loops.choice import noisy_argmax_margin
-from manta.drafter.step.noise import negative_gumbel, noise_keys
+from manta.drafter.compute.layers.linear import Activation, RMSNorm
+from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.step.cpu_numba.gumbel_argmax import noisy_argmax_margin
+from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 from torch import Tensor
 
 EPS = 1e-6
@@ -227,7 +227,7 @@ def test_loops_run_where_no_folder_can_keep_them():
     """A read-only image without a home: Numba finds no place for its cache."""
     script = (
         "import torch; from numba.core import caching; caching.CacheImpl._locator_classes = []\n"
-        "from manta.drafter.compute.loops import layers as kernels\n"
+        "from manta.drafter.compute.cpu_numba import layers as kernels\n"
         "print(kernels.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

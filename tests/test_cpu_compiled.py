@@ -18,24 +18,24 @@ import pytest
 import torch
 from conftest import ROOT
 from manta.cluster.errors import ConfigError
-from manta.cluster.page_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
-from manta.drafter.compute.compiled.backend import CompiledBackend
-from manta.drafter.compute.compiled.heads import BLOCK
-from manta.drafter.compute.compiled.kinds import has_tiles
-from manta.drafter.compute.compiled.products import PackedLinear
-from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.loops.machine import (
+from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.cpu_fused.backend import CompiledBackend
+from manta.drafter.compute.cpu_fused.isa_dispatch import has_tiles
+from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
+from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
+from manta.drafter.compute.cpu_numba.cpu_features import (
     VARIABLE,
     Instructions,
     all_instructions,
     bf16_instructions,
     mask_numba,
 )
-from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
@@ -204,7 +204,7 @@ class Model:
 
 
 def blocked_order(kv: Tensor) -> Tensor:
-    """[L, P, S, 2, K, D] in the order of `drafter/compute/compiled/heads.py`, the same shape."""
+    """[L, P, S, 2, K, D] in the order of `drafter/compute/cpu_fused/qkv_heads.py`, the same shape."""
     layers, _, _, _, heads, dim = kv.shape
     k, v = kv.view(layers, -1, BLOCK, 2, heads, dim).unbind(3)  # [L, B, 16, K, D]
     k = k.transpose(2, 3)  # [L, B, K, 16, D]
@@ -305,7 +305,7 @@ def test_callers_at_the_same_time_get_their_own_results():
 
 SCRIPT = """
 import os, torch
-from manta.drafter.compute.compiled.products import PackedLinear
+from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
 layer = PackedLinear(torch.randn(64, 32).bfloat16(), None, 2)
 x = torch.randn(4, 32).bfloat16()
 expected = layer(x)

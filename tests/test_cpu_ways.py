@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from manta.actors.targets.loading import cpu_ways
-from manta.actors.targets.loading.cpu_ways import Timed, Way, choose_way, fastest, measured, try_ways
+from manta.actors.targets.loading import cpu_autotune as cpu_ways
+from manta.actors.targets.loading.cpu_autotune import Timed, Way, choose_way, fastest, measured, try_ways
 from manta.cluster.config import EngineConfig
 from manta.drafter.compute.backend import Machine, StackSpec
 

@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from manta.cluster.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
-from manta.cluster.metric import Metric
+from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
+from manta.cluster.metrics.metric import Metric
 from manta.jobs.cli import app
 from manta.jobs.dashboards.alerts import rules
-from manta.jobs.dashboards.boards import boards
-from manta.jobs.dashboards.queries import Dialect, UnknownMetricError, ray_names, vllm_names
+from manta.jobs.dashboards.dashboards import boards
+from manta.jobs.dashboards.promql import Dialect, UnknownMetricError, ray_names, vllm_names
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_server import simulated
 from text_pair import LiveServer, make_text_pair

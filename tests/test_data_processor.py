@@ -19,7 +19,7 @@ import ray
 import ray.cloudpickle
 import ray.data
 from manta import LLM, SamplingParams
-from manta.actors.batch.rows import row_seed
+from manta.actors.batch.dataset.row_requests import row_seed
 from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.processor import EngineGroups, find_room

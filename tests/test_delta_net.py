@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.state_shape import StateGeometry
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
 from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.eager.delta_net import chunk, conv_chunk, conv_fold, fold, unit
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.recurrent import DeltaNetShape
-from manta.drafter.compute.state_memory import Save, StateMemory
+from manta.drafter.compute.eager.delta_rule import chunk, conv_chunk, conv_fold, fold, unit
+from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
+from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
 from manta.jobs.doctor.cases.delta_rule import DeltaLayer
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import (

@@ -16,16 +16,16 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.http.logprobs import chat_logprobs
-from manta.actors.logprobs import OutputLogprobs
-from manta.actors.outputs import NOTHING, Begun, CompletionOutput, OutputProcessor, begun_text
-from manta.actors.prompts import EncodedPrompt
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.engine.output_logprobs import OutputLogprobs
+from manta.actors.engine.output_processor import NOTHING, Begun, CompletionOutput, OutputProcessor, begun_text
+from manta.actors.http.protocol.logprobs import chat_logprobs
+from manta.actors.tokenization.prompts import EncodedPrompt
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import SequenceUpdate
-from manta.cluster.executor import Executor
-from manta.cluster.logprobs import TokenLogprobs
-from manta.cluster.request import SamplingParams
+from manta.cluster.engine.engine_core import SequenceUpdate
+from manta.cluster.request.logprobs import TokenLogprobs
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.step.executor import Executor
 from scripted_executor import ScriptedExecutor
 from test_http_server import events
 from text_pair import LiveServer, make_text_pair
@@ -86,7 +86,7 @@ def of_bytes() -> tokenizers.Tokenizer:
 
 
 def of_tiktoken() -> tokenizers.Tokenizer:
-    """As `tiktoken_model.py` makes it; some tokens begin or end inside a character."""
+    """As `tiktoken_tokenizer.py` makes it; some tokens begin or end inside a character."""
     parts = [*(bytes([byte]) for byte in range(256)), b"\xf0\x9f", b"\x98\x80", b" t", b"\x9d\xa4 the", b"he"]
 
     class Converter(TikTokenConverter):

@@ -20,20 +20,20 @@ from devices import DEVICE, ON_GPU
 from eagle3_checkpoints import VARIANTS, write
 from families import FAMILIES
 from manta import SamplingParams
+from manta.actors.engine.output_processor import RequestOutput
 from manta.actors.llm import LLM
-from manta.actors.outputs import RequestOutput
 from manta.actors.targets.families import read_model
-from manta.actors.targets.runners.choosing import best_of_ranks
-from manta.actors.targets.runners.device import DeviceRunner
-from manta.actors.targets.runners.graphs import PassKind, StepKinds
-from manta.actors.targets.runners.host import StepRunner
-from manta.cluster.engine import EngineStats
+from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
+from manta.actors.targets.runners.gpu_runner import DeviceRunner
+from manta.actors.targets.runners.tp_sampling import best_of_ranks
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
-from manta.cluster.logprobs import StepLogprobs
-from manta.cluster.plan import StepResult, Trim
-from manta.drafter.compute.gpu import experts
-from manta.drafter.compute.gpu.expert_pairs import ExpertTiles
-from manta.drafter.compute.mxfp4 import MXFP4
+from manta.cluster.request.logprobs import StepLogprobs
+from manta.cluster.step.scheduler_output import StepResult, Trim
+from manta.drafter.compute.gpu_triton.moe import moe as experts
+from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles
+from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from steps import GREEDY, Steps, open_runner, settings
 from test_gpt_oss import publish
 from test_lossless import KNOBS, WHOLE, tokens_of
@@ -426,7 +426,7 @@ def test_the_largest_passes_are_captured_first() -> None:
 
 
 def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from manta.actors.executor import make_executor
+    from manta.actors.engine.uniproc_executor import make_executor
 
     with pytest.raises(ConfigError, match="flash_attn") as caught:
         make_executor(settings(tiny_qwen3, attention_backend="flash_attn"))

@@ -15,16 +15,16 @@ from devices import DEVICE, ON_GPU
 from eagle3_checkpoints import VARIANTS, write
 from manta import SamplingParams
 from manta.actors.llm import LLM
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.plan import SchedulerOutput, StateEntry, StateSaves
-from manta.cluster.state_shape import StateGeometry
-from manta.drafter.compute.state_memory import StateMemory
-from manta.drafter.step import recurrent as host
-from manta.drafter.step import rows as host_rows
-from manta.drafter.step.device.recurrent import DeviceRecurrent, pack_saves
-from manta.drafter.step.device.rows import StepRequests, pack
-from manta.drafter.step.device.states import DeviceStates
-from manta.drafter.step.device.upload import Upload
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, StateSaves
+from manta.drafter.compute.memory.recurrent_state_cache import StateMemory
+from manta.drafter.step import recurrent_states as host
+from manta.drafter.step.gpu_triton.inputs.row_layout import StepRequests, pack
+from manta.drafter.step.gpu_triton.inputs.upload import Upload
+from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
+from manta.drafter.step.gpu_triton.request_states import DeviceStates
+from manta.drafter.step.inputs import row_layout as host_rows
 from test_device_runner import SMALL_STATES, opened
 from tiny import make_tiny_drafter, make_tiny_target
 

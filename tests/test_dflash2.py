@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.cluster.plan import SlotSampling
-from manta.drafter.dflash.propose import Proposer
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.operators import DEFINITION, StepOperators
+from manta.cluster.step.scheduler_output import SlotSampling
+from manta.drafter.dflash.proposer import Proposer
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
 from .drafter_checkpoints import VARIANTS
 from .oracle_dflash import Oracle, gumbel

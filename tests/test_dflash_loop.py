@@ -11,7 +11,7 @@ import torch
 from benchmarks.contenders import TransformersTarget
 from benchmarks.dflash_loop import LoopDrafter, dflash_loop
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError
 from oracle_dflash import Oracle, decode
 from safetensors.torch import load_file

@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 import torch
 from absent import NEITHER_RAY_NOR_HTTP, run_without
-from manta.actors.targets.loading.plan import LoadPlan, plan_load
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
-from manta.cluster.plan import StepResult
+from manta.cluster.step.scheduler_output import StepResult
+from manta.drafter.compute.cpu_numba import backend as loops
+from manta.drafter.compute.cpu_numba import layers
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.convolution import convolve
-from manta.drafter.compute.layers import Linear
-from manta.drafter.compute.loops import backend as loops
-from manta.drafter.compute.loops import layers
-from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.eager.dynamic_convolution import convolve
+from manta.drafter.compute.layers.linear import Linear
 from manta.jobs.cli import main
-from manta.jobs.doctor import pair, run
+from manta.jobs.doctor import doctor_run as run
+from manta.jobs.doctor import pair_check as pair
+from manta.jobs.doctor.cases.checks import Check, Finding, NotHereError, Outcome, examine, off_by
 from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import Place
-from manta.jobs.doctor.findings import Check, Finding, NotHereError, Outcome, examine, off_by
 from torch import Tensor
 
 ADD, GATE, WRITE = CpuBackend.residual_norm, layers.gate, layers.norm_rotate_write
@@ -213,7 +214,7 @@ WRONG_PRODUCTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def test_a_fused_product_that_leaves_something_out_is_found(
     wrong: dict[str, Any], seen_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    from manta.drafter.compute.gpu import projections
+    from manta.drafter.compute.gpu_triton.linear import projections
     from manta.jobs.doctor.cases.products import product_checks
 
     multiply = projections.multiply
@@ -240,7 +241,7 @@ WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
 def test_experts_that_leave_something_out_are_found(
     wrong: dict[str, Any], seen_by: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from manta.drafter.compute.gpu import experts
+    from manta.drafter.compute.gpu_triton.moe import moe as experts
     from manta.jobs.doctor.cases.experts import expert_checks
 
     multiply = experts.multiply_tiles
@@ -262,7 +263,7 @@ def test_experts_that_leave_something_out_are_found(
 def test_attention_over_latents_with_a_wrong_scale_is_found(
     wrong: str, seen_by: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from manta.drafter.compute.gpu import latent
+    from manta.drafter.compute.gpu_triton.attention import mla as latent
     from manta.jobs.doctor.cases.latents import latent_checks
 
     attend = getattr(latent, wrong)
@@ -280,7 +281,7 @@ def test_attention_over_latents_with_a_wrong_scale_is_found(
 
 @pytest.mark.parametrize("wrong", ["fold", "gate"])
 def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch):
-    from manta.drafter.compute.gpu import recurrent
+    from manta.drafter.compute.gpu_triton.delta_net import gated_delta_net as recurrent
     from manta.jobs.doctor.cases.delta_rule import delta_checks
 
     run, gate = recurrent.run_rows, recurrent.gate_outputs
@@ -301,7 +302,7 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
 
 
 def test_experts_rates_are_those_of_the_weights_that_rows_chose(monkeypatch: pytest.MonkeyPatch):
-    from manta.jobs.doctor import rates
+    from manta.jobs.doctor import device_rates as rates
 
     monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
     lines = [one for one in rates.rate_checks(Place.here()) if one.name.startswith("experts of 16 rows")]
@@ -387,7 +388,7 @@ def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path)
 
 def test_captured_steps_must_bring_the_tokens_and_the_pages_of_launched_ones():
     """The steps themselves take a GPU."""
-    from manta.jobs.doctor.capture import _compare
+    from manta.jobs.doctor.cuda_graph_check import _compare
 
     def seen(token: int, count: int = 2, value: float = 0.3) -> tuple[list[StepResult], list[Tensor]]:
         step = StepResult(0, np.array([[5, token], [7, -1]], np.int32), np.array([count, 1], np.int32))

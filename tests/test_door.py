@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 import pytest
-from manta.actors import serve_place
-from manta.actors.haproxy.front import RETRY_HEADER
-from manta.actors.serve_place import CALLBACK, OVERLOADED, Door, door_is_there, restore_print
-from manta.jobs.serve_environment import OF_ALL
+from manta.actors.haproxy.config_rewriter import RETRY_HEADER
+from manta.actors.serve import serve_hooks as serve_place
+from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, Door, door_is_there, restore_print
+from manta.jobs.serve.ray_environment import OF_ALL
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from benchmarks.json_logs import log_prompts
 from manta.actors.capture.records import CapturedRecord, segment_path
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.cli import app
-from manta.jobs.drafters import adapt
-from manta.jobs.drafters.adapt_text import Asked, prepare_text, read_examples
-from manta.jobs.drafters.gate import Measured, judge
-from manta.jobs.training.budget import Length
-from manta.jobs.training.train import Trained, train
+from manta.jobs.drafters.train import adapt_run as adapt
+from manta.jobs.drafters.train.adapt_data import Asked, prepare_text, read_examples
+from manta.jobs.drafters.train.promotion_gate import Measured, judge
+from manta.jobs.training.loop.lr_schedule import Length
+from manta.jobs.training.train_drafter import Trained, train
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.page_groups import KVGeometry, LayerPlace
+from manta.cluster.pages.kv_cache_groups import KVGeometry, LayerPlace
+from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.attention_batch import AttentionBatch
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 
 HEAD_DIM = 16
 GEOMETRY = KVGeometry(2, 8, 8)

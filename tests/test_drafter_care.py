@@ -18,18 +18,18 @@ from eagle3_checkpoints import sglang
 from eagle3_checkpoints import write as write_eagle3
 from hub_standin import REVISION, hub_with_model
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
 from manta.drafter.dflash.config import DrafterConfig
-from manta.drafter.dflash.features import usual_layer_ids
-from manta.drafter.eagle3.formats import is_eagle3, method_of_drafter
+from manta.drafter.dflash.target_features import usual_layer_ids
+from manta.drafter.eagle3.config_formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
-from manta.jobs.drafters.convert import convert_drafter
-from manta.jobs.drafters.files import method_of, open_drafter
-from manta.jobs.drafters.portrait import summarize_drafter
-from manta.jobs.drafters.shelf import find_drafters
-from manta.jobs.drafters.trial import compare_answers
-from manta.jobs.drafters.validate import validate_pair
+from manta.jobs.drafters.common.drafter_files import method_of, open_drafter
+from manta.jobs.drafters.common.format_conversion import convert_drafter
+from manta.jobs.drafters.drafter_summary import summarize_drafter
+from manta.jobs.drafters.local_drafters import find_drafters
+from manta.jobs.drafters.validate.smoke_test import compare_answers
+from manta.jobs.drafters.validate.validate_pair import validate_pair
 from tiny import TINY_VOCAB
 from typer.testing import CliRunner
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.layers import Linear
-from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import DrafterConfig
-from manta.drafter.dflash.features import LentWeights, TargetFacts
-from manta.drafter.drafter_shape import DraftLayer
+from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.drafter_spec import DraftLayer
 from safetensors.torch import save_file
 
 from . import drafter_checkpoints as checkpoints
@@ -107,7 +107,7 @@ def test_what_trainers_note_is_not_refused_in_any_format(plain: dict, noted: dic
 
 def test_no_key_of_transformers_configurations_is_refused():
     transformers = pytest.importorskip("transformers")
-    from manta.drafter.dflash.formats import Backbone
+    from manta.drafter.dflash.config_formats import Backbone
 
     raw = {
         key: 1 for name in ("Qwen3", "Llama") for key in getattr(transformers, f"{name}Config")().to_dict()

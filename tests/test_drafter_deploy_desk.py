@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.drafter_trial import DrafterDesk, ReplicaReport
-from manta.actors.live_settings import LiveSettings
-from manta.cluster.canary import NO_EVIDENCE, Evidence, Tally, Trial, TrialRules, Verdict
+from manta.actors.serve.drafter_canary import DrafterDesk, ReplicaReport
+from manta.actors.serve.user_config import LiveSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.cluster.fleet.canary import NO_EVIDENCE, Evidence, Tally, Trial, TrialRules, Verdict
 from text_pair import VOCAB, LiveServer, make_text_pair
 from tiny import make_tiny_drafter
 

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from manta.actors.executor import InProcessExecutor
-from manta.actors.targets.runners.host import StepRunner
-from manta.actors.targets.runners.local_drafts import LocalDrafts
+from manta.actors.engine.uniproc_executor import InProcessExecutor
+from manta.actors.targets.runners.colocated_drafter import LocalDrafts
+from manta.actors.targets.runners.cpu_runner import StepRunner
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.plan import SchedulerOutput
-from manta.cluster.request import Request, SamplingParams
-from manta.drafter.step.proposals import Proposals
-from manta.drafter.step.states import RequestStates
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.request_states import RequestStates
 from steps import settings
 from tiny import TINY_VOCAB, make_tiny_drafter
 

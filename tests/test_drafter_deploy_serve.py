@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from manta.actors.machine import free_port
+from manta.actors.system.host_resources import free_port
 from manta.jobs.cli import app
-from manta.jobs.serve_environment import ServeEnvironment
+from manta.jobs.serve.ray_environment import ServeEnvironment
 from safetensors.torch import load_file, save_file
 from small_ray import small_ray
 from typer.testing import CliRunner

@@ -14,21 +14,21 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from manta.actors.llm import LLM
-from manta.cluster.acceptance import mean_acceptance_length
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.request import SamplingParams
-from manta.cluster.simulator import SimulatedExecutor
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.speculation.acceptance_length import mean_acceptance_length
+from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import least_card_length
-from manta.jobs.bench.sweep import sides
+from manta.jobs.bench.sweep import engines as sides
 from manta.jobs.cli import app
-from manta.jobs.drafters import evaluate
-from manta.jobs.drafters.against_card import check_card, compare_acceptance
-from manta.jobs.drafters.evaluation_card import read_card, write_card
-from manta.jobs.drafters.intervals import ratio_of_sums, student_t
-from manta.jobs.drafters.options import EvalOptions
-from manta.jobs.drafters.suites import open_suite
+from manta.jobs.drafters.common.options import EvalOptions
+from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
+from manta.jobs.drafters.evaluate.confidence_intervals import ratio_of_sums, student_t
+from manta.jobs.drafters.evaluate.eval_suites import open_suite
+from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
+from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner
 
@@ -169,7 +169,7 @@ def test_the_hub_and_the_planner_read_the_card(card: Path) -> None:
 def test_without_matplotlib_the_card_has_figures_and_no_picture(
     card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("manta.jobs.pictures.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("manta.jobs.charts.plots.find_spec", lambda name: None)
     write_card(read_card(card / "card.json"), tmp_path)
     assert "pip install 'manta[plots]'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["card.json", "card.md"]

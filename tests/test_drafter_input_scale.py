@@ -9,9 +9,9 @@ import pytest
 import torch
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.layers import Linear
+from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
-from manta.drafter.dflash.features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import LentWeights, TargetFacts
 
 from . import drafter_checkpoints as checkpoints
 from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB, speculators, z_lab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.compute.layers import HeadNorm, Linear, RMSNorm, gate
+from manta.drafter.compute.layers.linear import HeadNorm, Linear, RMSNorm, gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

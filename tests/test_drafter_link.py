@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.workers import drafter_server
-from manta.actors.workers.drafter_link import LEAST_WAIT_S, DrafterLink
-from manta.actors.workers.drafter_server import DrafterServer
-from manta.actors.workers.ends import PeerLostError, Waiter
-from manta.actors.workers.link_messages import MAX_OPEN, Hello, Sizes
-from manta.actors.workers.mailbox import Rounds, padded
+from manta.actors.workers.drafter import drafter_server
+from manta.actors.workers.drafter.drafter_client import LEAST_WAIT_S, DrafterLink
+from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes
+from manta.actors.workers.drafter.drafter_server import DrafterServer
+from manta.actors.workers.shm.endpoint import PeerLostError, Waiter
+from manta.actors.workers.shm.tensor_mailbox import Rounds, padded
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.plan import DrafterUse, SchedulerOutput
+from manta.cluster.step.scheduler_output import DrafterUse, SchedulerOutput
 from steps import Steps
 
 CPU = torch.device("cpu")

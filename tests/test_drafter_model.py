@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.cluster.page_groups import LayerPlace
-from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.cluster.pages.kv_cache_groups import LayerPlace
+from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.compute.backend import Projection
+from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.layers import Linear
+from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
-from manta.drafter.dflash.features import LentWeights, TargetFacts
 from manta.drafter.dflash.model import DFlashDrafter
-from manta.drafter.dflash.propose import Proposer
-from manta.drafter.step.sampling import sample_rows
-from manta.drafter.step.states import RequestStates
-from manta.drafter.step.verification import accept
+from manta.drafter.dflash.proposer import Proposer
+from manta.drafter.dflash.target_features import LentWeights, TargetFacts
+from manta.drafter.step.request_states import RequestStates
+from manta.drafter.step.sampling.sampler import sample_rows
+from manta.drafter.step.sampling.verification import accept
 
 from . import drafter_checkpoints as checkpoints
 from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB

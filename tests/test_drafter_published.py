@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from manta.cluster.plan import SlotSampling
+from manta.cluster.step.scheduler_output import SlotSampling
 
 from . import drafter_checkpoints as checkpoints
 from .drafter_checkpoints import HIDDEN, VOCAB

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from manta.cluster.page_groups import LayerPlace, PageGroup, PagePlan
-from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from manta.drafter.step.rows import StepRows
-from manta.drafter.step.states import RequestStates
+from manta.cluster.pages.kv_cache_groups import LayerPlace, PageGroup, PagePlan
+from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.request_states import RequestStates
 
 MASK = 99
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())

@@ -18,20 +18,20 @@ import torch
 import training_run
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.spec import ModelSpec
-from manta.actors.tokenizer import Tokenizer
-from manta.actors.workers import process_group
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.actors.workers.comm import process_group
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.drafter.dflash.checkpoint import check_drafter
-from manta.jobs.drafters.train import TrainOptions, train_drafter
-from manta.jobs.drafters.train_data import Asking, gather
-from manta.jobs.training.begin import facts_of, mask_token
-from manta.jobs.training.budget import Length
-from manta.jobs.training.curves import read_rows
-from manta.jobs.training.frozen_target import FrozenTarget
-from manta.jobs.training.loop import CURVES
-from manta.jobs.training.model import TrainableDrafter
-from manta.jobs.training.train import train
+from manta.jobs.drafters.train.train_data import Asking, gather
+from manta.jobs.drafters.train.train_run import TrainOptions, train_drafter
+from manta.jobs.training.heads.dflash_module import TrainableDrafter
+from manta.jobs.training.heads.frozen_target import FrozenTarget
+from manta.jobs.training.heads.initialization import facts_of, mask_token
+from manta.jobs.training.loop.lr_schedule import Length
+from manta.jobs.training.loop.training_curves import read_rows
+from manta.jobs.training.loop.training_loop import CURVES
+from manta.jobs.training.train_drafter import train
 from safetensors.torch import load_file
 from tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from training_run import SETTINGS, run, weights_after_some_steps

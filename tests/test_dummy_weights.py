@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
-from manta.actors.batch.identity import settings_identity
+from manta.actors.batch.ledger.fingerprints import settings_identity
 from manta.actors.targets.families import FAMILIES as READERS
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.plan import plan_load
-from manta.actors.targets.loading.rank import Checkpoints, load_runner
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
-from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.mxfp4 import MXFP4
-from manta.drafter.compute.random_tensors import RandomTensors
+from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
+from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
 from steps import settings

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 from eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
-from manta.actors.executor import InProcessExecutor
-from manta.actors.targets.loading.plan import plan_load
-from manta.actors.targets.runners.local_drafts import LocalDrafts
+from manta.actors.engine.uniproc_executor import InProcessExecutor
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.runners.colocated_drafter import LocalDrafts
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.plan import SchedulerOutput
-from manta.cluster.request import Request, SamplingParams
-from manta.drafter.dflash.features import TargetFacts
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import eagle3_shapes
 from manta.drafter.eagle3.config import Eagle3Config
-from manta.drafter.step.proposals import Proposals
-from manta.drafter.step.states import RequestStates
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.request_states import RequestStates
 from oracle_dflash import gumbel
 from oracle_eagle3 import Eagle3Oracle, chains
 from safetensors.torch import load_file
@@ -219,7 +219,7 @@ def test_another_drafter_takes_its_place(tiny_qwen3: Path, folder: Path, tmp_pat
 
 
 def test_sizes_of_pages_count_the_features(tiny_qwen3: Path, folder: Path) -> None:
-    from manta.actors.targets.loading.memory import page_bytes
+    from manta.actors.targets.loading.memory_budget import page_bytes
 
     plan = plan_load(eagle3(tiny_qwen3, folder))
     per_token = 2 * 2 * 16 * 4  # keys and values of two heads, fp32

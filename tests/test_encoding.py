@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from manta.actors.encoding import LONG_TEXT_CHARS, MAX_LONG_TEXTS, PromptEncoder
-from manta.actors.engine import AsyncEngine
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.tokenization.async_prompt_encoder import LONG_TEXT_CHARS, MAX_LONG_TEXTS, PromptEncoder
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.request import SamplingParams
 from text_pair import make_text_pair
 
 CODE = Path(__file__).read_text(encoding="utf-8")
@@ -151,10 +151,10 @@ def test_the_engine_encodes_beside_its_loop_and_admits_an_id_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Waiting.turns = threading.Semaphore(0)
-    monkeypatch.setattr("manta.actors.prompts.Tokenizer", Waiting)
+    monkeypatch.setattr("manta.actors.tokenization.prompts.Tokenizer", Waiting)
     settings = {"dtype": "float32", "max_num_seqs": 2, "num_pages": 64, "num_threads": 1}
     engine = AsyncEngine(EngineConfig.from_dict({"model": str(folder), **settings}))
-    monkeypatch.setattr("manta.actors.encoding.LONG_TEXT_CHARS", 10)
+    monkeypatch.setattr("manta.actors.tokenization.async_prompt_encoder.LONG_TEXT_CHARS", 10)
     text = "def f(x): return x"
 
     params = SamplingParams(max_tokens=32, ignore_eos=True)

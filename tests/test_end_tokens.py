@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.plan import plan_load
-from manta.actors.token_ids import TokenIds
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.tokenization.token_ids import TokenIds
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
-from manta.cluster.grammar import StructuredOutputsParams
+from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from text_pair import VOCAB, make_text_pair
 from tiny import make_tiny_target
 

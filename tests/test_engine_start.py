@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from manta.actors import engine
-from manta.actors.engine import AsyncEngine
+from manta.actors.engine import async_engine as engine
+from manta.actors.engine.async_engine import AsyncEngine
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from families import FAMILIES as TINY_FAMILIES
 from manta.actors.targets.families import FAMILIES, read_model
-from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file

@@ -17,8 +17,8 @@ import torch
 from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.parallel import Sharding, SingleRank
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError, ConfigError
 from test_target_decoder import MAX_LEN, TAPS, Requests, oracle

@@ -17,29 +17,30 @@ import httpx
 import pytest
 from chat_pairs import HERMES, chat_config, tool
 from manta import LLM, SamplingParams
-from manta.actors import engine as engine_module
-from manta.actors import outputs, process_log
-from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.row_reader import Row
-from manta.actors.batch.rows import Layout
-from manta.actors.chat.reading import Answer, Reading
-from manta.actors.chat.splitter import Splitter
-from manta.actors.detokenizer import IncrementalDetokenizer, LossyDetokenizer
-from manta.actors.engine import AsyncEngine
-from manta.actors.executor import make_executor
-from manta.actors.http.chat import ChatShape
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.figures import RequestFigures
-from manta.actors.http.run import Run
-from manta.actors.http.settings import ServerSettings
-from manta.actors.logprobs import OutputLogprobs
-from manta.actors.outputs import RequestTracker
-from manta.actors.request_steps import RequestSteps
-from manta.actors.streams import Stream, Streams
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.row_answerer import RowAnswerer
+from manta.actors.chat.answer_parser import Answer, Reading
+from manta.actors.chat.stream_parser import Splitter
+from manta.actors.engine import async_engine as engine_module
+from manta.actors.engine import output_processor as outputs
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.engine.output_logprobs import OutputLogprobs
+from manta.actors.engine.output_processor import RequestTracker
+from manta.actors.engine.output_streams import Stream, Streams
+from manta.actors.engine.request_spec_stats import RequestSteps
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation.request_run import Run
+from manta.actors.http.generation.request_stats import RequestFigures
+from manta.actors.http.openai.chat import ChatShape
+from manta.actors.system import log_setup as process_log
+from manta.actors.tokenization.detokenizer import IncrementalDetokenizer, LossyDetokenizer
+from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import OutputProcessingError
-from manta.cluster.plan import StepResult
+from manta.cluster.step.scheduler_output import StepResult
 from passing_executor import PassingExecutor
 from test_http_server import events, idle, wait_for
 from text_pair import LiveServer

@@ -11,7 +11,7 @@ import pytest
 import typer
 from manta.cluster.config import EngineConfig
 from manta.cluster.flag import NO_FLAG, Flag, Size
-from manta.jobs.flags import Model, with_flags
+from manta.jobs.common.engine_flags import Model, with_flags
 from typer.testing import CliRunner
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks only on L
 
 OWNER = """
 import json, sys, time
-from manta.actors.workers.fork_server import ForkServer, Stages
+from manta.actors.workers.base.fork_server import ForkServer, Stages
 
 def first():
     import colorsys

@@ -12,10 +12,10 @@ import pytest
 import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.parallel import Sharding, SingleRank
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, open_checkpoint
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.fp8_blocks import Fp8Folder
+from manta.drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_target
 

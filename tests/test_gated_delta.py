@@ -17,13 +17,13 @@ import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.attention import Attention
 from manta.actors.targets.model.delta_net import DeltaNet
-from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.cluster.state_shape import StateGeometry
-from manta.drafter.compute.state_memory import StateRows
-from manta.drafter.step.states import RequestStates
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.drafter.compute.memory.recurrent_state_cache import StateRows
+from manta.drafter.step.request_states import RequestStates
 from published import CONFIGS
 from steps import Steps
 from test_families import changed

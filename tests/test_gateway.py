@@ -24,21 +24,21 @@ from chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
 from gateway_stand import GatewayStand, LocalDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.executor import make_executor
+from manta.actors.engine.output_processor import Begun
+from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.fleet import Fleet, Member, ServedModel
-from manta.actors.gateway.records import Directory, ReplicaRecord
-from manta.actors.gateway.resume import ToldStream
-from manta.actors.http import bodies
-from manta.actors.http.origin import Origin, told
-from manta.actors.http.settings import ServerSettings
-from manta.actors.http.sse import KEEP_ALIVE
-from manta.actors.outputs import Begun
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.gateway.registry_records import Directory, ReplicaRecord
+from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
+from manta.actors.gateway.stream_resume import ToldStream
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation.resume_origin import Origin, told
+from manta.actors.http.middleware import body_limits as bodies
+from manta.actors.http.wire.sse import KEEP_ALIVE
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
-from manta.cluster.executor import Executor
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.step.executor import Executor
+from manta.cluster.step.scheduler_output import SchedulerOutput
 from passing_executor import PassingExecutor
 from text_pair import make_text_pair
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.feed_forward import BesideMLP
+from manta.actors.targets.model.mlp_spec import BesideMLP
 from manta.actors.targets.model.mlp_weights import BesideTensors, MlpTensors
-from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file

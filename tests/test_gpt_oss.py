@@ -14,15 +14,15 @@ import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
-from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.experts import ExpertWeights
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.loops import layers as loops
-from manta.drafter.compute.mxfp4 import MXFP4
+from manta.drafter.compute.cpu_numba import layers as loops
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.moe import ExpertWeights
+from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from safetensors.torch import load_file, save_file
 from steps import settings
 from test_target_parallel import PROMPTS, ThreadRanks, tokens_by_steps

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_pairs import HARMONY_TOKENS, SETTINGS, TOOLS
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from text_pair import LiveServer, make_text_pair
 

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.grammars import MAX_GRAMMAR_CHARS, GrammarDoor, written_grammar
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS, GrammarDoor, written_grammar
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.grammar import Grammar, SlotGrammar
+from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
-from manta.drafter.grammars.states import GrammarStates
+from manta.drafter.grammars.matchers import GrammarStates
 from schemas import HELD, REFUSED
 from text_pair import VOCAB, make_text_pair
 

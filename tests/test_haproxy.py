@@ -18,14 +18,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from manta.actors.haproxy.config_rewriter import RETRY_ON, UNFINISHED, UNFINISHED_HEADER, Places, rewritten
 from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
-from manta.actors.haproxy.folder import HAProxyFolder
-from manta.actors.haproxy.front import RETRY_ON, UNFINISHED, UNFINISHED_HEADER, Places, rewritten
-from manta.actors.haproxy.scrape import joined
+from manta.actors.haproxy.metrics_aggregator import joined
+from manta.actors.haproxy.run_dir import HAProxyFolder
 from manta.actors.haproxy.supervisor import ask_haproxy
-from manta.actors.machine import free_port
+from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import ConfigError
-from manta.jobs import serve_environment
+from manta.jobs.serve import ray_environment as serve_environment
 from prometheus_client.parser import text_string_to_metric_families
 
 WAIT_S = 90.0
@@ -448,7 +448,7 @@ def test_what_a_server_that_was_killed_leaves_is_removed() -> None:
 
 def test_folders_of_servers_that_were_killed_with_all_of_theirs_are_removed_by_the_next() -> None:
     script = (
-        "import time; from manta.actors.haproxy.folder import HAProxyFolder;"
+        "import time; from manta.actors.haproxy.run_dir import HAProxyFolder;"
         "folder = HAProxyFolder(); print(folder.path, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script]

@@ -21,21 +21,21 @@ import numpy as np
 import pytest
 from abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.engine import AsyncEngine
-from manta.actors.grammar_trials import QUICK_S, SLOW_S, GrammarTrials
-from manta.actors.grammars import MAX_LARGE, GrammarDoor
-from manta.actors.http.settings import ServerSettings
-from manta.actors.tokenizer import Tokenizer
-from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
-from manta.actors.workers.grammar_lanes import GrammarLanes, serve_lanes
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.structured_outputs.grammar_frontend import MAX_LARGE, GrammarDoor
+from manta.actors.structured_outputs.grammar_validator import QUICK_S, SLOW_S, GrammarTrials
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.actors.workers.base.grammar_compilation import GrammarLanes, serve_lanes
 from manta.actors.workers.ray_executor import RayExecutor
+from manta.actors.workers.shm.step_channel import StepChannel, WorkerChannel, knock
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.grammar import Grammar, SlotGrammar
+from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
-from manta.drafter.grammars.states import GrammarStates
-from manta.drafter.step.loops.operators import LoopStepOperators
+from manta.drafter.grammars.matchers import GrammarStates
+from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
 from text_pair import VOCAB, LiveServer, make_text_pair
 
 EOS = (0, 2)
@@ -154,7 +154,7 @@ def test_the_process_ends_with_the_one_that_started_it(tokenizer: Tokenizer, tmp
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     code = f"""
 import os, pathlib, signal
-from manta.actors.grammar_trials import GrammarTrials
+from manta.actors.structured_outputs.grammar_validator import GrammarTrials
 trials = GrammarTrials(pathlib.Path({str(tmp_path / "tokenizer.json")!r}).read_text(), {VOCAB}, {EOS})
 trials.ask("regex", "a", 1.0)
 print(trials.pid, flush=True)
@@ -284,7 +284,7 @@ def test_so_many_large_grammars_are_in_use_at_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
-        monkeypatch.setattr("manta.actors.grammar_trials.CHEAP_S", 0.0)
+        monkeypatch.setattr("manta.actors.structured_outputs.grammar_validator.CHEAP_S", 0.0)
         door = GrammarDoor(tokenizer, VOCAB, EOS, Holder())
         try:
             open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]

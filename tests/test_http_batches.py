@@ -19,11 +19,11 @@ import httpx
 import openai
 import pyarrow as pa
 import pytest
-from manta.actors.executor import make_executor
-from manta.actors.http.settings import ServerSettings, split_settings
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.http.config.settings import ServerSettings, split_settings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, EngineDeadError
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.step.scheduler_output import SchedulerOutput
 from openai.types import Batch
 from passing_executor import PassingExecutor
 from s3_outputs import make_bucket, s3_server, s3_url

@@ -11,19 +11,20 @@ import httpx
 import orjson
 import pytest
 from abuse import MODEL
-from manta.actors import encoding, turns
-from manta.actors.http import numbers
-from manta.actors.http import run as running
-from manta.actors.http.completions import CompletionShape
-from manta.actors.http.settings import ServerSettings
-from manta.actors.http.whole import PIECE_BYTES, PLACES_AT_ONCE, ChoicesBody
-from manta.actors.logprobs import OutputLogprobs
-from manta.actors.outputs import CompletionOutput
-from manta.actors.prompts import encode_bad_words
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.engine.output_logprobs import OutputLogprobs
+from manta.actors.engine.output_processor import CompletionOutput
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation import request_run as running
+from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, ChoicesBody
+from manta.actors.http.openai.completions import CompletionShape
+from manta.actors.http.wire import json_numbers as numbers
+from manta.actors.system import loop_yielding as turns
+from manta.actors.tokenization import async_prompt_encoder as encoding
+from manta.actors.tokenization.prompts import encode_bad_words
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.logprobs import TokenLogprobs
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.logprobs import TokenLogprobs
+from manta.cluster.request.request import SamplingParams
 from probed_server import make_executor
 from pydantic import TypeAdapter
 from text_pair import LiveServer

@@ -12,12 +12,12 @@ import jsonschema
 import openai
 import pytest
 from chat_pairs import ARGUMENTS, HARMONY, HARMONY_TOKENS, HERMES, NOW, SAID, TOOLS, WEATHER, chat_config
-from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.row_reader import Row
-from manta.actors.batch.rows import Layout
-from manta.actors.engine import AsyncEngine
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.settings import ServerSettings
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.row_answerer import RowAnswerer
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.tokenization.generation_config import GenerationDefaults
 from text_pair import LiveServer
 
 USER = [{"role": "user", "content": "Weather?"}]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from manta.actors.http.keys import Keys, _digest, metrics_key, refuse_written_keys, with_keys
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.middleware.api_keys import Keys, _digest, metrics_key, refuse_written_keys, with_keys
 from manta.actors.replica import build_app
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.serve_checks import warning_of_exposure
+from manta.jobs.serve.preflight import warning_of_exposure
 from text_pair import LiveServer, make_text_pair
 
 COMPLETIONS = "/v1/completions"
@@ -67,7 +67,7 @@ def test_a_requests_key_is_hashed_once_and_not_where_none_is_configured(
         with LiveServer(config, settings or ServerSettings()) as server, monkeypatch.context() as patched:
             ask = partial(httpx.get, f"{server.url}/v1/models", headers={"Authorization": "Bearer user"})
             assert ask().status_code == 200  # the first one has the server read its own keys
-            patched.setattr("manta.actors.http.keys._digest", digest)
+            patched.setattr("manta.actors.http.middleware.api_keys._digest", digest)
             assert ask().status_code == 200
         assert hashed == ["user"] * count
         hashed.clear()

@@ -10,9 +10,14 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from manta.actors.http.settings import ServerSettings
-from manta.actors.http.wire import MAX_STRINGS_AND_CONTAINERS, MAX_VALUES, SHORT_BODY_BYTES, check_pieces
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.wire.json_io import (
+    MAX_STRINGS_AND_CONTAINERS,
+    MAX_VALUES,
+    SHORT_BODY_BYTES,
+    check_pieces,
+)
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from starlette.exceptions import HTTPException
 from text_pair import LiveServer, make_text_pair

@@ -20,15 +20,16 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.haproxy.front import UNFINISHED_HEADER
-from manta.actors.http import bodies, gate
-from manta.actors.http.bodies import BodyBudget, BodyLimit
-from manta.actors.http.documentation import MEANINGS
-from manta.actors.http.gate import MAX_HEADER_BYTES
-from manta.actors.http.settings import ServerSettings
+from manta.actors.haproxy.config_rewriter import UNFINISHED_HEADER
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.middleware import body_limits as bodies
+from manta.actors.http.middleware import request_gate as gate
+from manta.actors.http.middleware.body_limits import BodyBudget, BodyLimit
+from manta.actors.http.middleware.request_gate import MAX_HEADER_BYTES
+from manta.actors.http.wire.openapi_errors import MEANINGS
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import DrainingError, RequestError, shown
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.request import SamplingParams
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 from text_pair import LiveServer, make_text_pair
@@ -355,7 +356,7 @@ def test_who_waits_when_the_server_stops_is_refused_and_counted_and_who_streams_
                 assert next(events).startswith("data: ")
                 waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
                 until(lambda: http.get("/load").json()["waiting"] == 1)
-                # As `replica_life.py` ends those whose time is up.
+                # As `replica_lifecycle.py` ends those whose time is up.
                 server.loop.call_soon_threadsafe(server.engine.end_all, DrainingError("Its time is up."))
                 refused = waiting.result()
                 assert error_of(refused)["message"] == "Its time is up." and refused.status_code == 503

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manta.actors.exposition import family_of
-from manta.actors.http.chat_request import ChatRequest, conversation
-from manta.actors.http.completion_request import CompletionRequest
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.errors import ClientGoneError, error_response, from_validation, public_error
-from manta.actors.http.fields import REFUSED, check_extra_fields
-from manta.actors.http.messages.request import MessagesRequest
-from manta.actors.http.protocol import GenerationRequest
+from manta.actors.http.anthropic.request import MessagesRequest
+from manta.actors.http.config.settings import split_settings
+from manta.actors.http.protocol.chat_request import ChatRequest, conversation
+from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.http.protocol.protocol import GenerationRequest
+from manta.actors.http.protocol.tokenize_request import DetokenizeRequest
+from manta.actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
-from manta.actors.http.settings import split_settings
-from manta.actors.http.sse import unless_gone
-from manta.actors.http.tokenize_request import DetokenizeRequest
-from manta.actors.report_lines import acceptance_line, engine_line
-from manta.cluster.engine import EngineStats
+from manta.actors.http.wire.errors import ClientGoneError, error_response, from_validation, public_error
+from manta.actors.http.wire.sse import unless_gone
+from manta.actors.observability.log_lines import acceptance_line, engine_line
+from manta.actors.observability.prometheus_text import family_of
+from manta.actors.tokenization.generation_config import GenerationDefaults
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import (
     CheckpointError,
     ConfigError,
@@ -31,9 +31,9 @@ from manta.cluster.errors import (
     RequestError,
     did_you_mean,
 )
-from manta.cluster.histogram import Histogram
-from manta.cluster.metric import Metric
-from manta.cluster.request import SamplingParams
+from manta.cluster.metrics.histogram import Histogram
+from manta.cluster.metrics.metric import Metric
+from manta.cluster.request.request import SamplingParams
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 

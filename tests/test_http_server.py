@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from manta.actors.executor import make_executor
-from manta.actors.http.settings import ServerSettings
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError
-from manta.cluster.executor import Executor
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.step.executor import Executor
+from manta.cluster.step.scheduler_output import SchedulerOutput
 from passing_executor import PassingExecutor
 from prometheus_client.parser import text_string_to_metric_families
 from text_pair import LiveServer, make_text_pair

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from manta.actors.grammars import MAX_GRAMMAR_CHARS
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS
 from manta.cluster.config import EngineConfig
 from pydantic import BaseModel
 from text_pair import LiveServer, make_text_pair

@@ -14,18 +14,18 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.executor import make_executor
-from manta.actors.http import tracing
-from manta.actors.http.first_request import ask_first
-from manta.actors.http.settings import ServerSettings
-from manta.actors.http.tracing import Tracing
-from manta.actors.lossless_audit import MAX_WAITING, AuditedAnswer, LosslessAudit
-from manta.actors.process_log import JsonFormatter, about_request
-from manta.actors.prompts import EncodedPrompt
+from manta.actors.engine.lossless_audit import MAX_WAITING, AuditedAnswer, LosslessAudit
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation import tracing
+from manta.actors.http.generation.tracing import Tracing
+from manta.actors.http.warmup_request import ask_first
+from manta.actors.system.log_setup import JsonFormatter, about_request
+from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.plan import SchedulerOutput, StepResult
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.cli import app
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from manta.actors.chat.call_arguments import parse_arguments
-from manta.actors.http.chat_request import ChatRequest
-from manta.actors.http.conversing import Heeds
-from manta.actors.http.messages.request import MessagesRequest
+from manta.actors.http.anthropic.request import MessagesRequest
+from manta.actors.http.generation.chat_adapter import Heeds
+from manta.actors.http.generation.request_translation import said_of
+from manta.actors.http.protocol.chat_request import ChatRequest
 from manta.actors.http.responses.request import ResponsesRequest
-from manta.actors.http.translation import said_of
+from manta.actors.tokenization.call_arguments import parse_arguments
 from manta.cluster.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -17,10 +17,10 @@ from urllib.parse import quote, unquote
 
 import httpx
 import pytest
-from manta.actors.batch.storage import Storage
-from manta.actors.http import tokenization
-from manta.actors.http.settings import ServerSettings, split_settings
-from manta.actors.process_log import MAX_RECORD, JsonFormatter, TextFormatter
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.http.config.settings import ServerSettings, split_settings
+from manta.actors.http.openai import tokenization
+from manta.actors.system.log_setup import MAX_RECORD, JsonFormatter, TextFormatter
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import (
     MAX_MESSAGE,

@@ -13,16 +13,16 @@ from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_weights import RoutedTensors
-from manta.actors.targets.model.parallel import Sharding, SingleRank
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, open_checkpoint
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.experts import ExpertWeights
-from manta.drafter.compute.gpu import experts as gpu_experts
-from manta.drafter.compute.gpu.expert_pairs import ExpertTiles, list_tiles
-from manta.drafter.compute.gpu.expert_products import multiply_tiles
-from manta.drafter.compute.gpu.expert_tiles import HEIGHTS
-from manta.drafter.compute.int4 import Int4, bytes_of_words
-from manta.drafter.compute.packed import Packed
+from manta.drafter.compute.gpu_triton.moe import moe as gpu_experts
+from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
+from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS
+from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
+from manta.drafter.compute.layers.moe import ExpertWeights
+from manta.drafter.compute.quantization.int4 import Int4, bytes_of_words
+from manta.drafter.compute.quantization.packed_4bit import Packed
 from safetensors.torch import load_file, save_file
 from test_target_decoder import Requests, oracle
 from tiny import make_tiny_target, transformers_model

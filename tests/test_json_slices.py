@@ -10,8 +10,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.http import json_slices
-from manta.actors.http.json_slices import SLICE_BYTES, loads_in_slices
+from manta.actors.http.wire import incremental_json as json_slices
+from manta.actors.http.wire.incremental_json import SLICE_BYTES, loads_in_slices
 
 TRICKY = '\\"[{,}]: \U0001f600é\n'
 SCALARS = (

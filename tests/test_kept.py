@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from manta.cluster.kept import Kept
+from manta.cluster.disk_cache import Kept
 
 SUBJECT = {"machine": "a", "threads": 2}
 

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manta.drafter.compute.compiled import products
-from manta.drafter.compute.loops import elements
-from manta.drafter.compute.loops.machine import Instructions
+from manta.drafter.compute.cpu_fused import packed_gemm as products
+from manta.drafter.compute.cpu_numba import element_ops as elements
+from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from test_walls import copy_package
 
-LOOPS, STEP_LOOPS, COMPILED = "drafter/compute/loops", "drafter/step/loops", "drafter/compute/compiled"
+LOOPS, STEP_LOOPS, COMPILED = (
+    "drafter/compute/cpu_numba",
+    "drafter/step/cpu_numba",
+    "drafter/compute/cpu_fused",
+)
 # Every line asks for a child that imports the package anew; PyTorch and Numba are there once.
 SCRIPT = """
 import json, os, sys
@@ -23,7 +27,7 @@ import json, os, sys
 import numba, torch
 
 def look():
-    from manta.drafter.step.loops import choice
+    from manta.drafter.step.cpu_numba import choice
 
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
@@ -83,8 +87,8 @@ def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Pack
     [
         (f"{STEP_LOOPS}/choice.py", "score_2[0] - score_2[1]", "score_2[1] - score_2[0]", False),
         (f"{LOOPS}/scans.py", "(i, 64)", "(i, 32)", False),
-        ("drafter/step/noise.py", "0x21F0AAAD", "0x21F0AAAF", False),
-        ("drafter/step/states.py", "A mirror", "A copy", True),
+        ("drafter/step/inputs/gumbel_noise.py", "0x21F0AAAD", "0x21F0AAAF", False),
+        ("drafter/step/request_states.py", "A mirror", "A copy", True),
     ],
     ids=[
         "its own file",

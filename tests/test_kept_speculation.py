@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from manta import LLM, SamplingParams
-from manta.cluster.kept import cache_folder
+from manta.cluster.disk_cache import cache_folder
 from manta.cluster.speculation.acceptance_model import AcceptanceModel
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}

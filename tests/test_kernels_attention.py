@@ -16,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.page_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVGeometry
 from manta.drafter.compute.backend import Feature, Machine, StackSpec
 from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.attention_batch import AttentionBatch
-from manta.drafter.compute.gpu import tiles
-from manta.drafter.compute.gpu.attention import verify_attention
-from manta.drafter.compute.gpu.flash_attention import FlashAttention, why_not
-from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows, plan_tiles
-from manta.drafter.compute.gpu.work import list_work
-from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.eager.attention_metadata import AttentionBatch
+from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
+from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
+    AttentionKind,
+    AttentionWorkspace,
+    PagedRows,
+    plan_tiles,
+)
+from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
+from manta.drafter.compute.gpu_triton.attention.work_list import list_work
+from manta.drafter.compute.gpu_triton.flash_attention import FlashAttention, why_not
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("triton")
 
 from devices import ON_GPU
+from manta.jobs.doctor.cases.checks import Check, examine
 from manta.jobs.doctor.cases.operators import operator_checks
 from manta.jobs.doctor.cases.subject import Place
-from manta.jobs.doctor.findings import Check, examine
-from manta.jobs.doctor.run import kernel_checks
+from manta.jobs.doctor.doctor_run import kernel_checks
 
 
 def checks() -> list[Check]:

@@ -1,8 +1,9 @@
 """Every Triton kernel compiles for Hopper (sm_90) without spilling registers: the machine needs no GPU.
 
-`VARIANTS` lists, for each module of `compute/gpu` and `step/device`, few shapes that tell: a wrong one costs
-seconds. They are compiled in one process without Triton's interpreter, by this file run as a script; in the
-short form every kernel, but of modules with many shapes every third. `make kernels` compiles all.
+`VARIANTS` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few shapes that tell: a wrong
+one costs seconds. They are compiled in one process without Triton's interpreter, by this file run as a
+script; in the short form every kernel, but of modules with many shapes every third. `make kernels` compiles
+all.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
-from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, cut_weight
-from manta.drafter.compute.gpu.latent import latent_kind
-from manta.drafter.compute.gpu.product_tiles import plan_product
-from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles, tile_width
+from manta.drafter.compute.gpu_triton.attention.attention_tiles import AttentionKind, plan_tiles, tile_width
+from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import plan_product
+from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS, cut_weight
 
 SHARED_MEMORY_BYTES = 228 * 1024  # of a multiprocessor of an H100 or H200; each program takes 1 KiB more
 REGISTERS = 65536

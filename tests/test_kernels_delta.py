@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from devices import DEVICE, HALVES
-from manta.cluster.state_shape import StateGeometry
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.recurrent import DeltaNetShape
-from manta.drafter.compute.state_memory import Save, StateMemory
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
+from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
 from manta.jobs.doctor.cases.delta_rule import DeltaLayer
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule

@@ -11,14 +11,18 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.page_groups import KVGeometry
-from manta.drafter.compute.gpu.activations import gate
-from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
-from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import Activation, HeadNorm, RMSNorm
-from manta.drafter.compute.layers import gate as gate_of_the_layer
-from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import (
+    heads_per_program,
+    norm_rotate_write,
+    write_context,
+)
+from manta.drafter.compute.gpu_triton.linear.activations import gate
+from manta.drafter.compute.gpu_triton.linear.norms import add_rms_norm, rms_norm, warps_for
+from manta.drafter.compute.layers.linear import Activation, HeadNorm, RMSNorm
+from manta.drafter.compute.layers.linear import gate as gate_of_the_layer
+from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
 from torch.nn import functional as F
 

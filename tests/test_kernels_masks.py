@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 from devices import DEVICE
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.drafter.grammars.masks import RowMasks
-from manta.drafter.step.device.masks import DeviceMasks, end_where_nothing_is_left
-from manta.drafter.step.device.masks import mask_tokens as kernel
-from manta.drafter.step.masks import mask_tokens
+from manta.drafter.grammars.token_bitmasks import RowMasks
+from manta.drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks, end_where_nothing_is_left
+from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as kernel
+from manta.drafter.step.sampling.grammar_masks import mask_tokens
 from text_pair import make_text_pair
 
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU, watch_launches
-from manta.drafter.compute.gpu.activations import gate
-from manta.drafter.compute.gpu.choice import MeasuredChoice
-from manta.drafter.compute.gpu.product_tiles import ProductWorkspace, plan_product
-from manta.drafter.compute.gpu.products import multiply
-from manta.drafter.compute.gpu.projections import (
+from manta.drafter.compute.gpu_triton.linear.activations import gate
+from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, plan_product
+from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
     OwnProjection,
     PendingNorm,
     TorchProjection,
     as_tensor,
 )
-from manta.drafter.compute.gpu.quantised import QuantisedProjection, QuantisedWeight
-from manta.drafter.compute.layers import Activation, Linear, RMSNorm, linear_of_blocks
+from manta.drafter.compute.gpu_triton.linear.skinny_gemm import multiply
+from manta.drafter.compute.layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

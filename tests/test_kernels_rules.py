@@ -1,4 +1,5 @@
-"""The GPU's rules against `drafter/step/rules.py`: every row of a block, drafts before it counted."""
+"""The GPU's rules against `drafter/step/inputs/logits_processors.py`: every row of a block, drafts before it
+counted."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ pytest.importorskip("triton")
 
 from devices import DEVICE
 from manta import SamplingParams
-from manta.cluster.token_rules import TokenRules
-from manta.drafter.step.device.arena import Arena
-from manta.drafter.step.device.rows import SlotTables
-from manta.drafter.step.device.rule_tables import RULE_LIMITS, RuleTables, rule_entries
-from manta.drafter.step.device.rules import apply_rules as apply_rules_in_kernels
-from manta.drafter.step.rule_states import RuleStates
-from manta.drafter.step.rules import apply_rules
+from manta.cluster.request.logits_processors import TokenRules
+from manta.drafter.step.gpu_triton.inputs.arena import Arena
+from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
+from manta.drafter.step.gpu_triton.sampling.logits_processor_tables import (
+    RULE_LIMITS,
+    RuleTables,
+    rule_entries,
+)
+from manta.drafter.step.gpu_triton.sampling.logits_processors import apply_rules as apply_rules_in_kernels
+from manta.drafter.step.inputs.logits_processors import apply_rules
+from manta.drafter.step.sampling.logits_processor_states import RuleStates
 
 VOCAB, LENGTH, PROMPT = 1500, 1300, 40  # more than one chunk of columns, and of tokens
 DRAFTS = 3

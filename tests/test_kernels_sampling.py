@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 from devices import DEVICE, ON_GPU, watch_launches
-from manta.actors.targets.runners.choosing import surest_of_ranks
-from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_in_kernel
-from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
-from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace, margins_between
-from manta.drafter.step.device.sampling import sample_rows as sample_rows_in_kernels
-from manta.drafter.step.filters import filter_logits
-from manta.drafter.step.noise import negative_gumbel, noise_keys
-from manta.drafter.step.sampling import sample_rows, sample_with_margins
-from manta.drafter.step.sampling_batch import SamplingBatch
+from manta.actors.targets.runners.tp_sampling import surest_of_ranks
+from manta.drafter.step.gpu_triton.sampling.gumbel_noise import negative_gumbel as negative_gumbel_in_kernel
+from manta.drafter.step.gpu_triton.sampling.gumbel_noise import noise_keys as noise_keys_in_kernel
+from manta.drafter.step.gpu_triton.sampling.sampler import SamplingState, SamplingWorkspace, margins_between
+from manta.drafter.step.gpu_triton.sampling.sampler import sample_rows as sample_rows_in_kernels
+from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
+from manta.drafter.step.sampling.top_k_top_p import filter_logits
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 

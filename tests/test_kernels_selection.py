@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from manta.actors.targets.runners.choosing import candidates_of_ranks
-from manta.drafter.compute.eager.convolution import convolve
-from manta.drafter.compute.gpu.convolution import convolve as convolve_in_kernel
-from manta.drafter.step.candidates import candidates as candidates_of
-from manta.drafter.step.device.candidates import Candidates, find_candidates
-from manta.drafter.step.device.paths import walk_paths
-from manta.drafter.step.device.rows import StepRows as DeviceRows
-from manta.drafter.step.device.sampling import SamplingWorkspace
-from manta.drafter.step.device.sampling_state import SamplingState
-from manta.drafter.step.paths import Codebooks
-from manta.drafter.step.rows import StepRows
-from manta.drafter.step.sampling_batch import SamplingBatch
-from manta.drafter.step.selection import select_paths
+from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
+from manta.drafter.compute.eager.dynamic_convolution import convolve
+from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
+from manta.drafter.step.gpu_triton.inputs.row_layout import StepRows as DeviceRows
+from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from manta.drafter.step.gpu_triton.sampling.selector_candidates import Candidates, find_candidates
+from manta.drafter.step.gpu_triton.sampling.selector_walk import walk_paths
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.selector import select_paths
+from manta.drafter.step.sampling.selector_candidates import candidates as candidates_of
+from manta.drafter.step.sampling.selector_walk import Codebooks
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24

@@ -10,10 +10,10 @@ import torch
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.page_groups import ONE_GROUP, LayerPlace, PageGroup, PagePlan
-from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from manta.drafter.step.device import lookup
-from manta.drafter.step.device.rows import (
+from manta.cluster.pages.kv_cache_groups import ONE_GROUP, LayerPlace, PageGroup, PagePlan
+from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.step.gpu_triton import ngram_lookup as lookup
+from manta.drafter.step.gpu_triton.inputs.row_layout import (
     SlotTables,
     StepRequests,
     StepRows,
@@ -21,14 +21,14 @@ from manta.drafter.step.device.rows import (
     lay_out_rows,
     place_drafts,
 )
-from manta.drafter.step.device.sampling_state import SamplingState
-from manta.drafter.step.device.states import DeviceStates
-from manta.drafter.step.device.upload import Upload
-from manta.drafter.step.device.verification import accept_and_advance
-from manta.drafter.step.lookup import look_up as look_up_by_definition
-from manta.drafter.step.rows import by_request
-from manta.drafter.step.states import RequestStates
-from manta.drafter.step.verification import accept
+from manta.drafter.step.gpu_triton.inputs.upload import Upload
+from manta.drafter.step.gpu_triton.request_states import DeviceStates
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from manta.drafter.step.gpu_triton.verification import accept_and_advance
+from manta.drafter.step.inputs.row_layout import by_request
+from manta.drafter.step.request_states import RequestStates
+from manta.drafter.step.sampling.ngram_lookup import look_up as look_up_by_definition
+from manta.drafter.step.sampling.verification import accept
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())

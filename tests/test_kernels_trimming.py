@@ -7,8 +7,8 @@ import pytest
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.plan import Trim
 from manta.cluster.speculation.draft_trimming import survivals, trimmed
+from manta.cluster.step.scheduler_output import Trim
 from manta.jobs.doctor.cases.drafts import cut
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

@@ -19,13 +19,17 @@ import torch
 
 pytest.importorskip("triton")
 from devices import ON_GPU
-from manta.actors.targets.loading.rank import load_runner
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.plan import AdmittedRequest, SlotSampling
-from manta.drafter.compute.gpu.attention import verify_attention
-from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, rows_from_host
-from manta.drafter.compute.gpu.work import list_work
-from manta.drafter.compute.tensors import TensorFolder
+from manta.actors.targets.loading.rank_loader import load_runner
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
+    AttentionKind,
+    AttentionWorkspace,
+    rows_from_host,
+)
+from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
+from manta.drafter.compute.gpu_triton.attention.work_list import list_work
 from steps import settings
 from tiny import make_tiny_drafter, make_tiny_target
 from triton.backends.compiler import GPUTarget

@@ -15,20 +15,20 @@ import pytest
 import torch
 import transformers
 from families import DEEPSEEK_YARN, FAMILIES
-from manta.actors.chat.model import ChatModel
-from manta.actors.chat.template import ChatTemplate
+from manta.actors.chat.chat_model import ChatModel
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.tensor_parallel import Sharding
+from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import CheckpointError, PlacementError
-from manta.cluster.model_shape import Work
-from manta.cluster.planner.gpus import GPUS
-from manta.cluster.planner.layouts import Layout
-from manta.cluster.planner.pair import Demand
-from manta.cluster.planner.room import find_room
-from manta.cluster.roofline import GPUS as ROOFLINE
-from manta.drafter.compute.latent import Latents
-from manta.drafter.compute.layers import RMSNorm
-from manta.jobs.shapes import target_shape
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.memory_plan import find_room
+from manta.cluster.hardware.model_pair import Demand
+from manta.cluster.hardware.model_shape import Work
+from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.roofline import GPUS as ROOFLINE
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.mla import Latents
+from manta.jobs.plan.checkpoint_shapes import target_shape
 from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file
 from test_chat_formats import byte_tokenizer

@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from manta.actors.targets.families.plain import TENSORS
-from manta.actors.targets.loading.memory import affordable_pages, page_bytes
-from manta.actors.targets.loading.plan import plan_models
+from manta.actors.targets.families.shared.llama_like import TENSORS
+from manta.actors.targets.loading.load_plan import plan_models
+from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
 from manta.actors.targets.model.attention import Attention
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.feed_forward import GatedMLP
-from manta.actors.targets.model.parallel import Communicator, Sharding, SingleRank
-from manta.actors.targets.model.spec import LayerSpec, ModelSpec
+from manta.actors.targets.model.mlp_spec import GatedMLP
+from manta.actors.targets.model.model_spec import LayerSpec, ModelSpec
+from manta.actors.targets.model.tensor_parallel import Communicator, Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
-from manta.cluster.page_groups import plan_pages
+from manta.cluster.pages.kv_cache_groups import plan_pages
 from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.rope import RopeConfig
-from manta.drafter.step.states import RequestStates
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.layers.rope import RopeConfig
+from manta.drafter.step.request_states import RequestStates
 from steps import Steps, settings
 from test_target_parallel import ThreadRanks
 from torch import Tensor

@@ -13,19 +13,24 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, ON_GPU
-from manta.cluster.page_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu import expansion, latent
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.gpu.expansion import Expansion, ExpansionWorkspace, find_expansion
-from manta.drafter.compute.gpu.latent import latent_kind
-from manta.drafter.compute.gpu.tiles import rows_from_host
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.latent import Latents
-from manta.drafter.compute.layers import Linear, RMSNorm
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.gpu_triton.attention import mla as latent
+from manta.drafter.compute.gpu_triton.attention import mla_prefill_plan as expansion
+from manta.drafter.compute.gpu_triton.attention.attention_tiles import rows_from_host
+from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
+from manta.drafter.compute.gpu_triton.attention.mla_prefill_plan import (
+    Expansion,
+    ExpansionWorkspace,
+    find_expansion,
+)
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.layers.linear import Linear, RMSNorm
+from manta.drafter.compute.layers.mla import Latents
+from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from test_device_runner import Twins
 from tiny import make_tiny_target
 from torch import Tensor

@@ -23,14 +23,14 @@ pytest.importorskip("triton")
 from devices import DEVICE, ON_GPU, watch_launches
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.parallel import Sharding, SingleRank
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.dflash.checkpoint import load_drafter
-from manta.drafter.dflash.features import TargetFacts
 from manta.drafter.dflash.model import DFlashDrafter
+from manta.drafter.dflash.target_features import TargetFacts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

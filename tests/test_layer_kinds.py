@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.page_groups import KVGeometry, LayerPlace
+from manta.cluster.pages.kv_cache_groups import KVGeometry, LayerPlace
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
-from manta.drafter.compute.compiled.backend import CompiledBackend
+from manta.drafter.compute.cpu_fused.backend import CompiledBackend
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.loops.machine import bf16_instructions
-from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
 
 EPS = 1e-6

@@ -16,7 +16,7 @@ from manta.cluster.errors import ConfigError
 
 START = """
 import sys, subprocess
-from manta.jobs.ray_session import join_or_start_ray, join_ray
+from manta.jobs.common.ray_session import join_or_start_ray, join_ray
 import ray
 if len(sys.argv) > 1:
     join_ray(sys.argv[1], log_to_driver=False)

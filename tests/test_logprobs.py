@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.logprobs import PlaceLogprobs
+from manta.actors.engine.output_logprobs import PlaceLogprobs
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 KNOBS = {

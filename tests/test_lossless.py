@@ -26,7 +26,7 @@ from eagle3_checkpoints import speculators, write
 from families import FAMILIES, GPT_OSS_YARN
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
-from manta.drafter.compute.loops.machine import bf16_instructions
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from test_lossless_policy import MadPolicy
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target, transformers_model
 
@@ -355,7 +355,7 @@ def test_no_token_changes_where_drafts_come_and_are_cut_at_random(
     pair: Pair, reference: Reference, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight at once, every knob, log probabilities among them."""
-    monkeypatch.setattr("manta.cluster.step_controller.DraftLengthPolicy", MadPolicy)
+    monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", MadPolicy)
     asked = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
     few = pair.few_pages if "preemption" in engine else {}
     with pair.open(speculate=True, adaptive=True, **ENGINES[engine], **few) as llm:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from manta import LLM, SamplingParams
-from manta.cluster.plan import FloatArray, SchedulerOutput, Trim
 from manta.cluster.speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from manta.cluster.speculation.step_cost_model import StepLoad
+from manta.cluster.step.scheduler_output import FloatArray, SchedulerOutput, Trim
 
 PROMPTS = [{"prompt_token_ids": [1 + i, 5, 9, *range(20, 20 + 3 * i)]} for i in range(6)]
 PARAMS = [
@@ -62,7 +62,7 @@ def test_a_mad_policy_changes_no_token(
 ):
     settings = {"dtype": dtype, "attention_backend": backend, "num_threads": 1}
     plain, _, _ = tokens((tiny_qwen3, tiny_drafter), speculate=False, **settings)
-    monkeypatch.setattr("manta.cluster.step_controller.DraftLengthPolicy", MadPolicy)
+    monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", MadPolicy)
     mad, num_drafts, num_steps = tokens((tiny_qwen3, tiny_drafter), speculate=True, **settings)
     assert num_drafts > num_steps, "it drafts"
     assert mad == plain

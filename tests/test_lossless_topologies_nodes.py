@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import ray
-from manta.actors.executor import InProcessExecutor
+from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.replica import build_app
-from manta.actors.workers import room
+from manta.actors.workers.base import ray_resources as room
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import Topology, total
-from manta.cluster.request import Request, SamplingParams
+from manta.cluster.fleet.placement import Topology, total
+from manta.cluster.request.request import Request, SamplingParams
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table

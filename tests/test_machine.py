@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manta.actors import control_groups, machine
+from manta.actors.system import cgroups as control_groups
+from manta.actors.system import host_resources as machine
 
 GIB = 2**30
 
@@ -110,7 +111,7 @@ def test_a_real_quota_is_found(quota_of_half_a_core: Path) -> None:
     script = f"""
 import os, pathlib
 pathlib.Path({str(quota_of_half_a_core)!r}, "cgroup.procs").write_text(str(os.getpid()))
-from manta.actors.machine import owned_cores
+from manta.actors.system.host_resources import owned_cores
 raise SystemExit(owned_cores())
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 1

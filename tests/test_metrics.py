@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.engine_figures import engine_values
-from manta.actors.http.settings import ServerSettings
-from manta.actors.telemetry import Telemetry
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.observability.engine_metrics import engine_values
+from manta.actors.observability.telemetry import Telemetry
 from manta.cluster.config import EngineConfig
-from manta.cluster.label_values import LabelValues
-from manta.cluster.metrics import CATALOGUE
-from manta.cluster.plan import DrafterUse
+from manta.cluster.metrics.bounded_labels import LabelValues
+from manta.cluster.metrics.engine_metrics import CATALOGUE
+from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_server import SURVIVAL, simulated
 from text_pair import LiveServer, make_text_pair
@@ -342,7 +342,7 @@ def test_the_lines_that_people_search_for_are_logged_while_something_happens(
 ) -> None:
     telemetry = Telemetry(server.engine, "tiny", "0")
     before = server.engine.stats()
-    with caplog.at_level(logging.INFO, logger="manta.actors.telemetry"):
+    with caplog.at_level(logging.INFO, logger="manta.actors.observability.telemetry"):
         assert telemetry._report(before) == before and not caplog.records, "silence is not news"
         http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 64, "ignore_eos": True})
         telemetry._report(before)

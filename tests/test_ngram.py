@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.loading.rank_loader import load_runner
 from steps import Steps, settings
 from test_grammars import held_by
 from test_target_parallel import ThreadRank, ThreadRanks

@@ -14,9 +14,9 @@ import httpx
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from manta.drafter.step import choice
+from manta.drafter.step.sampling import gumbel_argmax as choice
 from safetensors.torch import load_file, save_file
 from test_device_runner import PLACE
 from text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
@@ -115,7 +115,7 @@ def test_a_nan_in_the_head_never_becomes_a_token(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_loops_know_numbers_as_their_definition_does(dtype: torch.dtype) -> None:
-    loops = pytest.importorskip("manta.drafter.step.loops.choice")
+    loops = pytest.importorskip("manta.drafter.step.cpu_numba.gumbel_argmax")
     z = torch.randn(9, 1003, generator=torch.Generator().manual_seed(0)).to(dtype)
     for row, value in enumerate((math.nan, -math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0)):
         z[row, 500 + row] = value

@@ -55,7 +55,7 @@ def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
             for path in (ROOT / floor).rglob("*")
             if path.is_file() and path.suffix not in (".py", ".pyc")
         }
-        assert "jobs/pictures/page.html" in data
+        assert "jobs/charts/page.html" in data
         assert {f"manta/{name}" for name in data} <= set(wheel.namelist())
         shipped = {
             path.relative_to(ROOT).as_posix()

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.operators import DEFINITION
-from manta.drafter.step.paths import Codebooks
-from manta.drafter.step.rows import StepRows
-from manta.drafter.step.sampling_batch import SamplingBatch
-from manta.drafter.step.selection import select_paths
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.selector import select_paths
+from manta.drafter.step.sampling.selector_walk import Codebooks
+from manta.drafter.step.sampling.step_ops import DEFINITION
 
 VOCAB = 120
 KNOBS = {  # temperature, top-k, top-p, min-p

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import (
+from manta.cluster.fleet.placement import (
     CPUS_PER_CPU_WORKER,
     Demand,
     NodeRoom,

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from manta.actors.http.settings import split_settings
+from manta.actors.http.config.settings import split_settings
 from manta.actors.targets.families import read_model
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
-from manta.cluster.planner.pair import Pair
+from manta.cluster.hardware.model_pair import Pair
 from manta.jobs.cli import app
-from manta.jobs.plan.run import PlanOptions, make_plan
-from manta.jobs.settings import engine_config, read_settings
-from manta.jobs.shapes import target_shape
+from manta.jobs.common.config_loading import engine_config, read_settings
+from manta.jobs.plan.checkpoint_shapes import target_shape
+from manta.jobs.plan.make_plan import PlanOptions, make_plan
 from typer.testing import CliRunner
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())

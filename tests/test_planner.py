@@ -11,25 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.targets.families import FAMILIES, read_model
-from manta.actors.targets.loading.memory import page_bytes as engine_page_bytes
-from manta.actors.targets.loading.plan import plan_models
-from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import Axis, ModelSpec
-from manta.cluster.acceptance import survival_of_length
+from manta.actors.targets.loading.load_plan import plan_models
+from manta.actors.targets.loading.memory_budget import page_bytes as engine_page_bytes
+from manta.actors.targets.model.model_spec import Axis, ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
-from manta.cluster.planner.choice import check_fitting, choose
+from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
+from manta.cluster.hardware.memory_plan import PAGE_SIZE, find_room, page_bytes, page_plan
+from manta.cluster.hardware.model_pair import Demand
+from manta.cluster.hardware.parallel_layouts import TP_SIZES, Layout, layouts
+from manta.cluster.hardware.roofline import Roofline
+from manta.cluster.hardware.step_time import StepTimes
 from manta.cluster.planner.estimates import Estimate, Misfit, estimate
-from manta.cluster.planner.gpus import GPUS, find_gpu
-from manta.cluster.planner.layouts import TP_SIZES, Layout, layouts
-from manta.cluster.planner.pair import Demand
-from manta.cluster.planner.playing import Arrival, Played, Slo, play
-from manta.cluster.planner.room import PAGE_SIZE, find_room, page_bytes, page_plan
-from manta.cluster.planner.step_time import StepTimes
-from manta.cluster.roofline import Roofline
+from manta.cluster.planner.layout_choice import check_fitting, choose
+from manta.cluster.simulation.trace_replay import Arrival, Played, Slo, play
+from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
-from manta.jobs.plan.models import ReadPair, read_pair
+from manta.jobs.plan.pair_reader import ReadPair, read_pair
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]

@@ -6,20 +6,25 @@ from dataclasses import replace
 
 import pytest
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.memory import affordable_pages, affordable_states, page_bytes, state_bytes
-from manta.actors.targets.loading.plan import LoadPlan, plan_models
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_models
+from manta.actors.targets.loading.memory_budget import (
+    affordable_pages,
+    affordable_states,
+    page_bytes,
+    state_bytes,
+)
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.model_shape import LayerShape, ModelShape
-from manta.cluster.plan import StepTimings
-from manta.cluster.planner.gpus import GPUS
-from manta.cluster.planner.layouts import Layout
-from manta.cluster.planner.pair import Demand, Pair
-from manta.cluster.planner.room import MAX_NUM_SEQS, find_room
-from manta.cluster.planner.simulated_engine import simulated_engine, simulated_request
-from manta.cluster.planner.step_time import StepTimes
-from manta.cluster.state_shape import StateGeometry
-from manta.jobs.shapes import target_shape
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, find_room
+from manta.cluster.hardware.model_pair import Demand, Pair
+from manta.cluster.hardware.model_shape import LayerShape, ModelShape
+from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.step_time import StepTimes
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.simulation.simulated_engine import simulated_engine, simulated_request
+from manta.cluster.step.scheduler_output import StepTimings
+from manta.jobs.plan.checkpoint_shapes import target_shape
 from tiny import make_tiny_target
 
 FULL = LayerShape(heads=24, kv_heads=4, head_dim=256, v_head_dim=256, inter=17408, gated=True)

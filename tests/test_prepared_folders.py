@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 from batch_outputs import results, spec
-from manta.actors.batch.batch_store import BatchStore
-from manta.actors.batch.file_store import FileStore
-from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.runs import earlier, remove_earlier
-from manta.actors.batch.storage import Storage
-from manta.actors.batch.writer import RowWriter
-from manta.actors.capture.store import SegmentRing
-from manta.actors.files import write_whole
-from manta.cluster.caller import SERVER
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.ledger.job_runs import earlier, remove_earlier
+from manta.actors.batch.ledger.ledger import Ledger
+from manta.actors.batch.ledger.row_writer import RowWriter
+from manta.actors.batch.openai.batch_store import BatchStore
+from manta.actors.batch.openai.file_store import FileStore
+from manta.actors.capture.segment_ring import SegmentRing
+from manta.actors.system.atomic_files import write_whole
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
+from manta.cluster.request.caller import SERVER
 
 NUM_ROWS = 20
 MINE = "nobody else's"
@@ -140,9 +140,9 @@ def test_a_link_in_an_output_is_refused_and_not_followed(
     prepare: Callable[[Path, Path], None], folder: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(folder, victim)
-    monkeypatch.setattr("manta.actors.batch.writer.GIVE_UP_S", 0.0)
-    monkeypatch.setattr("manta.actors.batch.writer.RETRY_S", 0.0)
-    monkeypatch.setattr("manta.actors.batch.ledger.GIVE_UP_S", 0.0)
+    monkeypatch.setattr("manta.actors.batch.ledger.row_writer.GIVE_UP_S", 0.0)
+    monkeypatch.setattr("manta.actors.batch.ledger.row_writer.RETRY_S", 0.0)
+    monkeypatch.setattr("manta.actors.batch.ledger.ledger.GIVE_UP_S", 0.0)
     with pytest.raises(MantaError, match="is a link, or no regular file"):
         go_on(folder)
     assert untouched(victim)

@@ -8,7 +8,7 @@ import sys
 import time
 
 import torch
-from manta.actors.workers import process_group
+from manta.actors.workers.comm import process_group
 
 WORKER = """
 import json, os, signal, sys

@@ -8,9 +8,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from manta.actors.waiting import Wait, counting_on_terminal
-from manta.jobs.progress import TimeLeft
-from manta.jobs.simulate.node import NodeOptions, run_node
+from manta.actors.system.wait_messages import Wait, counting_on_terminal
+from manta.jobs.common.progress import TimeLeft
+from manta.jobs.simulate.node_run import NodeOptions, run_node
 
 PAIR = Path(__file__).parent.parent / "docs" / "benchmarks" / "qwen3-8b"
 
@@ -32,8 +32,8 @@ def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
 def test_a_simulated_node_counts_all_that_it_plays(
     load: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("manta.jobs.progress.FIRST_S", 0.0)
-    monkeypatch.setattr("manta.jobs.progress.INTERVAL_S", 0.0)
+    monkeypatch.setattr("manta.jobs.common.progress.FIRST_S", 0.0)
+    monkeypatch.setattr("manta.jobs.common.progress.INTERVAL_S", 0.0)
     run_node(
         NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(4, 8), max_model_len=2048, **load)
     )

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.row_reader import Row
-from manta.actors.batch.rows import Layout
-from manta.actors.engine import AsyncEngine
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.settings import ServerSettings
-from manta.actors.prompts import Chat, EncodedPrompt
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.row_answerer import RowAnswerer
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.tokenization.generation_config import GenerationDefaults
+from manta.actors.tokenization.prompts import Chat, EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from text_pair import LiveServer, make_text_pair

@@ -6,10 +6,10 @@ import re
 
 import pytest
 from manta.actors.targets.families import FAMILIES
-from manta.cluster.planner.gpus import GPUS
-from manta.cluster.planner.layouts import Layout
-from manta.cluster.planner.step_time import StepTimes
-from manta.jobs.shapes import target_shape
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.step_time import StepTimes
+from manta.jobs.plan.checkpoint_shapes import target_shape
 from published import CONFIGS, GUIDE, TARGETS, Target, kv_by_window, num_params, pair_of, spec_of, with_table
 
 SERVED = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

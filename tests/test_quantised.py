@@ -14,10 +14,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from manta.actors.targets.loading.plan import plan_load
+from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import SpeculativeConfig
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.gpu.quantised import QuantisedWeight
+from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight
 from safetensors.torch import load_file, save_file
 from steps import settings
 from test_device_runner import CASES, opened

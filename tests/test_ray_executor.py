@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manta.actors.executor import InProcessExecutor, make_executor
+from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
-from manta.cluster.request import Request, SamplingParams
+from manta.cluster.request.request import Request, SamplingParams
 from tiny import TINY_VOCAB
 
 pytestmark = pytest.mark.usefixtures("ray_session")

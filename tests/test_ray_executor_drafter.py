@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manta.actors.executor import InProcessExecutor
-from manta.actors.workers import drafter_process
+from manta.actors.engine.uniproc_executor import InProcessExecutor
+from manta.actors.workers.drafter import drafter_process
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.request import Request, SamplingParams
+from manta.cluster.request.request import Request, SamplingParams
 from test_ray_executor import BASE, alive, wait_until
 from tiny import TINY_VOCAB, make_tiny_drafter
 

@@ -15,7 +15,7 @@ from benchmarks.shared_drafter import (
 )
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.plan import DrafterUse
+from manta.cluster.step.scheduler_output import DrafterUse
 
 
 def test_figures_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.simulate.ray_scaling import OngoingRequests, RayScaling, RaySettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.autoscaling import POLICY, SpeculativeScaling, scaling_options
-from manta.actors.http.settings import parse_replicas
-from manta.cluster.autoscaling import ScalingRules
+from manta.actors.http.config.settings import parse_replicas
+from manta.actors.serve.autoscaling_policy import POLICY, SpeculativeScaling, scaling_options
 from manta.cluster.errors import ConfigError
-from manta.cluster.replica_figures import ReplicaFigures
+from manta.cluster.fleet.autoscaling import ScalingRules
+from manta.cluster.fleet.replica_stats import ReplicaFigures
 from ray.serve import autoscaling_policy as rays
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue

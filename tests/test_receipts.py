@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 import pytest
 from cluster_checker import make_info, make_request
-from manta.actors.asker import Asker
-from manta.actors.http.settings import ServerSettings
-from manta.actors.receipts import read_receipts
+from manta.actors.engine.tenant import Asker
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.observability.usage_store import read_receipts
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import ConfigError, RequestError
-from manta.cluster.label_values import NONE, OTHER, Account
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
-from manta.cluster.spending import Spent
+from manta.cluster.metrics.bounded_labels import NONE, OTHER, Account
+from manta.cluster.scheduler.usage_meter import Spent
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import app
 from simulated_server import simulated
 from spending_engine import ACME, NOON, SOME, SpendingEngine, keeper

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.sampling import sample_rows
-from manta.drafter.step.sampling_batch import SamplingBatch
-from manta.jobs.training.chat import render_chat
-from manta.jobs.training.continuations import Question
-from manta.jobs.training.corpus import is_held_out
-from manta.jobs.training.cuts import CATEGORIES
-from manta.jobs.training.frozen_target import FrozenTarget
-from manta.jobs.training.model import TrainableDrafter
-from manta.jobs.training.offline import BlockProposals
-from manta.jobs.training.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.sampler import sample_rows
+from manta.jobs.training.data.chat_samples import render_chat
+from manta.jobs.training.data.continuations import Question
+from manta.jobs.training.data.corpus import is_held_out
+from manta.jobs.training.data.prompt_cuts import CATEGORIES
+from manta.jobs.training.data.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
+from manta.jobs.training.heads.dflash_module import TrainableDrafter
+from manta.jobs.training.heads.frozen_target import FrozenTarget
+from manta.jobs.training.heads.offline_proposals import BlockProposals
 from manta.models.recipe.cards import PairFacts, RunFacts, figures_table, write_cards
 from manta.models.recipe.evaluate import (
     Figures,

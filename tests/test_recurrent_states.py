@@ -1,8 +1,9 @@
 """A worker's states, driven by real plans: whatever is drafted, saved, copied and preempted, a row reads what
 it reads in one pass over its whole sequence.
 
-The scheduler is real, and so are the books on both sides, the memory and the layer (`eager/recurrent.py`);
-only tokens are simulated. What the layer itself means is tested in `test_delta_net.py`.
+The scheduler is real, and so are the books on both sides, the memory and the layer
+(`compute/eager/gated_delta_net.py`); only tokens are simulated. What the layer itself means is tested in
+`test_delta_net.py`.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from cluster_checker import CheckingExecutor, Outputs, add, expected, make_info
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.page_groups import KVGeometry
-from manta.cluster.plan import SchedulerOutput, StateEntry, StateSaves, StepResult
-from manta.cluster.state_shape import StateGeometry
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, StateSaves, StepResult
 from manta.drafter.compute.backend import PlacedRows
-from manta.drafter.compute.eager.attention_batch import TorchPass
-from manta.drafter.compute.eager.recurrent import TorchDeltaNet
-from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.recurrent import DeltaNetShape
-from manta.drafter.compute.state_memory import StateMemory, StateRows
-from manta.drafter.step.recurrent import RecurrentStates
-from manta.drafter.step.rows import StepRequests
+from manta.drafter.compute.eager.attention_metadata import TorchPass
+from manta.drafter.compute.eager.gated_delta_net import TorchDeltaNet
+from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
+from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
+from manta.drafter.step.inputs.row_layout import StepRequests
+from manta.drafter.step.recurrent_states import RecurrentStates
 from test_cluster_properties import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close

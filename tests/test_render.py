@@ -16,11 +16,11 @@ import jsonschema
 import pytest
 import typer.main
 import yaml
-from manta.actors.http.settings import split_settings
+from manta.actors.http.config.settings import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import render_document
-from manta.jobs.render.pins import ENVIRONMENT
+from manta.jobs.render.versions import ENVIRONMENT
 
 SCHEMAS = Path(__file__).parent / "kuberay"
 BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "--prompt-column", "question"]

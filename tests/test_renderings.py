@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.answering import RowAnswerer
-from manta.actors.batch.row_reader import Row
-from manta.actors.batch.rows import Layout
-from manta.actors.engine import AsyncEngine
+from manta.actors.batch.dataset.row_reader import Row
+from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.row_answerer import RowAnswerer
+from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.settings import ServerSettings
-from manta.actors.surrogates import without_surrogates
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.tokenization.generation_config import GenerationDefaults
+from manta.actors.tokenization.surrogates import without_surrogates
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from role_templates import NO_TOOLS, ROLE_TEMPLATES

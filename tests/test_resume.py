@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine, run
-from manta.actors.executor import InProcessExecutor
-from manta.cluster.engine import Engine, SequenceUpdate
+from manta.actors.engine.uniproc_executor import InProcessExecutor
+from manta.cluster.engine.engine_core import Engine, SequenceUpdate
 from manta.cluster.errors import RequestError, UnprocessableError
-from manta.cluster.request import Request, SamplingParams
+from manta.cluster.request.request import Request, SamplingParams
 from steps import settings
 
 INFO = make_info()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from manta.cluster.acceptance import (
+from manta.cluster.errors import ConfigError
+from manta.cluster.hardware.model_shape import ExpertShape, LayerShape, ModelShape
+from manta.cluster.hardware.roofline import GPUS, Device, Roofline
+from manta.cluster.speculation.acceptance_length import (
     check_survival,
     expected_acceptance_length,
     geometric_survival,
     mean_acceptance_length,
 )
-from manta.cluster.errors import ConfigError
-from manta.cluster.model_shape import ExpertShape, LayerShape, ModelShape
-from manta.cluster.roofline import GPUS, Device, Roofline
 
 SHAPE = {"hidden": 4096, "inter": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 151936}
 TARGET = ModelShape.dense(**SHAPE, layers=36)

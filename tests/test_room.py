@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from manta.actors.machine import free_port
 from manta.actors.replica import DEPLOYMENT, build_app
-from manta.actors.workers import room
+from manta.actors.system.host_resources import free_port
+from manta.actors.workers.base import ray_resources as room
 from manta.cluster.errors import PlacementError
-from manta.jobs import serve as serving
-from manta.jobs.serve import ServeOptions, start_server
+from manta.jobs.serve import server as serving
+from manta.jobs.serve.server import ServeOptions, start_server
 from ray import serve
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from text_pair import make_text_pair

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, Routed
+from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.blocks.mlp import make_mlp
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.eager.routing import choose
-from manta.drafter.compute.experts import Experts, ExpertWeights, Router, RouterWeights
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.mlps import make_mlp
+from manta.drafter.compute.eager.moe_routing import choose
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.moe import Experts, ExpertWeights, Router, RouterWeights
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.feed_forward import GatedMLP, RoutedMLP
+from manta.actors.targets.model.mlp_spec import GatedMLP, RoutedMLP
 from manta.actors.targets.model.mlp_weights import DenseTensors, RoutedTensors
-from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import TensorRule
+from manta.actors.targets.model.model_spec import TensorRule
+from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.experts import ExpertWeights
+from manta.drafter.compute.layers.moe import ExpertWeights
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_target
 

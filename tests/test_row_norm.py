@@ -12,13 +12,13 @@ import pytest
 import torch
 from devices import DEVICE
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.parallel import Sharding, SingleRank
-from manta.actors.targets.model.row_norm import RowNorm
+from manta.actors.targets.model.cross_rank_norm import RowNorm
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.layers.linear import RMSNorm
 from tiny import make_tiny_target
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], torch.device]] = {

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.executor import InProcessExecutor, make_executor
-from manta.actors.targets.runners.host import DraftSource, StepRunner
-from manta.actors.targets.runners.local_drafts import LocalDrafts
+from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
+from manta.actors.targets.runners.colocated_drafter import LocalDrafts
+from manta.actors.targets.runners.cpu_runner import DraftSource, StepRunner
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import EngineDeadError
-from manta.cluster.plan import SchedulerOutput
-from manta.cluster.request import Request, SamplingParams
-from manta.drafter.step.proposals import Proposals
-from manta.drafter.step.rows import StepRows
-from manta.drafter.step.states import RequestStates
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.request_states import RequestStates
 from oracle_dflash import Oracle, decode, gumbel
 from safetensors.torch import load_file
 from steps import GREEDY, Steps, open_runner, settings

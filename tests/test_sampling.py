@@ -7,18 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.filters import filter_logits
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.noise import (
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.inputs.gumbel_noise import (
     FACTOR_2,
     GREATEST_NEGATIVE,
     negative_gumbel,
     noise_bits,
     noise_keys,
 )
-from manta.drafter.step.operators import DEFINITION, StepOperators
-from manta.drafter.step.sampling import sample_rows, sample_with_margins
-from manta.drafter.step.sampling_batch import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
+from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
+from manta.drafter.step.sampling.top_k_top_p import filter_logits
 
 from . import oracle_dflash as oracle
 

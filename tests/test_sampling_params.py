@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.errors import RequestError
-from manta.cluster.grammar import StructuredOutputsParams
+from manta.cluster.request.structured_outputs import StructuredOutputsParams
 from text_pair import make_text_pair
 
 FIELDS = [field.name for field in fields(SamplingParams)]

@@ -18,11 +18,11 @@ import openai
 import pytest
 import ray
 import yaml
-from manta.actors.machine import free_port
 from manta.actors.replica import build_app
+from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.jobs.cli import app
-from manta.jobs.serve import ServeOptions, Server, start_server
+from manta.jobs.serve.server import ServeOptions, Server, start_server
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
 from text_pair import make_text_pair

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from manta.actors.http.settings import split_models
+from manta.actors.http.config.settings import split_models
 from manta.cluster.errors import CheckpointError
-from manta.jobs.serve_imports import check_models
+from manta.jobs.serve.preloaded_imports import check_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = {
@@ -27,8 +27,8 @@ def modules_after(code: str) -> set[str]:
 
 def test_checkpoints_are_found_without_pytorch_and_ray() -> None:
     modules = modules_after(
-        "from manta.actors.http.settings import split_models\n"
-        "from manta.jobs.serve import find_checkpoints\n"
+        "from manta.actors.http.config.settings import split_models\n"
+        "from manta.jobs.serve.server import find_checkpoints\n"
         f"find_checkpoints(split_models({PAIR!r})[0][0])"
     )
     assert not modules & {"torch", "ray", "numpy", "pyarrow", "transformers"}
@@ -45,7 +45,7 @@ def test_fork_servers_import_all_but_ray() -> None:
 
 
 def test_serve_does_without_pandas_and_others_have_it() -> None:
-    serve = "from manta.jobs.serve_imports import ServeWithoutPandas as W\nW.install()\nimport ray.serve\n"
+    serve = "from manta.jobs.serve.preloaded_imports import ServeWithoutPandas as W\nW.install()\nimport ray.serve\n"
     assert "pandas" not in modules_after(serve)
     assert "pandas" in modules_after(serve + "import pandas")
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import ray
 from benchmarks.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
-from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet_metrics import SCALING_CATALOGUE
+from manta.cluster.fleet.autoscaling import ScalingRules
+from manta.cluster.metrics.fleet_metrics import SCALING_CATALOGUE
 from prometheus_client.parser import text_string_to_metric_families
 from text_pair import make_text_pair
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from manta.actors.machine import free_port
+from manta.actors.system.host_resources import free_port
 from text_pair import make_text_pair
 
 WAIT_S = 120.0

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import ROOT
 from manta import LLM, SamplingParams
-from manta.actors.outputs import RequestOutput
-from manta.actors.tokenizer import Tokenizer
-from manta.drafter.compute.invariance import rows_are_invariant
-from manta.drafter.compute.loops.backend import CpuBackend
-from manta.drafter.compute.loops.machine import bf16_instructions
+from manta.actors.engine.output_processor import RequestOutput
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.drafter.compute.batch_invariance import rows_are_invariant
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 
 NUM_TOKENS = 48
 

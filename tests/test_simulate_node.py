@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manta.cluster.acceptance import survival_of_length
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
 from manta.cluster.errors import ConfigError, PlacementError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
-from manta.cluster.planner.driven import DrivenEngine
-from manta.cluster.planner.gpus import GPUS, Gpu, Link
-from manta.cluster.planner.loads import closed_loop, open_loop
-from manta.cluster.planner.pair import Pair
-from manta.cluster.planner.pareto import frontier, throughput_at
-from manta.cluster.planner.plan_cost import PlanCost
-from manta.cluster.planner.step_time import LAUNCH_S
-from manta.cluster.planner.texts import Texts
-from manta.cluster.roofline import Device
-from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.hardware.gpu_specs import GPUS, Gpu, Link
+from manta.cluster.hardware.model_pair import Pair
+from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
+from manta.cluster.hardware.roofline import Device
+from manta.cluster.hardware.step_time import LAUNCH_S
+from manta.cluster.planner.pareto_frontier import frontier, throughput_at
+from manta.cluster.simulation.acceptance_mix import Texts
+from manta.cluster.simulation.load_driver import DrivenEngine
+from manta.cluster.simulation.load_generator import closed_loop, open_loop
+from manta.cluster.simulation.roofline_step_cost import PlanCost
+from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
+from manta.cluster.speculation.acceptance_length import survival_of_length
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.executor import ExecutorInfo
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
-from manta.jobs.simulate.subjects import Drafting, NodeEngine, node_engines
+from manta.jobs.simulate.node_engines import Drafting, NodeEngine, node_engines
 from manta.jobs.simulate.workload import Workload
 
 TARGET = ModelShape.dense(

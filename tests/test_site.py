@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from benchmarks.cli import app as benchmarks
 from conftest import ROOT
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
-from manta.cluster.metrics import CATALOGUE
+from manta.cluster.metrics.engine_metrics import CATALOGUE
+from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
 from manta.jobs.cli import app
-from manta.jobs.reference.commands import commands, commands_page
-from manta.jobs.reference.metrics import metrics_page
-from manta.jobs.reference.python import python_page
-from manta.jobs.reference.routes import routes_page
-from manta.jobs.reference.settings import settings_page
+from manta.jobs.docs_reference.commands import commands, commands_page
+from manta.jobs.docs_reference.http_routes import routes_page
+from manta.jobs.docs_reference.metrics import metrics_page
+from manta.jobs.docs_reference.python_api import python_page
+from manta.jobs.docs_reference.settings import settings_page
 from typer.main import get_command
 
 # mkdocs as `make docs` runs it, in a process that ends when anybody is called by name or address.

@@ -17,16 +17,16 @@ from abuse_readers import STREAMS, Reader, never_read
 from gateway_stand import GatewayStand
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.http import run as running
-from manta.actors.http.settings import ServerSettings
-from manta.actors.logprobs import OutputLogprobs
-from manta.actors.outputs import CompletionOutput, RequestTracker
-from manta.actors.prompts import EncodedPrompt
-from manta.actors.unread import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
+from manta.actors.engine.output_logprobs import OutputLogprobs
+from manta.actors.engine.output_processor import CompletionOutput, RequestTracker
+from manta.actors.engine.unread_outputs import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation import request_run as running
+from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
-from manta.cluster.logprobs import TokenLogprobs
-from manta.cluster.outcome import SequenceUpdate
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.logprobs import TokenLogprobs
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.step.step_outcome import SequenceUpdate
 from probed_server import ProbedServer, keep_little, make_executor
 from text_pair import LiveServer
 

@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch.identity import settings_identity
-from manta.actors.encoding import PromptEncoder
-from manta.actors.prompts import Chat, encode_prompt, load_tokenizer
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.batch.ledger.fingerprints import settings_identity
+from manta.actors.tokenization.async_prompt_encoder import PromptEncoder
+from manta.actors.tokenization.prompts import Chat, encode_prompt, load_tokenizer
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 

@@ -16,19 +16,19 @@ import torch
 pytest.importorskip("triton")
 
 from devices import watch_launches
-from manta.actors.targets.loading.plan import LoadPlan, plan_load
-from manta.actors.targets.loading.rank import Checkpoints, start_runner
-from manta.actors.targets.model.parallel import SingleRank
-from manta.actors.workers import drafter_link
-from manta.actors.workers.device_drafter import DeviceSeat
-from manta.actors.workers.drafter_seat import LoadedDrafter, Seat
-from manta.actors.workers.drafter_server import DrafterServer
-from manta.actors.workers.ends import Waiter
-from manta.actors.workers.link_messages import Hello
-from manta.actors.workers.split_drafter import RemoteDrafts, SplitRunner
-from manta.cluster.plan import SchedulerOutput, StepResult, Trim
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.targets.loading.rank_loader import Checkpoints, start_runner
+from manta.actors.targets.model.tensor_parallel import SingleRank
+from manta.actors.workers.drafter import drafter_client as drafter_link
+from manta.actors.workers.drafter.drafter_protocol import Hello
+from manta.actors.workers.drafter.drafter_server import DrafterServer
+from manta.actors.workers.drafter.drafter_session import LoadedDrafter, Seat
+from manta.actors.workers.drafter.gpu_drafter_session import DeviceSeat
+from manta.actors.workers.drafter.remote_drafter import RemoteDrafts, SplitRunner
+from manta.actors.workers.shm.endpoint import Waiter
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from manta.drafter.compute.backend import Backend
-from manta.drafter.step.proposals import Proposals
+from manta.drafter.step.inputs.proposals import Proposals
 from steps import GREEDY, Steps, open_runner, settings
 from tiny import make_tiny_drafter
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.drafter.grammars.masks import RowMasks
-from manta.drafter.step.lookup import look_up
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.noise import negative_gumbel, noise_keys
-from manta.drafter.step.operators import DEFINITION, StepOperators
+from manta.drafter.grammars.token_bitmasks import RowMasks
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
+from manta.drafter.step.sampling.ngram_lookup import look_up
+from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
 BOTH: tuple[StepOperators, ...] = (DEFINITION, LOOPS)
 SLOTS, MAX_LEN, PAGE_SIZE = 7, 40, 8

@@ -16,20 +16,20 @@ import orjson
 import pytest
 from cluster_checker import make_info, make_request
 from gateway_stand import GatewayStand
-from manta.actors.engine import AsyncEngine
-from manta.actors.executor import make_executor
-from manta.actors.http.errors import ENGINE_DEAD
-from manta.actors.http.settings import ServerSettings
-from manta.actors.prompts import EncodedPrompt
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.wire.errors import ENGINE_DEAD
+from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatch
 from manta.cluster.errors import EngineDeadError, EngineStalledError
-from manta.cluster.executor import Executor
-from manta.cluster.plan import StepResult
-from manta.cluster.request import SamplingParams
-from manta.cluster.simulator import SimulatedExecutor
-from manta.cluster.step_watch import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatch
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.step.executor import Executor
+from manta.cluster.step.scheduler_output import StepResult
 from passing_executor import PassingExecutor
 from text_pair import LiveServer, make_text_pair
 

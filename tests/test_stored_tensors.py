@@ -13,9 +13,9 @@ import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.weights import open_checkpoint
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import check_drafter
-from manta.drafter.dflash.features import TargetFacts
+from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import check_eagle3
 from safetensors.torch import load_file, save_file
 from tiny import TINY_VOCAB

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from manta.actors.structural_tags import MAX_DEPTH, lark_of_tags
+from manta.actors.structured_outputs.structural_tags import MAX_DEPTH, lark_of_tags
 from manta.cluster.errors import RequestError
 
 

@@ -10,13 +10,13 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.call_arguments import read_object
-from manta.actors.chat.formats import CALLS
-from manta.actors.chat.splitter import Splitter
-from manta.actors.http import json_slices
-from manta.actors.http.json_slices import loads_in_slices
-from manta.actors.special_tokens import map_texts
-from manta.actors.surrogates import loads, without_surrogates
+from manta.actors.chat.chat_formats import CALLS
+from manta.actors.chat.stream_parser import Splitter
+from manta.actors.http.wire import incremental_json as json_slices
+from manta.actors.http.wire.incremental_json import loads_in_slices
+from manta.actors.tokenization.call_arguments import read_object
+from manta.actors.tokenization.special_tokens import map_texts
+from manta.actors.tokenization.surrogates import loads, without_surrogates
 
 HALVES = {
     "high": ("\ud800", "\ufffd"),

@@ -12,14 +12,14 @@ import torch
 from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.parallel import Sharding, SingleRank
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.step.scheduler_output import SchedulerOutput
 from manta.drafter.compute.backend import PlacedRows
-from manta.drafter.compute.layers import RMSNorm
-from manta.drafter.compute.state_memory import StateMemory, StateRows
-from manta.drafter.step.states import RequestStates
+from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
+from manta.drafter.step.request_states import RequestStates
 from steps import Steps
 from tiny import TINY_VOCAB, make_tiny_target, transformers_model
 

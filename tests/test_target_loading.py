@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.actors.checkpoints import resolve_checkpoint
-from manta.actors.targets.loading import backends, cpu_ways, memory, warm_up
-from manta.actors.targets.loading import plan as load_plan
-from manta.actors.targets.loading import rank as loading
-from manta.actors.targets.loading.rank import load_runner, plan_load
+from manta.actors.targets.loading import backend_selection as backends
+from manta.actors.targets.loading import cpu_autotune as cpu_ways
+from manta.actors.targets.loading import load_plan
+from manta.actors.targets.loading import memory_budget as memory
+from manta.actors.targets.loading import rank_loader as loading
+from manta.actors.targets.loading import warmup as warm_up
+from manta.actors.targets.loading.rank_loader import load_runner, plan_load
 from manta.actors.targets.model.weights import TargetWeights
-from manta.actors.targets.runners.host import StepRunner
-from manta.actors.targets.runners.runner import Runner
+from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.runner_interface import Runner
+from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.compiled import backend as compiled_backend
-from manta.drafter.compute.loops.machine import Instructions
+from manta.drafter.compute.cpu_fused import backend as compiled_backend
+from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from steps import settings
 from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
@@ -304,7 +307,7 @@ def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
 ) -> None:
     """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""
     pytest.importorskip("triton")
-    from manta.actors.targets.runners.device import DeviceRunner
+    from manta.actors.targets.runners.gpu_runner import DeviceRunner
 
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 1}
     small = {"max_num_seqs": 3, "max_model_len": 6, "max_num_batched_tokens": 9, "num_pages": 3}

@@ -14,16 +14,16 @@ import torch
 from eagle3_checkpoints import speculators, write
 from families import FAMILIES
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.model.attention import Attention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
-from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
-from manta.actors.targets.model.spec import ModelSpec
+from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.layers import Linear
-from manta.drafter.step.proposals import Proposals
+from manta.drafter.compute.layers.linear import Linear
+from manta.drafter.step.inputs.proposals import Proposals
 from steps import Steps, settings
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from manta.drafter.compute.compiled.team_size import (
+from manta.drafter.compute.cpu_fused.threads.thread_team_size import (
     LIMIT,
     NUM_SIZE_LINES,
     begin_sizes,
@@ -17,7 +17,7 @@ from manta.drafter.compute.compiled.team_size import (
     size_now,
     try_out,
 )
-from manta.drafter.compute.loops.machine import bf16_instructions
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 
 pytestmark = [
     pytest.mark.quiet,
@@ -105,8 +105,8 @@ SCRIPT = """
 import os, time, torch
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
-from manta.drafter.compute.compiled.products import PackedLinear
-from manta.drafter.compute.compiled.team import process_team
+from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
+from manta.drafter.compute.cpu_fused.threads.thread_team import process_team
 torch.set_num_threads(1)
 layer = PackedLinear(torch.randn(2048, 1024).bfloat16(), None, 2)
 x = torch.randn(16, 1024).bfloat16()

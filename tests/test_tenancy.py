@@ -14,13 +14,13 @@ import httpx
 import pytest
 from gateway_stand import GatewayStand
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.fleet import Fleet, ServedModel
+from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
-from manta.actors.http.keys import Keys, behind_gateway, read_caller, told_caller, with_keys
-from manta.actors.http.settings import ServerSettings
-from manta.cluster.caller import Caller, domain_of, owner_of
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.middleware.api_keys import Keys, behind_gateway, read_caller, told_caller, with_keys
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.cluster.request.caller import Caller, domain_of, owner_of
 from simulated_server import simulated
 from text_pair import LiveServer, make_text_pair
 

@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.outputs import OutputProcessor
-from manta.actors.prompts import Chat, EncodedPrompt, SeedSource, encode_bad_words, encode_prompt
-from manta.actors.tokenizer import Tokenizer
-from manta.cluster.engine import SequenceUpdate
+from manta.actors.engine.output_processor import OutputProcessor
+from manta.actors.tokenization.prompts import Chat, EncodedPrompt, SeedSource, encode_bad_words, encode_prompt
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import CheckpointError, RequestError
-from manta.cluster.request import SamplingParams
+from manta.cluster.request.request import SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -22,12 +22,12 @@ from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.checkpoints import _HUB_FILES
-from manta.actors.targets.loading.plan import plan_load
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.tokenization.checkpoint_paths import _HUB_FILES
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
-from manta.jobs.drafters.files import SMALL_FILES
+from manta.jobs.drafters.common.drafter_files import SMALL_FILES
 from tiny import make_tiny_target
 
 # As moonshotai's tokenization_kimi.py has it; that it cannot be run is part of the test.

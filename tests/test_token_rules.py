@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.limits import SchedulerConfig, check_request
-from manta.cluster.request import Request
-from manta.cluster.token_rules import RuleLimits, TokenRules
-from manta.drafter.step.rule_states import RuleStates
-from manta.drafter.step.rules import apply_rules
+from manta.cluster.request.logits_processors import RuleLimits, TokenRules
+from manta.cluster.request.request import Request
+from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.limits import SchedulerConfig, check_request
+from manta.drafter.step.inputs.logits_processors import apply_rules
+from manta.drafter.step.sampling.logits_processor_states import RuleStates
 from oracle_rules import generate, ruled
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from manta.actors.tokenizer import Tokenizer
-from manta.actors.tokenizer_config import read_special_tokens
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.actors.tokenization.tokenizer_config import read_special_tokens
 from manta.cluster.errors import CheckpointError, RequestError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer

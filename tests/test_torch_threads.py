@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import CpuBackend
 
 SCRIPT = """
 import os, time, torch
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
 torch.set_num_threads(2)
-from manta.actors.torch_threads import TorchThreads
+from manta.actors.system.torch_threads import TorchThreads
 threads = TorchThreads(adapts=True)
 weight, x = torch.randn(512, 512), torch.randn(64, 512)
 

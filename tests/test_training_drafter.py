@@ -6,18 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.drafter.dflash.features import usual_layer_ids
-from manta.jobs.training.begin import drafter_config, new_drafter
-from manta.jobs.training.blocks import cut_blocks, dpace_weights, draw_anchors, weighted_mean
-from manta.jobs.training.budget import Length, Schedule
-from manta.jobs.training.continuations import ContinuationReader, Continuations, Question
-from manta.jobs.training.cross_entropy import Teacher, row_losses
-from manta.jobs.training.drafter import block_losses, draw_blocks
-from manta.jobs.training.frozen_target import FrozenTarget
-from manta.jobs.training.loop import LoopSettings, StepLoss, TrainingLoop, load_snapshot, save_snapshot
-from manta.jobs.training.model import TrainableDrafter
-from manta.jobs.training.optimizers import HybridOptimizer
-from manta.jobs.training.settings import DrafterSettings, Teaching
+from manta.drafter.dflash.target_features import usual_layer_ids
+from manta.jobs.training.data.continuations import ContinuationReader, Continuations, Question
+from manta.jobs.training.heads.block_sampling import cut_blocks, dpace_weights, draw_anchors, weighted_mean
+from manta.jobs.training.heads.chunked_cross_entropy import Teacher, row_losses
+from manta.jobs.training.heads.dflash_loss import block_losses, draw_blocks
+from manta.jobs.training.heads.dflash_module import TrainableDrafter
+from manta.jobs.training.heads.frozen_target import FrozenTarget
+from manta.jobs.training.heads.initialization import drafter_config, new_drafter
+from manta.jobs.training.heads.recipes import DrafterSettings, Teaching
+from manta.jobs.training.loop.lr_schedule import Length, Schedule
+from manta.jobs.training.loop.muon_adamw import HybridOptimizer
+from manta.jobs.training.loop.training_loop import (
+    LoopSettings,
+    StepLoss,
+    TrainingLoop,
+    load_snapshot,
+    save_snapshot,
+)
 from torch.nn import functional as F
 from training_targets import CPU, random_target, small_config, write_target
 

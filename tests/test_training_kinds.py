@@ -10,13 +10,18 @@ import pytest
 import torch
 from manta.actors.targets.families import read_model
 from manta.drafter.card import least_card_length
-from manta.drafter.compute.layers import Linear
+from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSize
-from manta.drafter.dflash.features import LentWeights, TargetFacts
+from manta.drafter.dflash.target_features import LentWeights, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
-from manta.drafter.step.noise import negative_gumbel_of
-from manta.jobs.training.begin import (
+from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
+from manta.jobs.training.data.continuations import Continuations, Question
+from manta.jobs.training.heads.dflash_module import TrainableDrafter
+from manta.jobs.training.heads.eagle3_module import EagleHead
+from manta.jobs.training.heads.export import export_drafter, export_eagle_head
+from manta.jobs.training.heads.frozen_target import FrozenTarget
+from manta.jobs.training.heads.initialization import (
     continued,
     drafter_config,
     eagle_config,
@@ -24,17 +29,12 @@ from manta.jobs.training.begin import (
     new_drafter,
     new_eagle_head,
 )
-from manta.jobs.training.budget import Length
-from manta.jobs.training.cards import DrafterFacts, write_drafter_card
-from manta.jobs.training.continuations import Continuations, Question
-from manta.jobs.training.curves import read_rows
-from manta.jobs.training.eagle_model import EagleHead
-from manta.jobs.training.export import export_drafter, export_eagle_head
-from manta.jobs.training.frozen_target import FrozenTarget
-from manta.jobs.training.model import TrainableDrafter
-from manta.jobs.training.offline import BlockProposals, ChainProposals, sampling
-from manta.jobs.training.settings import DrafterSettings, EagleSettings, Settings, Teaching
-from manta.jobs.training.train import train
+from manta.jobs.training.heads.offline_proposals import BlockProposals, ChainProposals, sampling
+from manta.jobs.training.heads.recipes import DrafterSettings, EagleSettings, Settings, Teaching
+from manta.jobs.training.loop.lr_schedule import Length
+from manta.jobs.training.loop.training_curves import read_rows
+from manta.jobs.training.model_cards import DrafterFacts, write_drafter_card
+from manta.jobs.training.train_drafter import train
 from safetensors.torch import load_file
 from torch.nn import functional as F
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.loading.rank import load_runner
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.plan import SchedulerOutput, StepResult, Trim
+from manta.actors.targets.loading.rank_loader import load_runner
 from manta.cluster.speculation.draft_trimming import trimmed
-from manta.drafter.step.loops.operators import LOOPS
-from manta.drafter.step.operators import DEFINITION
-from manta.drafter.step.proposals import Proposals
-from manta.drafter.step.trimming import take_out
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
+from manta.drafter.step.cpu_numba.step_ops import LOOPS
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.sampling.draft_trimming import take_out
+from manta.drafter.step.sampling.step_ops import DEFINITION
 from steps import GREEDY, Steps, open_runner, settings
 from test_split_drafter import Pair
 from test_target_parallel import ThreadRank, ThreadRanks

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manta.actors.chat.template import ChatTemplate
-from manta.actors.chat.typescript import declare, sort_keys
-from manta.actors.tiktoken_model import sorts_tools
+from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.tiktoken_tokenizer import sorts_tools
+from manta.actors.tokenization.typescript_tools import declare, sort_keys
 from manta.cluster.errors import RequestError
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(

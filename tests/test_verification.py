@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.drafter.step.verification import accept
+from manta.drafter.step.sampling.verification import accept
 
 
 def loop(chosen: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:

@@ -17,15 +17,15 @@ import pytest
 import typer.main
 from conftest import ROOT
 from hub_standin import REVISION, hub_with_model
-from manta.actors.checkpoints import target_folder, with_drafter
-from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.settings import ServerSettings, split_settings
+from manta.actors.http.config.settings import ServerSettings, split_settings
+from manta.actors.tokenization.checkpoint_paths import target_folder, with_drafter
+from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.vllm_settings import ANSWERS, RENAMED, SETTINGS, SPECULATION, accept, accept_speculation
 from manta.jobs.cli import app, main
-from manta.jobs.settings import merge_settings, read_settings
-from manta.jobs.vllm_flags import without_vllm_flags
+from manta.jobs.common.config_loading import merge_settings, read_settings
+from manta.jobs.common.vllm_flags import without_vllm_flags
 
 TOLD = (ROOT / "tests/data/vllm_arguments.txt").read_text().split("[")[1:]
 NAMES = {part.partition("]")[0]: part.partition("]")[2].split() for part in TOLD}
@@ -202,7 +202,7 @@ def test_wrong_defaults_of_sampling_are_refused_before_anything_starts(settings:
 
 SNAPSHOT = """
 import sys
-from manta.actors.checkpoints import drafter_folder, drafter_commit, target_folder
+from manta.actors.tokenization.checkpoint_paths import drafter_folder, drafter_commit, target_folder
 from manta.cluster.config import EngineConfig
 config = EngineConfig.from_dict({
     "model": "me/small", "revision": "v2", "download_dir": sys.argv[1],

@@ -21,34 +21,43 @@ from conftest import ROOT
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 # A module that must not name something, and the line that does; by contract.
 BREACHES = {
-    "The floors: jobs -> actors -> drafter -> cluster": ("cluster/pages.py", "from ..jobs import tables"),
-    "Drafter's rooms: eagle3 -> dflash -> step -> compute; grammars below": (
-        "drafter/compute/rope.py",
-        "from ..dflash import config as _",
+    "The layers: jobs -> actors -> drafter -> cluster": (
+        "cluster/pages/page_pool.py",
+        "from ...jobs.common import tables",
     ),
-    "llguidance is known in one room": ("actors/grammars.py", "import llguidance"),
-    "cluster decides without torch and Ray": ("cluster/sequence.py", "import torch"),
-    "Ray is named where processes are placed: replica, workers, metrics, jobs": (
-        "actors/engine.py",
+    "Folders of drafter: eagle3 -> dflash -> step -> compute; grammars below": (
+        "drafter/compute/layers/rope.py",
+        "from ...dflash import config as _",
+    ),
+    "llguidance is imported by drafter/grammars alone": (
+        "actors/structured_outputs/grammar_frontend.py",
+        "import llguidance",
+    ),
+    "cluster imports neither torch nor Ray": ("cluster/step/sequence.py", "import torch"),
+    "Ray is imported where processes are placed: replica, workers, metrics, jobs": (
+        "actors/engine/async_engine.py",
         "import ray",
     ),
-    "Numba and LLVM compile loops, and nothing else": ("drafter/compute/eager/backend.py", "import numba"),
-    "Triton is for GPUs": ("drafter/compute/loops/layers.py", "import triton"),
-    "A step's definitions know neither loops nor kernels": (
-        "drafter/step/states.py",
-        "from .loops import rows as _",
+    "Numba and LLVM are imported by the CPU backends alone": (
+        "drafter/compute/eager/backend.py",
+        "import numba",
     ),
-    "PyTorch's backend knows neither loops nor kernels": (
+    "Triton is imported by the GPU backend alone": ("drafter/compute/cpu_numba/layers.py", "import triton"),
+    "The step's definitions import no backend": (
+        "drafter/step/request_states.py",
+        "from .cpu_numba import row_layout as _",
+    ),
+    "The eager backend imports no other backend": (
         "drafter/compute/eager/attention.py",
-        "from ..loops import layers as _",
+        "from ..cpu_numba import layers as _",
     ),
-    "Loops and kernels are chosen where models are loaded": (
-        "actors/executor.py",
-        "from ..drafter.compute.loops import clock as _",
+    "Backends are chosen where models are loaded": (
+        "actors/engine/uniproc_executor.py",
+        "from ...drafter.compute.cpu_numba import thread_clock as _",
     ),
-    "A step's loops and kernels are chosen where models are loaded": (
-        "drafter/dflash/propose.py",
-        "from ..step.loops import rows as _",
+    "The step's backends are chosen where models are loaded": (
+        "drafter/dflash/proposer.py",
+        "from ..step.cpu_numba import row_layout as _",
     ),
 }
 
@@ -163,7 +172,9 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_import_goes_up_and_none_in_circles_late_ones_and_those_for_types_included() -> None:
     graph = import_graph(ROOT)
-    assert "manta.actors.workers.worker" in graph["manta.actors.workers.target_worker"], "it sees the graph"
+    assert "manta.actors.workers.base.worker_base" in graph["manta.actors.workers.target_worker"], (
+        "it sees the graph"
+    )
     assert "manta.actors.llm" in graph["manta"], "for types"
     assert not arrows_up(graph)
     assert not circles(graph)
@@ -176,19 +187,23 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
 @pytest.mark.parametrize(
     ("file", "line", "breach"),
     [
-        ("cluster/pages.py", LATE.format("from ..jobs import tables"), "manta.jobs.tables"),
-        ("drafter/step/rows.py", LATE.format("from manta import LLM"), "manta"),
         (
-            "cluster/plan.py",
+            "cluster/pages/page_pool.py",
+            LATE.format("from ...jobs.common import tables"),
+            "manta.jobs.common.tables",
+        ),
+        ("drafter/step/inputs/row_layout.py", LATE.format("from manta import LLM"), "manta"),
+        (
+            "cluster/step/scheduler_output.py",
             FOR_TYPES.format("from ..drafter.step.rows import Rows"),
-            "manta.drafter.step.rows",
+            "manta.drafter.step.inputs.row_layout",
         ),
         (
-            "drafter/compute/rope.py",
+            "drafter/compute/layers/rope.py",
             LATE.format("import manta.drafter.dflash.config"),
             "manta.drafter.dflash.config",
         ),
-        ("drafter/compute/rope.py", FOR_TYPES.format("from .. import dflash"), "manta.drafter.dflash"),
+        ("drafter/compute/layers/rope.py", FOR_TYPES.format("from .. import dflash"), "manta.drafter.dflash"),
     ],
 )
 def test_an_import_that_goes_up_is_found(tmp_path: Path, file: str, line: str, breach: str) -> None:
@@ -213,24 +228,24 @@ def test_a_circle_is_found_and_named(tmp_path: Path, how: str) -> None:
 
 # Folders that name Numba or Triton, and what steps on a GPU: imported only where they are chosen.
 CHOSEN_LATE = (
-    "drafter/compute/loops",
-    "drafter/compute/compiled",
-    "drafter/compute/gpu",
-    "drafter/step/loops",
-    "drafter/step/device",
-    "actors/targets/runners/chaining.py",
-    "actors/targets/runners/choosing.py",
-    "actors/targets/runners/device.py",
-    "actors/targets/runners/drafting.py",
-    "actors/targets/runners/graphs.py",
-    "actors/targets/runners/guide.py",
-    "actors/targets/runners/iteration.py",
-    "actors/targets/runners/told.py",
+    "drafter/compute/cpu_numba",
+    "drafter/compute/cpu_fused",
+    "drafter/compute/gpu_triton",
+    "drafter/step/cpu_numba",
+    "drafter/step/gpu_triton",
+    "actors/targets/runners/eagle3_chains.py",
+    "actors/targets/runners/tp_sampling.py",
+    "actors/targets/runners/gpu_runner.py",
+    "actors/targets/runners/draft_pass.py",
+    "actors/targets/runners/cuda_graphs.py",
+    "actors/targets/runners/grammar_masks.py",
+    "actors/targets/runners/target_pass.py",
+    "actors/targets/runners/logprobs.py",
     "jobs/doctor/cases/products.py",
     "jobs/doctor/cases/steps.py",
     "jobs/doctor/cases/drafts.py",
-    "jobs/doctor/capture.py",
-    "actors/workers/device_drafter.py",
+    "jobs/doctor/cuda_graph_check.py",
+    "actors/workers/drafter/gpu_drafter_session.py",
 )
 
 
@@ -272,7 +287,7 @@ for name in sys.argv[1:]:
 
 IMPORTS = """
 import importlib, sys
-from manta.drafter.compute.loops import machine
+from manta.drafter.compute.cpu_numba import machine
 
 def asked():
     raise AssertionError("an import asks which instructions there are")
@@ -339,7 +354,7 @@ import sys
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("manta.drafter.compute.compiled"):
+        if name.startswith("manta.drafter.compute.cpu_fused"):
             raise ModuleNotFoundError(name)
 
 if sys.argv[1] == "hidden":
@@ -360,7 +375,7 @@ if sys.argv[1] == "hidden":
         assert "is not part of this installation" in error.message, error.message
     else:
         raise SystemExit("it was not refused")
-    assert not any(name.startswith("manta.drafter.compute.compiled") for name in sys.modules)
+    assert not any(name.startswith("manta.drafter.compute.cpu_fused") for name in sys.modules)
 """
 
 

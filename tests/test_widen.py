@@ -12,10 +12,10 @@ from benchmarks.widen import Width, widen_pair
 from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
-from manta.actors.tokenizer import Tokenizer
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.tensors import TensorFolder
-from manta.drafter.step.proposals import Proposals
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from manta.drafter.step.inputs.proposals import Proposals
 from safetensors.torch import load_file, save_file
 from steps import Steps, open_runner
 

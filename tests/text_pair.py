@@ -12,13 +12,13 @@ from pathlib import Path
 
 import tokenizers
 import uvicorn
-from manta.actors.engine import AsyncEngine
-from manta.actors.executor import make_executor
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.app import create_app
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import Executor
-from manta.cluster.step_watch import StepWatch
+from manta.cluster.engine.step_watchdog import StepWatch
+from manta.cluster.step.executor import Executor
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_drafter, make_tiny_target
 

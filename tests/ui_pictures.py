@@ -14,7 +14,7 @@ from typing import Literal
 
 import httpx
 from browser import Browser, real_browser
-from manta.actors.http.settings import ServerSettings
+from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from PIL import Image
 from text_pair import LiveServer

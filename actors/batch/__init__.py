@@ -1,1 +1,2 @@
-"""Datasets: reading rows, answering them, and keeping each result exactly once. Start at `ledger.py`."""
+"""Datasets: reading rows, answering them, and keeping each result exactly once. Start at
+`actors/batch/ledger/ledger.py`."""

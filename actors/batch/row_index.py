@@ -23,14 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...cluster.batch.row_ranges import RowRanges, of_rows
 from ...cluster.errors import DatasetError, RequestError
-from ...cluster.row_ranges import RowRanges, of_rows
-from .answering import WIRE_SCHEMA
-from .columns import ColumnTypes, of_parquet
-from .row_reader import Row, RowReader, RowSpans, Span, id_of, record_of
-from .rows import ID_COLUMNS, Layout, content_id, id_hash, own_id, parse_line, row_id
-from .source import Source, SourceFile, open_parquet
-from .text_records import NOT_UTF8, BadRecordError, BadTextError, Raw, TextFile, TextFormat
+from .dataset.passthrough_columns import ColumnTypes, of_parquet
+from .dataset.row_reader import Row, RowReader, RowSpans, Span, id_of, record_of
+from .dataset.row_requests import ID_COLUMNS, Layout, content_id, id_hash, own_id, parse_line, row_id
+from .dataset.source import Source, SourceFile, open_parquet
+from .dataset.text_records import NOT_UTF8, BadRecordError, BadTextError, Raw, TextFile, TextFormat
+from .row_answerer import WIRE_SCHEMA
 
 MARK_EVERY = 64  # records of a text file between two known offsets
 FOOTER_BYTES = 2**16  # of a Parquet file: its schema, and the sizes and bounds of its columns

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...cluster.acceptance import mean_acceptance_length
-from ...cluster.plain_sample import Comparison
-from ...cluster.row_ranges import RowRanges, both, count, of_rows, rows_of
-from ..files import rounded
+from ...cluster.batch.baseline_sample import Comparison
+from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, rows_of
+from ...cluster.speculation.acceptance_length import mean_acceptance_length
+from ..system.atomic_files import rounded
 
 # Stamped on each result: what the engine spent since its previous result. The times are device-seconds (an
 # engine with 4 GPUs spends 4 per second): held at all, with rows to answer, with a row running. Then the two
-# sides of the plain sample (`cluster/plain_sample.py`), on the result that completes the comparison.
+# sides of the plain sample (`cluster/batch/baseline_sample.py`), on the result that completes the comparison.
 SPENT = (
     *("device_s", "open_s", "busy_s"),
     *("plain_tokens", "plain_s", "drafted_tokens", "drafted_s"),

@@ -5,7 +5,7 @@ A folder holds segments, `captured-00000042.jsonl`, oldest number first. Each li
     {"day": "2026-11-23", "model": "qwen", "tenant": null, "category": "coding",
      "prompt_token_ids": [1, 2], "token_ids": [3, 4]}
 
-`store.py` writes them. `manta drafter train` and `adapt` read them, also while a server still writes.
+`segment_ring.py` writes them. `manta drafter train` and `adapt` read them, also while a server still writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CapturedRecord:
         token_ids: the answer, including the token that ended it.
         model: the served model's name.
         day: UTC date, such as 2026-11-23.
-        tenant, category: as the request named them (`actors/asker.py`).
+        tenant, category: as the request named them (`actors/engine/tenant.py`).
     """
 
     prompt_token_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ...cluster.errors import ConfigError, MantaError
-from ..tokenizer import Tokenizer
+from ..tokenization.tokenizer import Tokenizer
 from .records import CapturedRecord
 
 # Any: the return value of the operator's code.

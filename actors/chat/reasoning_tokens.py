@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ..tokenizer import Tokenizer
-from .formats import Messages, Thinking
+from ..tokenization.tokenizer import Tokenizer
+from .chat_formats import Messages, Thinking
 
 
 class ReasoningCounter:

@@ -18,27 +18,27 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ...cluster.errors import DrainingError
 from ...version import __version__
-from ..haproxy.scrape import joined
-from ..http.explain import PATH, lives_response
-from ..http.gate import METHODS
-from ..http.key_shares import KeyShares
-from ..http.layers import surround
-from ..http.messages.errors import LostMessage
-from ..http.models import model_card
-from ..http.operations import load_figures
-from ..http.receipts import receipt_routes
+from ..haproxy.metrics_aggregator import joined
+from ..http.admin.explain import PATH, lives_response
+from ..http.admin.health import load_figures
+from ..http.admin.usage import receipt_routes
+from ..http.anthropic.errors import LostMessage
+from ..http.config.settings import ServerSettings
+from ..http.middleware.inflight_requests import Traffic
+from ..http.middleware.key_limits import KeyShares
+from ..http.middleware.request_gate import METHODS
+from ..http.middleware_stack import surround
+from ..http.openai.models import model_card
 from ..http.responses.errors import LostResponse
-from ..http.settings import ServerSettings
-from ..http.sse import DoneEnding, Ending
-from ..http.traffic import Traffic
-from ..http.wire import JsonObject, json_response
-from .asked import read_asked
-from .figures import GatewayFigures
-from .fleet import Fleet, Member, ServedModel
-from .forward import Forwarded
-from .generation import BROKEN, Generation, Parts
+from ..http.wire.json_io import JsonObject, json_response
+from ..http.wire.sse import DoneEnding, Ending
+from .forward_proxy import Forwarded
+from .gateway_metrics import GatewayFigures
+from .generation_proxy import BROKEN, Generation, Parts
 from .isolation import Isolation
-from .upstream import Upstream, caller_header
+from .replica_set import Fleet, Member, ServedModel
+from .routing_hints import read_asked
+from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
 # Of the routes that generate.

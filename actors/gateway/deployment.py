@@ -15,15 +15,15 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from ..collector import spare_streams
-from ..http.settings import ServerSettings
-from ..http.traffic import Traffic
-from ..process_log import LogSettings, log_to_stderr
-from ..replica_life import LOOK_S
-from ..serve_place import ServePlace, door_is_there, listen_as_ray_does, restore_print
-from ..workers.room import may_grow
-from .directory import DirectoryClient
-from .fleet import Fleet, ServedModel
+from ..http.config.settings import ServerSettings
+from ..http.middleware.inflight_requests import Traffic
+from ..serve.replica_lifecycle import LOOK_S
+from ..serve.serve_hooks import ServePlace, door_is_there, listen_as_ray_does, restore_print
+from ..system.gc_tuning import spare_streams
+from ..system.log_setup import LogSettings, log_to_stderr
+from ..workers.base.ray_resources import may_grow
+from .replica_registry import DirectoryClient
+from .replica_set import Fleet, ServedModel
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,9 +1,10 @@
 """Suspected requests of one gateway, and the replicas that test them one at a time.
 
-A request under which a replica died is a suspect (`cluster/death_records.py`). Suspects wait in one line per
-model and take turns: a replica serves at most one suspect, beside requests that are none, and at most half of
-a model's replicas (at least one) serve suspects at once. A turn ends when the suspect has outlived its point
-of death, has ended, or has killed the replica. Used by `generation.py` and `forward.py`, on the event loop.
+A request under which a replica died is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one
+line per model and take turns: a replica serves at most one suspect, beside requests that are none, and at
+most half of a model's replicas (at least one) serve suspects at once. A turn ends when the suspect has
+outlived its point of death, has ended, or has killed the replica. Used by `generation_proxy.py` and
+`forward_proxy.py`, on the event loop.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from contextlib import contextmanager, suppress
 
 import orjson
 
-from ...cluster.death_records import TTL_S, DeathRecords
 from ...cluster.errors import EngineDeadError, PoisonousRequestError
-from .figures import GatewayFigures
-from .fleet import Fleet, Member, ServedModel
+from ...cluster.fleet.poison_requests import TTL_S, DeathRecords
+from .gateway_metrics import GatewayFigures
+from .replica_set import Fleet, Member, ServedModel
 
 logger = logging.getLogger(__name__)
 

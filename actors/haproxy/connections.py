@@ -1,6 +1,6 @@
 """How many connections an HAProxy takes, and for how long it keeps idle ones: from the machine's limits.
 
-Pure but for `of_this_process`. `front.py` writes the numbers into the configuration.
+Pure but for `of_this_process`. `config_rewriter.py` writes the numbers into the configuration.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, BaseServer, ThreadingUnixStreamServer
 
 from ...cluster.errors import ConfigError
+from .config_rewriter import Front, Places, rewritten, write_error_files
 from .connections import Connections
-from .front import Front, Places, rewritten, write_error_files
-from .scrape import scrape_server
+from .metrics_aggregator import scrape_server
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 PASSED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTTOU, signal.SIGTTIN)

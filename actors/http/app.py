@@ -15,34 +15,34 @@ from fastapi_offline import FastAPIOffline
 from starlette.types import Lifespan
 
 from ...version import __version__
-from ..batch.service import BatchService
-from ..batch.storage import Storage
-from ..capture.traffic import open_capture
-from ..checkpoints import target_folder
-from ..engine import AsyncEngine
-from ..lossless_audit import LosslessAudit
-from ..receipts import ReceiptKeeper
-from ..telemetry import EndedRow, Mirror, Telemetry
-from .batches import batch_routes
-from .chat import chat_routes
-from .completions import completion_routes
-from .defaults import GenerationDefaults
-from .documentation import RESPONSES
-from .explain import explain_routes
-from .files import file_routes
-from .frontend import Frontend
-from .layers import surround
-from .messages.routes import message_routes
-from .models import model_routes
-from .operations import operation_routes
-from .receipts import receipt_routes
-from .refusals import Refusal
+from ..batch.dataset.storage import Storage
+from ..batch.openai.batch_service import BatchService
+from ..capture.collector import open_capture
+from ..engine.async_engine import AsyncEngine
+from ..engine.lossless_audit import LosslessAudit
+from ..observability.telemetry import EndedRow, Mirror, Telemetry
+from ..observability.usage_store import ReceiptKeeper
+from ..tokenization.checkpoint_paths import target_folder
+from ..tokenization.generation_config import GenerationDefaults
+from .admin.explain import explain_routes
+from .admin.health import operation_routes
+from .admin.usage import receipt_routes
+from .anthropic.routes import message_routes
+from .batch_api.batches import batch_routes
+from .batch_api.files import file_routes
+from .config.settings import ServerSettings
+from .generation.server_context import Frontend
+from .generation.tracing import Tracing, open_tracing
+from .middleware.inflight_requests import Traffic
+from .middleware_stack import surround
+from .openai.chat import chat_routes
+from .openai.completions import completion_routes
+from .openai.models import model_routes
+from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
-from .settings import ServerSettings
-from .tokenization import tokenization_routes
-from .tracing import Tracing, open_tracing
-from .traffic import Traffic
 from .ui import ui_routes
+from .wire.openapi_errors import RESPONSES
+from .wire.rejections import Refusal
 
 logger = logging.getLogger(__name__)
 

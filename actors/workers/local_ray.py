@@ -25,7 +25,7 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
 from ...cluster.errors import ConfigError
-from ..machine import free_port
+from ..system.host_resources import free_port
 
 AUTH_MODE = "RAY_AUTH_MODE"
 OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # take precedence over Ray's token file

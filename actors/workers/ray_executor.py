@@ -1,10 +1,11 @@
 """RayExecutor: the workers of one engine as Ray actors on the engine's node.
 
-Ray places, starts, watches and ends them, but is not called in a step: plans and results use `channel.py`. A
-worker's `run` only returns when it ends, so a thread that waits on these calls notices every death. Any
-failure of the target ends the whole engine: it is marked as dead, all workers are killed, and `submit`,
-`collect` and `check_health` raise from then on; a new engine must replace it. A remote drafter is different:
-its end only costs drafts, and `drafter_keeper.py` finds another one. Used by `executor.make_executor`, and
+Ray places, starts, watches and ends them, but is not called in a step: plans and results use
+`actors/workers/shm/step_channel.py`. A worker's `run` only returns when it ends, so a thread that waits on
+these calls notices every death. Any failure of the target ends the whole engine: it is marked as dead, all
+workers are killed, and `submit`, `collect` and `check_health` raise from then on; a new engine must replace
+it. A remote drafter is different: its end only costs drafts, and
+`actors/workers/drafter/drafter_supervisor.py` finds another one. Used by `executor.make_executor`, and
 directly by callers with a placement group.
 """
 
@@ -29,22 +30,30 @@ from ray.util.placement_group import PlacementGroup
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, PlacementError
-from ...cluster.executor import DrafterHealth, ExecutorInfo
-from ...cluster.grammar import Grammar
-from ...cluster.placement import Topology
-from ...cluster.plan import SchedulerOutput, StepResult
-from ..checkpoints import with_absolute_paths, with_drafter
-from ..process_log import in_force
-from .channel import StepChannel
-from .drafter_keeper import DrafterKeeper
-from .drafter_process import DrafterSource
-from .ends import PeerLostError
-from .grammar_lanes import GrammarLanes
+from ...cluster.fleet.placement import Topology
+from ...cluster.request.structured_outputs import Grammar
+from ...cluster.step.executor import DrafterHealth, ExecutorInfo
+from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
+from ..system.log_setup import in_force
+from ..tokenization.checkpoint_paths import with_absolute_paths, with_drafter
+from .base.control_messages import (
+    BeginTrial,
+    DrafterAt,
+    DrafterLoaded,
+    DrafterReport,
+    EndTrial,
+    LoadDrafter,
+    UseDrafter,
+)
+from .base.grammar_compilation import GrammarLanes
+from .base.placement_group import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
+from .base.worker_base import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
+from .drafter.drafter_process import DrafterSource
+from .drafter.drafter_supervisor import DrafterKeeper
 from .local_ray import start_ray
-from .orders import BeginTrial, DrafterAt, DrafterLoaded, DrafterReport, EndTrial, LoadDrafter, UseDrafter
-from .placement import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
+from .shm.endpoint import PeerLostError
+from .shm.step_channel import StepChannel
 from .target_worker import TargetWorker
-from .worker import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from ...cluster.errors import ConfigError, MantaError
-from ...cluster.executor import ExecutorInfo
-from ...cluster.plan import SchedulerOutput, StepResult
-from .ends import PeerLostError
-from .orders import (
+from ...cluster.step.executor import ExecutorInfo
+from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
+from .base.control_messages import (
     BeginTrial,
     DrafterAt,
     DrafterLoaded,
@@ -22,13 +21,14 @@ from .orders import (
     Order,
     UseDrafter,
 )
-from .worker import Worker
+from .base.worker_base import Worker
+from .shm.endpoint import PeerLostError
 
 if TYPE_CHECKING:
-    from ...drafter.grammars.states import GrammarStates
-    from ..targets.loading.swap import DrafterExchange
-    from ..targets.runners.runner import Runner
-    from .split_drafter import RemoteDrafts, SplitRunner
+    from ...drafter.grammars.matchers import GrammarStates
+    from ..targets.loading.drafter_swap import DrafterExchange
+    from ..targets.runners.runner_interface import Runner
+    from .drafter.remote_drafter import RemoteDrafts, SplitRunner
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ class TargetWorker(Worker):
     _grammars: GrammarStates | None
 
     def _load(self) -> ExecutorInfo:
-        from ..targets.loading.plan import plan_load
-        from ..targets.loading.rank import Checkpoints, start_runner
-        from ..targets.loading.swap import DrafterExchange
-        from .split_drafter import RemoteDrafts, SplitRunner
+        from ..targets.loading.drafter_swap import DrafterExchange
+        from ..targets.loading.load_plan import plan_load
+        from ..targets.loading.rank_loader import Checkpoints, start_runner
+        from .drafter.remote_drafter import RemoteDrafts, SplitRunner
 
         plan = plan_load(self.setting.config)
         self.ranks.use_peer_memory(plan.dtype)
@@ -69,7 +69,7 @@ class TargetWorker(Worker):
 
     def serve_beside(self, lanes: Collection[Connection]) -> None:
         """Start threads that compile grammars."""
-        from .grammar_lanes import serve_lanes
+        from .base.grammar_compilation import serve_lanes
 
         serve_lanes(lanes, None if self._grammars is None else self._grammars.compiler)
 

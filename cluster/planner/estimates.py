@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..acceptance import expected_acceptance_length
 from ..errors import PlacementError
+from ..hardware.gpu_specs import Gpu
+from ..hardware.memory_plan import Room, find_room
+from ..hardware.model_pair import Demand, Pair
+from ..hardware.parallel_layouts import Layout
+from ..hardware.step_time import StepTimes
+from ..speculation.acceptance_length import expected_acceptance_length
 from ..speculation.draft_lengths import draft_lengths
-from .gpus import Gpu
-from .layouts import Layout
-from .pair import Demand, Pair
-from .room import Room, find_room
-from .step_time import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

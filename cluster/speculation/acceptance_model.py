@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..acceptance import survival_of_length
-from ..plan import BoolArray, FloatArray, IntArray
+from ..step.scheduler_output import BoolArray, FloatArray, IntArray
+from .acceptance_length import survival_of_length
 
 Doubles = NDArray[np.float64]
 

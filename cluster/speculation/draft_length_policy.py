@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
+from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, Trim
 from .acceptance_model import NO_MARGIN, NUM_SAMPLES, AcceptanceModel
 from .draft_lengths import draft_lengths, load_class
 from .draft_trimming import trimmed

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import BoolArray, IntArray, Trim
+from ..step.scheduler_output import BoolArray, IntArray, Trim
 
 Floats = NDArray[np.float32]
 MOST_MARGIN = np.float32(1e6)  # one token alone is possible: so sure at most, for 0 * inf is nothing

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import FloatArray, IntArray
-from ..request import Request
+from ..request.request import Request
+from ..step.scheduler_output import FloatArray, IntArray
 
 _MIN_LATE, _MAX_LATE = 0.5, 4.0
 _PER_PRIORITY, _MAX_PRIORITY = 1.25, 4.0

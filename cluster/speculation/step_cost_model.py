@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import FloatArray
+from ..step.scheduler_output import FloatArray
 from .draft_lengths import load_class
 from .step_time_regression import Doubles, PassFeatures, StepTimeRegression
 

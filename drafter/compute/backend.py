@@ -1,11 +1,11 @@
 """How a model's blocks are computed: the interface between models and the machines that run them.
 
     Backend          what models ask for at load: a stack of blocks, a norm, the drafter's context writer; and
-                     the operators of which `blocks.py` makes a stack that Python drives
-      TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
-      CpuBackend       compiled loops around the products                      loops/backend.py
-      CompiledBackend  a whole pass in one call, bf16 on a CPU                 compiled/backend.py
-      TritonBackend    fused kernels, on a GPU                                 gpu/backend.py
+                     the operators of which `drafter/compute/blocks/transformer_block.py` makes a stack that Python drives
+      TorchBackend     PyTorch's operators, on any device; the definition      compute/eager/backend.py
+      CpuBackend       compiled loops around the products                      compute/cpu_numba/backend.py
+      CompiledBackend  a whole pass in one call, bf16 on a CPU                 compute/cpu_fused/backend.py
+      TritonBackend    fused kernels, on a GPU                                 compute/gpu_triton/backend.py
     StackSpec, Machine  what `why_not(spec, machine)` of each of these files is asked before one is chosen
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
@@ -25,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .experts import Experts, ExpertWeights, Route, RouterWeights
-from .kv_cache import PagedKVCache
-from .latent import Latents
-from .layers import Activation, Linear, RMSNorm, linear_of_blocks
-from .recurrent import DeltaNetShape
-from .rope import RotaryEmbedding
-from .state_memory import DeviceStateRows, StateRows
+from .layers.gated_delta_net import DeltaNetShape
+from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
+from .layers.mla import Latents
+from .layers.moe import Experts, ExpertWeights, Route, RouterWeights
+from .layers.rope import RotaryEmbedding
+from .memory.kv_cache import PagedKVCache
+from .memory.recurrent_state_cache import DeviceStateRows, StateRows
 
 Ints = NDArray[np.integer]
 
@@ -219,7 +219,7 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """DFlash2's, around one sublayer: `eager/convolution.py` says what it means.
+    """DFlash2's, around one sublayer: `compute/eager/dynamic_convolution.py` says what it means.
 
     Attributes:
         kernels: H -> S * T * C, what each row adds to the base kernels.
@@ -238,7 +238,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedBlock:
-    """A block's plain parts and the convolutions around them (`convolved.py`)."""
+    """A block's plain parts and the convolutions around them (`drafter/compute/blocks/dflash2_block.py`)."""
 
     shape: AttentionShape
     weights: BlockWeights

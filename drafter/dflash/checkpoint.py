@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError
-from ...cluster.page_groups import LayerPlace
+from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
-from ..compute.config_json import Json
-from ..compute.tensors import TensorFolder, TensorHeaders, TensorSource
-from ..drafter_shape import TOKEN_MAP, check_tensors
+from ..compute.checkpoint.hf_config import Json
+from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders, TensorSource
+from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import DrafterConfig
-from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
-from .parts import SELECTOR
+from .target_features import TargetFacts, TargetLends
+from .weights import SELECTOR
 
 
 def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:

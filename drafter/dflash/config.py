@@ -1,8 +1,8 @@
 """Reading a drafter's config.json: z-lab's, Speculators' and transformers' formats, made one.
 
-What can be told from the file alone is checked by the models of `formats.py`, and `check_fits` compares with
-the target, so that a drafter which cannot work is refused before a weight is read. Called by `checkpoint.py`,
-and by whoever sizes memory.
+What can be told from the file alone is checked by the models of `config_formats.py`, and `check_fits`
+compares with the target, so that a drafter which cannot work is refused before a weight is read. Called by
+`checkpoint.py`, and by whoever sizes memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from ...cluster.errors import CheckpointError
 from ..compute.backend import Feature, StackSpec
-from ..compute.config_json import Json, overridden, parse, read_json, wrong
-from ..compute.rope import RopeConfig
-from ..drafter_shape import DrafterShape, DraftLayer
-from .features import TargetFacts
-from .formats import (
+from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
+from ..compute.layers.rope import RopeConfig
+from ..drafter_spec import DrafterShape, DraftLayer
+from .config_formats import (
     ASSISTANT,
     BLOCK_SIZE,
     Assistant,
@@ -30,6 +29,7 @@ from .formats import (
     SpeculatorsKind,
     ZLab,
 )
+from .target_features import TargetFacts
 
 
 @dataclass(frozen=True, slots=True)

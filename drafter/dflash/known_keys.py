@@ -2,7 +2,7 @@
 
 All formats have one rule: a key that no reader knows could change the mathematics, and is refused by name,
 unless its value is null, false, zero or empty. What trainers note, and what transformers writes for any
-model, is known here. Called by `formats.py` of DFlash and of EAGLE-3.
+model, is known here. Called by `config_formats.py` of DFlash and of EAGLE-3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 from pydantic import model_validator
 
-from ..compute.config_json import HfConfig, keys_of
+from ..compute.checkpoint.hf_config import HfConfig, keys_of
 
 # A word in the name of a key that says how a drafter was trained.
 _OF_TRAINING = re.compile(

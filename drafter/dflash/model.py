@@ -1,7 +1,7 @@
 """The DFlash drafter: target features become context K/V; a block [anchor, MASK..] becomes logits at once.
 
-Inference only, written over a paged cache and fused weights (`parts.py`); `training/` has a module of its
-own. Called by `propose.py`.
+Inference only, written over a paged cache and fused weights (`weights.py`); `training/` has a module of its
+own. Called by `proposer.py`.
 
     taps [N, m, H] --fc, norm--> C [N, H] --one GEMM--> K, V of all layers --k_norm, rope--> pages [a, MASK
     x k]  --target's embedding--> x --layers over pages (context and own block)--> norm --head--> logits
@@ -19,16 +19,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...cluster.page_groups import LayerPlace
+from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows
 from ..compute.eager.backend import TorchBackend
-from ..compute.kv_cache import PagedKVCache
-from ..compute.layers import RMSNorm, scaled_logits
-from ..compute.rope import RotaryEmbedding
-from ..step.rows import StepRows
+from ..compute.layers.linear import RMSNorm, scaled_logits
+from ..compute.layers.rope import RotaryEmbedding
+from ..compute.memory.kv_cache import PagedKVCache
+from ..step.inputs.row_layout import StepRows
 from .config import DrafterConfig
-from .features import TargetLends
-from .parts import ContextProjection, QKVWeights, arranged, convolved, make_block, make_selector
+from .target_features import TargetLends
+from .weights import ContextProjection, QKVWeights, arranged, convolved, make_block, make_selector
 
 
 class DFlashDrafter:

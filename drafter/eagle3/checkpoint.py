@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from ...cluster.page_groups import LayerPlace
+from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
-from ..compute.config_json import Json
-from ..compute.tensors import TensorFolder, TensorHeaders, TensorSource
-from ..dflash.features import TargetFacts, TargetLends
-from ..drafter_shape import TOKEN_MAP, check_tensors
+from ..compute.checkpoint.hf_config import Json
+from ..compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders, TensorSource
+from ..dflash.target_features import TargetFacts, TargetLends
+from ..drafter_spec import TOKEN_MAP, check_tensors
 from .config import Eagle3Config
 from .model import LAYER, Eagle3Drafter
 

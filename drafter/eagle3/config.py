@@ -1,8 +1,8 @@
 """Reading an EAGLE-3 drafter's config.json: SGLang's and Speculators' formats, made one.
 
-What can be told from the file alone is checked by the models of `formats.py`, and `check_fits` compares with
-the target, so that a drafter which cannot work is refused before a weight is read. Called by `checkpoint.py`,
-and by whoever sizes memory.
+What can be told from the file alone is checked by the models of `config_formats.py`, and `check_fits`
+compares with the target, so that a drafter which cannot work is refused before a weight is read. Called by
+`checkpoint.py`, and by whoever sizes memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..compute.backend import StackSpec
-from ..compute.config_json import Json, overridden, parse, read_json, wrong
-from ..compute.rope import RopeConfig
-from ..dflash.features import TargetFacts
-from ..drafter_shape import DrafterShape, DraftLayer
-from .formats import LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
+from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
+from ..compute.layers.rope import RopeConfig
+from ..dflash.target_features import TargetFacts
+from ..drafter_spec import DrafterShape, DraftLayer
+from .config_formats import LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
 
 DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
 

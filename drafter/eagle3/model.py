@@ -1,6 +1,6 @@
 """The EAGLE-3 drafter: a target's fused feature and the token behind it become the next token's logits.
 
-Inference only, written over a paged cache. Called by `propose.py`.
+Inference only, written over a paged cache. Called by `proposer.py`.
 
     taps [N, m, H'] --(norm), fc--> g [N, H]                  a feature of each of the target's rows
     entry i, of token i and of g of position i - 1:
@@ -22,15 +22,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...cluster.page_groups import LayerPlace
+from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows, Projection
-from ..compute.blocks import Block
+from ..compute.blocks.transformer_block import Block
 from ..compute.eager.backend import TorchBackend
-from ..compute.kv_cache import PagedKVCache
-from ..compute.layers import HeadNorm, RMSNorm
-from ..compute.rope import RotaryEmbedding
-from ..dflash.features import TargetLends
-from ..dflash.parts import QKVWeights, arranged, make_block
+from ..compute.layers.linear import HeadNorm, RMSNorm
+from ..compute.layers.rope import RotaryEmbedding
+from ..compute.memory.kv_cache import PagedKVCache
+from ..dflash.target_features import TargetLends
+from ..dflash.weights import QKVWeights, arranged, make_block
 from .config import Eagle3Config
 
 LAYER = "layers.0."  # of tensors' names

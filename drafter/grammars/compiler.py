@@ -1,8 +1,9 @@
 """Grammars for one model's tokens: compiled by llguidance, within limits.
 
-What users may ask for, and in which words, is said by `actors/grammars.py`. Every grammar of a request has
-been compiled before in a process that may be killed (`trial.py`). Here it is compiled again where tokens are
-chosen (`states.py`), by `hold`, beside the steps. Those of open requests are kept, and a few others.
+What users may ask for, and in which words, is said by `actors/structured_outputs/grammar_frontend.py`. Every
+grammar of a request has been compiled before in a process that may be killed (`compile_sandbox.py`). Here it
+is compiled again where tokens are chosen (`matchers.py`), by `hold`, beside the steps. Those of open requests
+are kept, and a few others.
 
 llguidance works lazily: states of a grammar's lexer are made when masks first need them, and matchers of the
 same compiled grammar share them. So a grammar can run out of states long after it was compiled; `forget`
@@ -19,7 +20,7 @@ from typing import Literal, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ...cluster.grammar import Grammar
+from ...cluster.request.structured_outputs import Grammar
 
 T = TypeVar("T")
 

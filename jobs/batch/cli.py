@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ...cluster.errors import ConfigError
-from ..flags import SamplingFlags, Settings, with_flags
-from ..settings import engine_config
+from ..common.config_loading import engine_config
+from ..common.engine_flags import SamplingFlags, Settings, with_flags
 from .options import BatchOptions
 
 
@@ -47,7 +47,7 @@ def batch(
         sampling=sampling,
         model_name=names[0] if isinstance(names, list) else names,
     )
-    from ..stop import Stopped, StopSignals
+    from ..common.stop_signals import Stopped, StopSignals
 
     try:
         with StopSignals() as signals:

@@ -1,7 +1,7 @@
 """One engine as the driver holds it: its placement, its actor, its last state, and recovery after its death.
 
-Decides nothing; `pool.py` does. What a dead engine had finished is moved into parts by tasks on the cluster
-without a CPU of their own, because the driver writes no rows.
+Decides nothing; `engine_pool.py` does. What a dead engine had finished is moved into parts by tasks on the
+cluster without a CPU of their own, because the driver writes no rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ...actors.batch.answering import unanswered
-from ...actors.batch.ledger import Ledger
-from ...actors.batch.row_reader import RowReader, RowSpans
-from ...actors.batch.writer import RowWriter
+from ...actors.batch.dataset.row_reader import RowReader, RowSpans
+from ...actors.batch.ledger.ledger import Ledger
+from ...actors.batch.ledger.row_writer import RowWriter
+from ...actors.batch.row_answerer import unanswered
+from ...cluster.batch.row_ranges import RowRanges, union
 from ...cluster.errors import EngineDeadError, MantaError
-from ...cluster.row_ranges import RowRanges, union
-from .engine import BatchEngine
+from .engine_actor import BatchEngine
 from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
 from .placement import Placement
 

@@ -1,6 +1,6 @@
 """`manta batch`: answers a dataset with engines on Ray, and writes each row exactly once.
 
-    files ─ index ──▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine.py`)
+    files ─ index ──▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine_actor.py`)
                         ▲            │
                     LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
@@ -23,21 +23,21 @@ from enum import Enum, auto
 
 import ray
 
+from ...actors.batch.dataset.source import check_columns, open_source
+from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_stats import RowStats
-from ...actors.batch.source import check_columns, open_source
-from ...actors.batch.storage import Storage
-from ...actors.executor import make_executor
-from ...actors.targets.loading.plan import plan_load
+from ...actors.engine.uniproc_executor import make_executor
+from ...actors.targets.loading.load_plan import plan_load
+from ...cluster.batch.row_ranges import count, minus, union
 from ...cluster.config import EngineConfig
 from ...cluster.errors import DatasetError, OutputError, shown_url
-from ...cluster.executor import Executor
-from ...cluster.row_ranges import count, minus, union
-from ..ray_session import join_or_start_ray
-from ..stop import Stopped, StopSignals
+from ...cluster.step.executor import Executor
+from ..common.ray_session import join_or_start_ray
+from ..common.stop_signals import Stopped, StopSignals
 from .engine_handle import root_cause
+from .engine_pool import Done, EnginePool, Job
 from .messages import EngineSetup
 from .options import BatchOptions
-from .pool import Done, EnginePool, Job
 from .progress import JobGauges, ProgressView
 from .report import Report, make_report, samples
 from .report_html import report_page

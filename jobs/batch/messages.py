@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.batch.parts import OutputForm
-from ...actors.batch.row_reader import RowSpans
+from ...actors.batch.dataset.row_reader import RowSpans
+from ...actors.batch.dataset.row_requests import Layout
+from ...actors.batch.dataset.source import Source
+from ...actors.batch.dataset.storage import Storage
+from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_stats import EngineTotals, RowStats
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import Source
-from ...actors.batch.storage import Storage
+from ...cluster.batch.row_ranges import RowRanges
 from ...cluster.config import EngineConfig
-from ...cluster.executor import Executor
-from ...cluster.row_ranges import RowRanges
+from ...cluster.step.executor import Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

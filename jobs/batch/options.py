@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ...cluster.batch.engine_pool_size import Concurrency
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.flag import NO_FLAG, Flag
-from ...cluster.pool_size import Concurrency
 
 if TYPE_CHECKING:  # they import pyarrow, for which `--help` does not wait
-    from ...actors.batch.rows import Layout
-    from ...actors.batch.source import OutputFormat, Source
+    from ...actors.batch.dataset.row_requests import Layout
+    from ...actors.batch.dataset.source import OutputFormat, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class BatchOptions:
 
     def layout(self, source: Source, config: EngineConfig) -> Layout:
         """Return how the rows of the input are read."""
-        from ...actors.batch.rows import Layout
+        from ...actors.batch.dataset.row_requests import Layout
 
         return Layout(
             kind="openai" if source.format == "openai" else "dataset",

@@ -4,7 +4,7 @@ Ray leaves actors that cannot be placed pending without a message. Here the job 
 waits, takes fewer threads where cores are in use, and raises PlacementError after a bound. An engine whose
 group is ready starts while others wait. Once the job has an engine, pending groups wait silently for as long
 as they are wanted; they also make Ray's autoscaler add nodes. The groups end with the job's driver.
-`cluster/room.py` computes what is claimed.
+`cluster/fleet/resources.py` computes what is claimed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...actors.workers.room import may_grow, nodes
+from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, PlacementError
-from ...cluster.placement import spell
-from ...cluster.room import Claim, check_room, full_claim, lacking, smaller_claim
+from ...cluster.fleet.placement import spell
+from ...cluster.fleet.resources import Claim, check_room, full_claim, lacking, smaller_claim
 
 PLACEMENT_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where nodes may be added: clouds take minutes to start one

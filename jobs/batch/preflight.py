@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
-from ...actors.batch.row_reader import Row, RowReader, id_of, record_of
-from ...actors.batch.rows import (
+from ...actors.batch.dataset.row_reader import Row, RowReader, id_of, record_of
+from ...actors.batch.dataset.row_requests import (
     ID_COLUMNS,
     PROMPT_COLUMNS,
     SAMPLING_COLUMNS,
@@ -28,18 +27,19 @@ from ...actors.batch.rows import (
     read_request,
     template_columns,
 )
-from ...actors.batch.source import Source, check_columns, open_source
-from ...actors.http.chat_request import ChatRequest, conversation
-from ...actors.http.completion_request import CompletionRequest
-from ...actors.http.defaults import GenerationDefaults
-from ...actors.http.fields import REFUSED, check_extra_fields
-from ...actors.prompts import EncodedPrompt, encode_prompt, load_tokenizer
-from ...actors.targets.loading.plan import plan_load
+from ...actors.batch.dataset.source import Source, check_columns, open_source
+from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
+from ...actors.http.protocol.chat_request import ChatRequest, conversation
+from ...actors.http.protocol.completion_request import CompletionRequest
+from ...actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
+from ...actors.targets.loading.load_plan import plan_load
+from ...actors.tokenization.generation_config import GenerationDefaults
+from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer
+from ...cluster.batch.row_ranges import of_rows
 from ...cluster.config import EngineConfig
 from ...cluster.errors import RequestError, shown_url
-from ...cluster.limits import check_vocabulary, prompt_too_long
-from ...cluster.row_ranges import of_rows
-from ..tables import print_table
+from ...cluster.step.limits import check_vocabulary, prompt_too_long
+from ..common.tables import print_table
 from .options import BatchOptions
 
 DRY_RUN_ROWS = 64

@@ -1,6 +1,6 @@
 """`manta.data.build_processor`: answers the rows of a Ray dataset, with the interface of `ray.data.llm`.
 
-    dataset -> preprocess (tasks) -> engine actors (`processor_engine.py`) -> postprocess (tasks) -> dataset
+    dataset -> preprocess (tasks) -> engine actors (`engine_stage.py`) -> postprocess (tasks) -> dataset
 
 Lazy, like all of Ray Data: nothing runs before the dataset is read or written. `postprocess` gets a row's
 columns and those of its answer. There is no ledger and no resume; `manta batch` has them. Users import this
@@ -28,17 +28,17 @@ from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...actors.batch.rows import Layout
-from ...actors.checkpoints import with_absolute_paths
+from ...actors.batch.dataset.row_requests import Layout
+from ...actors.tokenization.checkpoint_paths import with_absolute_paths
+from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...actors.workers.local_ray import start_ray
-from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
-from ...cluster.placement import NodeRoom
-from ...cluster.room import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
+from ...cluster.fleet.placement import NodeRoom
+from ...cluster.fleet.resources import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
 from ...cluster.vllm_settings import accept
-from ..settings import parse_speculation
-from .processor_engine import ERROR_COLUMN, ProcessorEngine, check_sampling
+from ..common.config_loading import parse_speculation
+from .engine_stage import ERROR_COLUMN, ProcessorEngine, check_sampling
 
 logger = logging.getLogger(__name__)
 

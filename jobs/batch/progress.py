@@ -22,9 +22,9 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from ...actors.batch.row_stats import EngineTotals, RowStats
-from ...cluster.fleet_metrics import BATCH_CATALOGUE
-from ..progress import spell_time
-from ..tables import decimals
+from ...cluster.metrics.fleet_metrics import BATCH_CATALOGUE
+from ..common.progress import spell_time
+from ..common.tables import decimals
 
 PLAIN_INTERVAL_S = 10.0  # between two lines of a log
 NOW_S = 10.0  # window of the current rate

@@ -11,19 +11,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from ...actors.batch.dataset.row_reader import RowReader, record_of
+from ...actors.batch.dataset.row_requests import Layout, read_request
+from ...actors.batch.dataset.source import Source
 from ...actors.batch.row_index import RowIndex
-from ...actors.batch.row_reader import RowReader, record_of
 from ...actors.batch.row_stats import Category, Device, RowStats, length_range
-from ...actors.batch.rows import Layout, read_request
-from ...actors.batch.source import Source
-from ...actors.files import rounded
-from ...actors.http.chat_request import ChatRequest
-from ...actors.http.defaults import GenerationDefaults
-from ...cluster.acceptance import acceptance_by_position
+from ...actors.http.protocol.chat_request import ChatRequest
+from ...actors.system.atomic_files import rounded
+from ...actors.tokenization.generation_config import GenerationDefaults
+from ...cluster.batch.baseline_sample import Comparison
+from ...cluster.batch.row_ranges import of_rows
 from ...cluster.errors import MantaError
-from ...cluster.plain_sample import Comparison
-from ...cluster.row_ranges import of_rows
-from ..tables import NO_FIGURE, decimals, print_table
+from ...cluster.speculation.acceptance_length import acceptance_by_position
+from ..common.tables import NO_FIGURE, decimals, print_table
 
 NOT_MEASURED = "not measured in a job of so few rows; `manta bench` compares with plain decoding"
 OFF = "off"

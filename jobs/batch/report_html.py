@@ -1,4 +1,4 @@
-"""The HTML page of a batch job's report and its pictures. `jobs/pictures/page.py` renders it."""
+"""The HTML page of a batch job's report and its pictures. `jobs/charts/report_page.py` renders it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ...actors.batch.row_stats import RowStats, Stretches, Timeline, length_range
-from ...cluster.acceptance import acceptance_by_position
-from ..pictures.page import Card, Tile, flat, picture_card, render_page
-from ..pictures.plots import TEAL, Picture, name_rows, rows_size
-from ..progress import spell_time
-from ..tables import decimals
+from ...cluster.speculation.acceptance_length import acceptance_by_position
+from ..charts.plots import TEAL, Picture, name_rows, rows_size
+from ..charts.report_page import Card, Tile, flat, picture_card, render_page
+from ..common.progress import spell_time
+from ..common.tables import decimals
 from .report import Report
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ...actors.batch.columns import as_members
-from ...actors.batch.identity import model_identity
-from ...actors.batch.job_spec import JobSpec
-from ...actors.batch.ledger import Ledger
-from ...actors.batch.parts import OutputForm
+from ...actors.batch.dataset.passthrough_columns import as_members
+from ...actors.batch.dataset.row_requests import Layout
+from ...actors.batch.ledger.fingerprints import model_identity
+from ...actors.batch.ledger.job_spec import JobSpec
+from ...actors.batch.ledger.ledger import Ledger
+from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows
-from ...actors.batch.rows import Layout
+from ...cluster.batch.baseline_sample import num_plain_rows
+from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, union
 from ...cluster.config import EngineConfig
-from ...cluster.plain_sample import num_plain_rows
-from ...cluster.row_ranges import RowRanges, both, count, of_rows, union
+from .engine_pool import Job
 from .messages import EngineSetup
 from .options import BatchOptions
-from .pool import Job
 
 LEASE_ROWS_PER_SEQ = 8  # of the largest lease, for each row that an engine runs at once
 LARGEST_LEASE = 2048

@@ -10,10 +10,10 @@ import typer
 from typer.core import TyperGroup
 
 from ...cluster.config import EngineConfig, one_of
-from ..flags import EngineFlags, Model, with_flags
-from ..settings import engine_config, merge_settings
-from ..stop import StopSignals
-from .options import BenchOptions, ParetoOptions, StepOptions, SweepOptions
+from ..common.config_loading import engine_config, merge_settings
+from ..common.engine_flags import EngineFlags, Model, with_flags
+from ..common.stop_signals import StopSignals
+from .common.options import BenchOptions, ParetoOptions, StepOptions, SweepOptions
 
 
 class _SpeculationByDefault(TyperGroup):
@@ -46,7 +46,7 @@ Method = Annotated[
 @with_flags
 def speculation(options: BenchOptions, config: EngineConfig, model_: Model = None) -> None:
     """Compare speculation on with off, alternating in one run, each in its faster dtype (or --dtype)."""
-    from .speculation import run_bench
+    from .spec_on_off import run_bench
 
     run_bench(config, options)
 
@@ -70,9 +70,9 @@ def sweep(
     Also measures a drafter with shuffled weights, mixed traffic, and the first seconds after a start or a
     change of load.
     """
-    from .load.arrivals import Arrivals
-    from .sweep.run import run_sweep
-    from .sweep.sides import parse_methods
+    from .common.arrivals import Arrivals
+    from .sweep.engines import parse_methods
+    from .sweep.sweep_run import run_sweep
 
     loops = [Arrivals.parse(text) for text in arrivals or ("closed",)]
     loads = options.concurrency if None in loops else ()
@@ -85,9 +85,9 @@ def sweep(
     )
     figures = run_sweep(config, options)
     if html is not None or svg is not None:
-        from ..pictures.plots import can_plot, write_svgs
-        from .load_page import write_sweep_page
-        from .load_pictures import sweep_pictures
+        from ..charts.plots import can_plot, write_svgs
+        from .load.report_charts import sweep_pictures
+        from .load.report_page import write_sweep_page
 
         if html is not None:
             write_sweep_page(figures, html)
@@ -113,14 +113,14 @@ def pareto(
     """Plot throughput per GPU (or machine) against tokens/s per user, one curve per method."""
     if files and flags:
         raise typer.BadParameter(f"--of starts no engine: leave out {', '.join(flags)}.")
-    from .pareto import read_figures, run_pareto
+    from .load.pareto import read_figures, run_pareto
 
     if files:
         sources = [read_figures(path) for path in files]
     else:
         config = engine_config(merge_settings(flags, flags.pop("config", None)))
-        from .sweep.run import run_sweep
-        from .sweep.sides import parse_methods
+        from .sweep.engines import parse_methods
+        from .sweep.sweep_run import run_sweep
 
         sources = [run_sweep(config, replace(options, methods=parse_methods(method or ()), output=None))]
     run_pareto(sources, options.output, html, svg)
@@ -133,7 +133,7 @@ def step(options: StepOptions) -> None:
 
     The mean acceptance length comes from the configured acceptance curve: no draft is really accepted.
     """
-    from .step import bench_step
+    from .step_cost import bench_step
 
     bench_step(options)
 
@@ -157,8 +157,8 @@ def speed_bench(
     ] = None,
 ) -> None:
     """Download SPEED-Bench with your Hugging Face account (HF_TOKEN); for evaluation only."""
-    from ..tables import print_table
-    from .prepare import SUBSETS, prepare_speed_bench
+    from ..common.tables import print_table
+    from .load.speed_bench import SUBSETS, prepare_speed_bench
 
     one_of("subset", subset, SUBSETS)
     done = prepare_speed_bench(subset, output, source)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from .queries import vllm_names
+from .promql import vllm_names
 
 Json = dict[str, Any]  # Any: YAML
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from .push import Difference, Grafana
+    from .grafana_push import Difference, Grafana
 
 Names = Literal["vllm", "ray", "both"]
 # Flags that the commands share.
@@ -104,8 +104,8 @@ def alerts(
 
 
 def _boards(names: Names) -> list[dict[str, Any]]:  # Any: JSON
-    from .boards import boards
-    from .queries import ray_names, vllm_names
+    from .dashboards import boards
+    from .promql import ray_names, vllm_names
 
     dialects = {"vllm": [vllm_names()], "ray": [ray_names()], "both": [vllm_names(), ray_names()]}[names]
     return [board for dialect in dialects for board in boards(dialect)]
@@ -114,7 +114,7 @@ def _boards(names: Names) -> list[dict[str, Any]]:  # Any: JSON
 def _differences(
     url: str, token: str, datasource: str | None, names: Names
 ) -> tuple[Grafana, list[Difference]]:
-    from .push import Grafana
+    from .grafana_push import Grafana
 
     server = Grafana(url, token)
     source = None if datasource is None else server.source(datasource)

@@ -1,7 +1,7 @@
 """Reports hardware and software that matter to Manta, and what it uses of them for a pair.
 
 What prevents Manta from running is a failure. Runs no kernel, loads no model, and imports no package but
-PyTorch; versions are read from package metadata. Called by `run.py`.
+PyTorch; versions are read from package metadata. Called by `doctor_run.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import get_args
 import torch
 from torch.cuda import nccl
 
-from ...actors.machine import free_ram_bytes, owned_cores
-from ...actors.targets.loading.backends import BackendName, instructions_of_passes, why_not
-from ...actors.targets.loading.plan import LoadPlan
-from ..bench.provenance import cpu_model
-from .findings import Check, NotHereError, Outcome
+from ...actors.system.host_resources import free_ram_bytes, owned_cores
+from ...actors.targets.loading.backend_selection import BackendName, instructions_of_passes, why_not
+from ...actors.targets.loading.load_plan import LoadPlan
+from ..bench.common.provenance import cpu_model
+from .cases.checks import Check, NotHereError, Outcome
 
 _MACHINE, _USED = "machine", "Manta uses"
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..flags import with_flags
-from .options import AdaptOptions, ApplicationOptions, DeployOptions, EvalOptions, TrainOptions
+from ..common.engine_flags import with_flags
+from .common.options import AdaptOptions, ApplicationOptions, DeployOptions, EvalOptions, TrainOptions
 
 # Arguments shared by the commands.
 Drafter = Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")]
@@ -26,8 +26,8 @@ drafter = typer.Typer(
 @drafter.command()
 def inspect(name: Drafter, as_json: AsJson = False) -> None:
     """Describe a drafter from config.json and the headers of its weights; downloads no weights."""
-    from .files import open_drafter
-    from .portrait import print_summaries, summarize_drafter
+    from .common.drafter_files import open_drafter
+    from .drafter_summary import print_summaries, summarize_drafter
 
     summary = summarize_drafter(open_drafter(name))
     if as_json:
@@ -39,8 +39,8 @@ def inspect(name: Drafter, as_json: AsJson = False) -> None:
 @drafter.command()
 def compare(one: Drafter, other: Drafter, as_json: AsJson = False) -> None:
     """Describe two drafters side by side and mark the differences."""
-    from .files import open_drafter
-    from .portrait import print_summaries, summarize_drafter
+    from .common.drafter_files import open_drafter
+    from .drafter_summary import print_summaries, summarize_drafter
 
     summaries = [summarize_drafter(open_drafter(name)) for name in (one, other)]
     if as_json:
@@ -57,7 +57,7 @@ def list_drafters(
     ] = None,
 ) -> None:
     """List the drafters on this machine."""
-    from .shelf import find_drafters, print_drafters
+    from .local_drafters import find_drafters, print_drafters
 
     print_drafters(find_drafters(folders))
 
@@ -80,10 +80,10 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Report all problems of a drafter and target with remedies; exit code 1 if they cannot work."""
-    from .validate import print_findings, validate_pair
+    from .validate.validate_pair import print_findings, validate_pair
 
     if level == "gpu":
-        from .against_card import needs_gpu
+        from .validate.card_check import needs_gpu
 
         if reason := needs_gpu():
             typer.echo(reason, err=True)
@@ -101,8 +101,8 @@ def validate(
 @with_flags
 def evaluate(options: EvalOptions, as_json: AsJson = False) -> None:
     """Measure acceptance by category and draft, and the speed-up over plain decoding, with 95 % intervals."""
-    from .evaluate import run_eval
-    from .evaluation_card import print_evaluation, write_card
+    from .evaluate.evaluate_drafter import run_eval
+    from .evaluate.evaluation_card import print_evaluation, write_card
 
     figures = run_eval(options)
     if options.output is not None:
@@ -121,7 +121,7 @@ def convert(
     target: Target,
 ) -> None:
     """Convert a drafter to another format and verify that meaning and weights are identical."""
-    from .convert import convert_drafter
+    from .common.format_conversion import convert_drafter
 
     convert_drafter(name, target, "z-lab" if to == "zlab" else to, output)
     typer.echo(str(output))
@@ -131,7 +131,7 @@ def convert(
 @with_flags
 def adapt(options: AdaptOptions, as_json: AsJson = False) -> None:
     """Train a drafter on new traffic and replayed text; exit code 1, without output, if it is no better."""
-    from .adapt import print_figures, run_adapt
+    from .train.adapt_run import print_figures, run_adapt
 
     figures = run_adapt(options)
     if as_json:
@@ -146,7 +146,7 @@ def adapt(options: AdaptOptions, as_json: AsJson = False) -> None:
 @with_flags
 def train(options: TrainOptions) -> None:
     """Train a drafter for a frozen target; the same command resumes an interrupted run."""
-    from .train import train_drafter
+    from .train.train_run import train_drafter
 
     train_drafter(options)
 
@@ -155,7 +155,7 @@ def train(options: TrainOptions) -> None:
 @with_flags
 def deploy(options: DeployOptions) -> None:
     """Try a drafter on the traffic of a running application; a worse one is removed automatically."""
-    from ...actors.checkpoints import absolute_path
+    from ...actors.tokenization.checkpoint_paths import absolute_path
     from .deploy import DrafterDeployment, await_verdict
 
     deployment = DrafterDeployment(options.app, options.deployment)

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...actors.drafter_trial import ReplicaReport
-from ...actors.live_settings import Candidate, LiveSettings
-from ...cluster.canary import Evidence, Tally, Verdict
+from ...actors.serve.drafter_canary import ReplicaReport
+from ...actors.serve.user_config import Candidate, LiveSettings
 from ...cluster.errors import ConfigError, MantaError
-from ..ray_session import join_ray, ray_address
+from ...cluster.fleet.canary import Evidence, Tally, Verdict
+from ..common.ray_session import join_ray, ray_address
 
 UserConfig = dict[str, Any]  # Any: YAML
 
@@ -87,7 +87,7 @@ class DrafterDeployment:
         connect()
         from ray.serve.context import _get_global_client
 
-        from ...actors.trial_board import TrialBoard
+        from ...actors.serve.canary_store import TrialBoard
 
         self._application, self._deployment = application, deployment
         client = _get_global_client(raise_if_no_controller_running=False)

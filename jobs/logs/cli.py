@@ -9,9 +9,9 @@ from urllib.parse import urlencode
 
 import typer
 
-from ..client import ServerClient, operators_key
-from .files import lines_about
-from .life import Json, timeline_lines
+from ..common.http_client import ServerClient, operators_key
+from .log_files import lines_about
+from .timeline_text import Json, timeline_lines
 
 logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Questions about logged requests.")
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import yaml
 
-from ...actors.checkpoints import absolute_path
-from ...actors.http.settings import split_settings
+from ...actors.http.config.settings import split_settings
+from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import Quantization
+from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
 from ...cluster.planner.estimates import Estimate
-from ...cluster.planner.room import MAX_ROWS, UTILISATION
-from .models import ReadPair
+from .pair_reader import ReadPair
 
 _HEAD = """\
 # Written by `manta plan`: {why}
 # Serve it with `manta serve --config FILE` or `serve deploy FILE`; `manta render` makes files for KubeRay,
-# `ray up` and systemd from it. All settings: cluster/config.py, actors/http/settings.py.
+# `ray up` and systemd from it. All settings: cluster/config.py, actors/http/config/settings.py.
 """
 # Limit of waiting requests, as a multiple of max_num_seqs; further ones get 503 with Retry-After.
 _QUEUED_PER_RUNNING = 4

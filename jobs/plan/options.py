@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from ...cluster.config import Quantization
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
-from ...cluster.planner.gpus import GPUS
-from ..yaml_file import check_new_file
+from ...cluster.hardware.gpu_specs import GPUS
+from ..common.yaml_file import check_new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

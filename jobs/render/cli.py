@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..settings import DEFAULT_CONFIG
-from ..yaml_file import check_new_file
+from ..common.config_loading import DEFAULT_CONFIG
+from ..common.yaml_file import check_new_file
 
 Kind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 

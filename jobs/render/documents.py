@@ -18,9 +18,9 @@ import yaml
 from minijinja import Environment
 
 from ...cluster.errors import ConfigError
-from ..flags import ENGINE_OPTIONS
-from .deployment import Engines, read_deployment
-from .pins import ENVIRONMENT, own_image, pinned_requirements, ray_image, ray_version
+from ..common.engine_flags import ENGINE_OPTIONS
+from .deployment_spec import Engines, read_deployment
+from .versions import ENVIRONMENT, own_image, pinned_requirements, ray_image, ray_version
 
 TEMPLATES = {
     "kuberay-service": "kuberay-service.yaml",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...cluster.planner.gpus import Gpu
-from ...cluster.planner.pair import Pair
-from ...cluster.planner.room import MAX_ROWS, UTILISATION
-from ...cluster.planner.step_time import (
+from ...cluster.hardware.gpu_specs import Gpu
+from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
+from ...cluster.hardware.model_pair import Pair
+from ...cluster.hardware.step_time import (
     LAUNCH_S,
     LAUNCHES_AROUND,
     LAUNCHES_OF_DRAFT,
@@ -22,8 +22,8 @@ def assumptions(gpu: Gpu, pair: Pair, spread: float) -> list[str]:
     return [
         "Acceptance is given, not derived; each draft has the same conditional acceptance probability. A "
         "shortened DFlash block is assumed to equal the beginning of the whole block, which it does not.",
-        f"Requests differ in hardness with a standard deviation of {spread:g} (cluster/planner/texts.py). A "
-        "draft's margin gives its acceptance probability exactly (cluster/simulated_drafts.py), which is the "
+        f"Requests differ in hardness with a standard deviation of {spread:g} (cluster/simulation/acceptance_mix.py). A "
+        "draft's margin gives its acceptance probability exactly (cluster/simulation/simulated_drafts.py), which is the "
         "most that a policy can know.",
         f"{device.name} moves {device.bytes_per_s / 1e9:,.0f} GB/s and computes {device.flops / 1e12:,.0f} "
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...cluster.acceptance import survival_of_length
 from ...cluster.errors import ConfigError
-from ...cluster.model_shape import ModelShape
-from ...cluster.planner.pair import Pair
-from ...cluster.planner.pareto import frontier, throughput_at
-from ...cluster.planner.texts import Texts
+from ...cluster.hardware.model_pair import Pair
+from ...cluster.hardware.model_shape import ModelShape
+from ...cluster.planner.pareto_frontier import frontier, throughput_at
+from ...cluster.simulation.acceptance_mix import Texts
+from ...cluster.speculation.acceptance_length import survival_of_length
 
 Figures = dict[str, Any]  # Any: JSON
 Kind = Literal["plain", "dflash", "eagle3"]

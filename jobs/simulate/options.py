@@ -8,7 +8,7 @@ from typing import Annotated
 
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
-from ...cluster.planner.gpus import GPUS
+from ...cluster.hardware.gpu_specs import GPUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class NodeOptions:
         acceptance: mean acceptance length of the DFlash drafter's block, or by category: code=4.9,chat=2.9.
         eagle3_acceptance: mean acceptance length of EAGLE-3's drafts, or by category.
         eagle3_drafts: number of EAGLE-3's drafts that have this acceptance length.
-        spread: standard deviation of requests' hardness; 0: equal. See cluster/planner/texts.py.
+        spread: standard deviation of requests' hardness; 0: equal. See cluster/simulation/acceptance_mix.py.
         concurrency: concurrent requests per engine; may be repeated, one load each (closed loop).
         rate_per_s: requests/s on the node (Poisson) instead of --concurrency; may be repeated.
         num_requests: number of requests at each rate.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cluster.errors import ConfigError
-from ...cluster.planner.simulated_engine import simulated_request
-from ...cluster.request import Request
+from ...cluster.request.request import Request
+from ...cluster.simulation.simulated_engine import simulated_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Trains a drafter for any target; read `train.py` first. `models/recipe/` makes the shipped pair with it.
+"""Trains a drafter for any target; read `train_drafter.py` first. `models/recipe/` makes the shipped pair
+with it.
 
 Nothing here is imported while serving.
 """

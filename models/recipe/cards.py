@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...jobs.tables import decimals
+from ...jobs.common.tables import decimals
 from .evaluate import Figures
 
 _TARGET_CARD = """\

@@ -1,8 +1,8 @@
 """Acceptance of a pair on held-out prompts, with all drafts made in every step.
 
 The target's answers are given. A drafter's proposals at every position of them
-(`jobs/training/offline.py`) can be computed afterwards, because with equal noise the answer does not depend
-on the drafts. So these figures are those of an engine that always drafts a whole block.
+(`jobs/training/heads/offline_proposals.py`) can be computed afterwards, because with equal noise the answer
+does not depend on the drafts. So these figures are those of an engine that always drafts a whole block.
 
 Shapes: T tokens, A anchors (one per generated token), N drafts of each.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...cluster.acceptance import mean_acceptance_length
-from ...jobs.training.continuations import Question
-from ...jobs.training.offline import Proposals, accepted_at
-from ...jobs.training.prompts import Prompt
+from ...cluster.speculation.acceptance_length import mean_acceptance_length
+from ...jobs.training.data.continuations import Question
+from ...jobs.training.data.prompts import Prompt
+from ...jobs.training.heads.offline_proposals import Proposals, accepted_at
 
 OVERALL = "overall"
 REPEAT_TOKENS = 8

@@ -17,24 +17,24 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from ...actors.targets.model.parallel import Sharding
+from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import TargetWeights
-from ...drafter.compute.tensors import TensorFolder
+from ...drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
-from ...jobs.tables import decimals
-from ...jobs.training import corpus
-from ...jobs.training.answers import write_continuations
-from ...jobs.training.begin import continued, drafter_config, facts_of, new_drafter
-from ...jobs.training.budget import Length
-from ...jobs.training.chat import IM_END
-from ...jobs.training.continuations import SPOKEN_TEMPERATURES, Continuations
-from ...jobs.training.export import export_drafter
-from ...jobs.training.frozen_target import FrozenTarget
-from ...jobs.training.loop import SNAPSHOT, Report, load_snapshot
-from ...jobs.training.offline import BlockProposals
-from ...jobs.training.prompts import all_prompts, select_prompts
-from ...jobs.training.settings import RECIPES, DrafterSettings
-from ...jobs.training.train import keep_freed_memory, machine, read_target, train
+from ...jobs.common.tables import decimals
+from ...jobs.training.data import corpus
+from ...jobs.training.data.chat_samples import IM_END
+from ...jobs.training.data.continuations import SPOKEN_TEMPERATURES, Continuations
+from ...jobs.training.data.prompts import all_prompts, select_prompts
+from ...jobs.training.data.target_answers import write_continuations
+from ...jobs.training.heads.export import export_drafter
+from ...jobs.training.heads.frozen_target import FrozenTarget
+from ...jobs.training.heads.initialization import continued, drafter_config, facts_of, new_drafter
+from ...jobs.training.heads.offline_proposals import BlockProposals
+from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
+from ...jobs.training.loop.lr_schedule import Length
+from ...jobs.training.loop.training_loop import SNAPSHOT, Report, load_snapshot
+from ...jobs.training.train_drafter import keep_freed_memory, machine, read_target, train
 from .cards import PairFacts, RunFacts, write_cards
 from .evaluate import Figures, before_repetition, evaluate
 from .prompts import (

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from ...jobs.training.budget import Length, Schedule
-from ...jobs.training.cross_entropy import row_losses
-from ...jobs.training.export import write_checkpoint
-from ...jobs.training.loop import Report, Step, StepLoss, TrainingLoop
-from ...jobs.training.model import weighted_sum
-from ...jobs.training.optimizers import HybridOptimizer
+from ...jobs.training.heads.chunked_cross_entropy import row_losses
+from ...jobs.training.heads.dflash_module import weighted_sum
+from ...jobs.training.heads.export import write_checkpoint
+from ...jobs.training.loop.lr_schedule import Length, Schedule
+from ...jobs.training.loop.muon_adamw import HybridOptimizer
+from ...jobs.training.loop.training_loop import Report, Step, StepLoss, TrainingLoop
 from .tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 from .tokens import TokenStore, WindowReader
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from manta.actors.files import write_json
-from manta.actors.tokenizer import Tokenizer
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.drafters.adapt import AdaptOptions, measure, print_figures, run_adapt
-from manta.jobs.drafters.adapt_text import read_examples
-from manta.jobs.drafters.gate import MAX_LOSS, judge
-from manta.jobs.tables import print_table
+from manta.actors.system.atomic_files import write_json
+from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.tables import print_table
+from manta.jobs.drafters.train.adapt_data import read_examples
+from manta.jobs.drafters.train.adapt_run import AdaptOptions, measure, print_figures, run_adapt
+from manta.jobs.drafters.train.promotion_gate import MAX_LOSS, judge
 
 from .json_logs import write_logs
 
@@ -30,8 +30,8 @@ _SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
 
 def write_replay(path: Path) -> None:
     """Write prompts of the shipped categories, from files that are not held out."""
-    from manta.jobs.training import corpus
-    from manta.jobs.training.prompts import all_prompts, select_prompts
+    from manta.jobs.training.data import corpus
+    from manta.jobs.training.data.prompts import all_prompts, select_prompts
     from manta.models.recipe.prompts import write_prompts
     from tokenizers import Tokenizer as Backend
 

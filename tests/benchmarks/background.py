@@ -18,20 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manta.actors.batch.file_store import FileStore
-from manta.actors.batch.storage import Storage
-from manta.actors.checkpoints import with_absolute_paths
-from manta.actors.prompts import Chat
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.batch.openai.file_store import FileStore
+from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
+from manta.actors.tokenization.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import LoadRequest, RequestSource
+from manta.jobs.bench.common.arrivals import Arrivals
+from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import rotated
 from manta.jobs.bench.load.latencies import describe
-from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import rotated
-from manta.jobs.client import ServerClient
-from manta.jobs.tables import print_table
+from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.common.http_client import ServerClient
+from manta.jobs.common.tables import print_table
 
 from .http_load import ServedPass, Target, find_server, pass_figures, send
 from .options import BackgroundOptions

@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from manta.actors.checkpoints import with_absolute_paths
-from manta.actors.files import rounded
-from manta.actors.prompts import load_tokenizer
+from manta.actors.system.atomic_files import rounded
+from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.passes import (
+from manta.jobs.bench.common.engine_passes import (
     Figures,
     Pass,
     Prompt,
@@ -28,8 +27,9 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import ratios, rotated
-from manta.jobs.tables import NO_FIGURE, decimals, print_table
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import ratios, rotated
+from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
 from .options import BatchBenchOptions

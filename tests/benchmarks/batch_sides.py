@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from manta.actors.batch.storage import Storage
-from manta.actors.machine import owned_cores
-from manta.actors.targets.loading.plan import plan_load
+from manta.actors.batch.dataset.storage import Storage
+from manta.actors.system.host_resources import owned_cores
+from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.cluster.request import SamplingParams
-from manta.jobs.bench.passes import Pass, Prompt, run_engine, say, tried_dtypes
-from manta.jobs.commands import log_tail, manta
-from manta.jobs.generate import open_llm
-from manta.jobs.ray_session import join_or_start_ray
+from manta.cluster.request.request import SamplingParams
+from manta.jobs.bench.common.engine_passes import Pass, Prompt, run_engine, say, tried_dtypes
+from manta.jobs.common.generate import open_llm
+from manta.jobs.common.ray_session import join_or_start_ray
+from manta.jobs.common.subprocess_commands import log_tail, manta
 
 from .contender_server import OpenAIServer
 from .contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
-from manta.actors.files import rounded
-from manta.actors.machine import owned_cores
-from manta.actors.prompts import load_tokenizer
+from manta.actors.system.atomic_files import rounded
+from manta.actors.system.host_resources import owned_cores
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.passes import (
+from manta.jobs.bench.common.engine_passes import (
     MODES,
     EngineRun,
     Figures,
@@ -32,8 +31,9 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import LEAST_GROUPS, prompts_per_turn, ratios, rotated, split_evenly
-from manta.jobs.tables import print_table
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import LEAST_GROUPS, prompts_per_turn, ratios, rotated, split_evenly
+from manta.jobs.common.tables import print_table
 
 from .busy_processes import busy_processes
 from .cpu_quota import QuotaGroup, quota_group

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.jobs.flags import Model, Settings, with_flags
-from manta.jobs.stop import Stopped, StopSignals
+from manta.jobs.common.engine_flags import Model, Settings, with_flags
+from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import adapt, soak_batch, soak_serve
 from .options import (

@@ -14,16 +14,15 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from manta.actors.files import rounded
 from manta.actors.llm import LLM
-from manta.actors.machine import owned_cores
-from manta.actors.prompts import load_tokenizer
-from manta.actors.targets.loading.plan import LoadPlan, plan_load
+from manta.actors.system.atomic_files import rounded
+from manta.actors.system.host_resources import owned_cores
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.request import SamplingParams
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.passes import (
+from manta.cluster.request.request import SamplingParams
+from manta.jobs.bench.common.engine_passes import (
     MODES,
     Figures,
     Pass,
@@ -35,8 +34,9 @@ from manta.jobs.bench.passes import (
     say,
     tried_dtypes,
 )
-from manta.jobs.bench.turns import prompts_per_turn, ratios, run_rounds, split_evenly
-from manta.jobs.tables import decimals, print_table
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import prompts_per_turn, ratios, run_rounds, split_evenly
+from manta.jobs.common.tables import decimals, print_table
 
 from .contender_server import OpenAIServer
 from .contenders import (

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from manta.cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
-from manta.jobs.bench.passes import Pass
-from manta.jobs.client import Answer, Json, ServerClient, split_url
+from manta.jobs.bench.common.engine_passes import Pass
+from manta.jobs.common.http_client import Answer, Json, ServerClient, split_url
 
 from .contenders import ContenderSetup, Prompts, Runner
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from manta.jobs.bench.passes import Pass, SteppedPass
+from manta.jobs.bench.common.engine_passes import Pass, SteppedPass
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 

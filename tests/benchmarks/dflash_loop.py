@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.config import DrafterConfig, SelectorSize
-from manta.drafter.drafter_shape import DraftLayer
+from manta.drafter.drafter_spec import DraftLayer
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config

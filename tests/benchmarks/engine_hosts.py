@@ -14,9 +14,9 @@ import ray
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.cluster.plan import DrafterUse
-from manta.jobs.bench.load.asks import RequestSource
-from manta.jobs.bench.sweep.driver import Driver
+from manta.cluster.step.scheduler_output import DrafterUse
+from manta.jobs.bench.load.request_source import RequestSource
+from manta.jobs.bench.sweep.engine_driver import Driver
 from ray.exceptions import RayTaskError
 
 OPEN_TIMEOUT_S = 600.0

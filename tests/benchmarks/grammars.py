@@ -14,17 +14,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from manta.actors.files import write_json
-from manta.actors.targets.loading.grammars import make_grammars
-from manta.actors.targets.loading.operators import make_step_operators
-from manta.actors.targets.loading.plan import plan_load
+from manta.actors.system.atomic_files import write_json
+from manta.actors.targets.loading.grammar_loading import make_grammars
+from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.operator_factory import make_step_operators
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.grammar import StructuredOutputsParams
-from manta.cluster.request import SamplingParams
-from manta.drafter.grammars.states import GrammarStates
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.generate import open_llm
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.request.structured_outputs import StructuredOutputsParams
+from manta.drafter.grammars.matchers import GrammarStates
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.generate import open_llm
 
 from .options import GrammarOptions
 

@@ -1,7 +1,7 @@
 """Sends requests to a server over HTTP at their arrival times, and records each stream.
 
-Used by `background.py`. The client is small (`streams.py`), so that its cost is negligible. Connections are
-reused; there are as many as concurrent requests.
+Used by `background.py`. The client is small (`output_streams.py`), so that its cost is negligible.
+Connections are reused; there are as many as concurrent requests.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from manta.actors.prompts import Chat
+from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import MantaError
-from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import LoadRequest
+from manta.jobs.bench.common.arrivals import Arrivals
+from manta.jobs.bench.common.engine_passes import Figures
 from manta.jobs.bench.load.latencies import Waits, describe
-from manta.jobs.bench.passes import Figures
-from manta.jobs.client import HEALTH_TIMEOUT_S, ServerClient
+from manta.jobs.bench.load.request_source import LoadRequest
+from manta.jobs.common.http_client import HEALTH_TIMEOUT_S, ServerClient
 
 from .streams import Stream, StreamClient
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from manta.actors.http.settings import parse_replicas
-from manta.cluster.autoscaling import ScalingRules
+from manta.actors.http.config.settings import parse_replicas
 from manta.cluster.config import one_of
 from manta.cluster.errors import ConfigError
 from manta.cluster.flag import NO_FLAG, Flag, Size
-from manta.cluster.planner.gpus import GPUS
-from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.options import Loads, RunOptions, Temperature
+from manta.cluster.fleet.autoscaling import ScalingRules
+from manta.cluster.hardware.gpu_specs import GPUS
+from manta.jobs.bench.common.arrivals import Arrivals
+from manta.jobs.bench.common.options import Loads, RunOptions, Temperature
 
 SharedDrafterSide = Literal["shared", "split", "colocated"]
 BATCH_SIDES = ("job", "llm", "http", "generate", "engines")
@@ -277,7 +277,7 @@ class ValidateOptions:
         requests: measured requests at each load, after a warm-up of as many requests plus the concurrency.
         max_tokens: output tokens of a request.
         temperature: 0 is greedy.
-        spread: standard deviation of requests' hardness, see cluster/planner/texts.py.
+        spread: standard deviation of requests' hardness, see cluster/simulation/acceptance_mix.py.
         output: JSON file for the figures.
     """
 
@@ -377,7 +377,8 @@ class PolicyOptions:
         gpu: kind of the GPUs.
         tp: tensor-parallel ranks of the engine; may be repeated.
         acceptance: mean acceptance length of the whole block, see `parse_acceptance`; may be repeated.
-        spread: standard deviation of requests' hardness; 0: equal. See `cluster/planner/texts.py`.
+        spread: standard deviation of requests' hardness; 0: equal. See
+            `cluster/simulation/acceptance_mix.py`.
         contexts: tokens of prompts; may be repeated.
         concurrency: concurrent requests; may be repeated.
         output_tokens: tokens of an answer.

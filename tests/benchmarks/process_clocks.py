@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manta.jobs.bench.cpu_clocks import descendants, read_processes, ticks_per_s
+from manta.jobs.bench.common.cpu_clocks import descendants, read_processes, ticks_per_s
 
 ROLES = ("client", "worker", "replica", "haproxy", "ray")
 SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side

@@ -4,7 +4,7 @@ Clients send one streamed request after another: few clients, then many until th
 then few until the minimum do; if the minimum is 0, no clients until there are no replicas, and few again. The
 plot shows serving, starting and stopping replicas and the time to first token. Replicas share this machine's
 cores, so more of them need not be faster: the benchmark is about starting and stopping them. The policy is in
-`cluster/autoscaling.py`, a simulated fleet in `simulate/fleet.py`.
+`cluster/fleet/autoscaling.py`, a simulated fleet in `simulate/fleet.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from manta.actors.files import write_json
-from manta.actors.http.settings import parse_replicas, split_settings
-from manta.actors.machine import free_port
+from manta.actors.http.config.settings import parse_replicas, split_settings
+from manta.actors.system.atomic_files import write_json
+from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import MantaError
-from manta.cluster.placement import Topology
-from manta.jobs.bench.idleness import Watch
-from manta.jobs.bench.passes import Figures, say
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.client import ServerClient, await_ready
-from manta.jobs.pictures.plots import can_plot
-from manta.jobs.serve import ServeOptions, Server, start_server
-from manta.jobs.tables import print_table
+from manta.cluster.fleet.placement import Topology
+from manta.jobs.bench.common.engine_passes import Figures, say
+from manta.jobs.bench.common.idle_check import Watch
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.charts.plots import can_plot
+from manta.jobs.common.http_client import ServerClient, await_ready
+from manta.jobs.common.tables import print_table
+from manta.jobs.serve.server import ServeOptions, Server, start_server
 
 from .options import ScaleOptions
 

@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manta.actors.batch.rows import row_seed
-from manta.actors.checkpoints import with_absolute_paths
-from manta.actors.files import rounded
-from manta.actors.prompts import load_tokenizer
+from manta.actors.batch.dataset.row_requests import row_seed
+from manta.actors.system.atomic_files import rounded
+from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.passes import (
+from manta.jobs.bench.common.engine_passes import (
     Figures,
     Pass,
     Prompt,
@@ -33,8 +32,9 @@ from manta.jobs.bench.passes import (
     record,
     say,
 )
-from manta.jobs.bench.turns import ratios, rotated
-from manta.jobs.tables import NO_FIGURE, print_table
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import ratios, rotated
+from manta.jobs.common.tables import NO_FIGURE, print_table
 
 from .options import ServeTaxOptions
 from .process_clocks import ROLES, read_role_clocks

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from manta.actors.engine import AsyncEngine
-from manta.actors.executor import make_executor
-from manta.actors.machine import free_port
-from manta.actors.prompts import EncodedPrompt
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.system.host_resources import free_port
+from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.cluster.executor import Executor
-from manta.cluster.request import SamplingParams
-from manta.jobs.commands import server
-from manta.jobs.ray_session import join_or_start_ray
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.step.executor import Executor
+from manta.jobs.common.ray_session import join_or_start_ray
+from manta.jobs.common.subprocess_commands import server
 
 from .own_server import manta_serve, write_settings
 from .process_clocks import SERVER_MODULE

@@ -20,17 +20,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import ray
-from manta.actors.checkpoints import with_absolute_paths
-from manta.actors.prompts import load_tokenizer
+from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.placement import Topology, total
-from manta.jobs.bench.idleness import Watch, print_warning
-from manta.jobs.bench.load.asks import RequestSource, encode_rows
-from manta.jobs.bench.passes import Figures, read_rows, record, say
-from manta.jobs.bench.turns import rotated
-from manta.jobs.ray_session import join_or_start_ray
-from manta.jobs.tables import NO_FIGURE, decimals, print_table
+from manta.cluster.fleet.placement import Topology, total
+from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
+from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.interleaving import rotated
+from manta.jobs.bench.load.request_source import RequestSource, encode_rows
+from manta.jobs.common.ray_session import join_or_start_ray
+from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 
 from .engine_hosts import Turn, open_hosts
 from .options import SharedDrafterOptions

@@ -22,17 +22,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
-from manta.actors.files import write_json
+from manta.actors.system.atomic_files import write_json
+from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.cluster.executor import Executor, ExecutorInfo
-from manta.cluster.pool_size import Concurrency
-from manta.cluster.simulator import SimulatedExecutor
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.step.executor import Executor, ExecutorInfo
 from manta.jobs.batch.job import run_batch
 from manta.jobs.batch.options import BatchOptions
-from manta.jobs.bench.passes import Figures
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.tables import print_table
+from manta.jobs.bench.common.engine_passes import Figures
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.tables import print_table
 
 DRIVER_BYTES = 2 * 2**30
 ENGINE_BYTES = 1 * 2**30

@@ -20,12 +20,12 @@ from typing import Annotated, Any
 from urllib.request import urlopen
 
 import typer
-from manta.actors.files import write_json
-from manta.actors.machine import free_port
-from manta.jobs.bench.passes import Figures, say
-from manta.jobs.bench.provenance import provenance
+from manta.actors.system.atomic_files import write_json
+from manta.actors.system.host_resources import free_port
+from manta.jobs.bench.common.engine_passes import Figures, say
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.tables import print_table
 from manta.jobs.demo_commands import serving
-from manta.jobs.tables import print_table
 
 from .process_clocks import resident_bytes
 from .streams import Stream, StreamClient

@@ -2,7 +2,8 @@
 
 A small HTTP/1.1 client over asyncio's sockets: its cost must be negligible, and tests of crashes need to know
 how a stream ended (properly, with an error event, cut). Used by `http_load.py`, `serve_tax.py`,
-`soak_serve.py` and the tests that kill servers. For requests without a stream see `jobs/client.py`.
+`soak_serve.py` and the tests that kill servers. For requests without a stream see
+`jobs/common/http_client.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from manta.jobs.client import split_url
+from manta.jobs.common.http_client import split_url
 
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 DONE = b"[DONE]"

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import torch
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.config_json import Count, HfConfig, Json, parse, read_json, wrong
-from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, read_json, wrong
+from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import public_error
-from ..sse import named_event
+from ..wire.errors import public_error
+from ..wire.sse import named_event
 
 
 class LostResponse:

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
-from ..chat_request import ChatRequest
-from ..conversing import Heeds
-from ..numbers import Integer
-from ..translation import chat_request, said_of
-from ..wire import JsonObject
-from .items import Conversation, read_items
+from ..generation.chat_adapter import Heeds
+from ..generation.request_translation import chat_request, said_of
+from ..protocol.chat_request import ChatRequest
+from ..wire.json_io import JsonObject
+from ..wire.json_numbers import Integer
+from .input_items import Conversation, read_items
 from .tools import ClientTools
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."

@@ -5,15 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, shown
-from ..chat import prepare_chat
-from ..conversing import Heeds, answer
-from ..frontend import Frontend
-from ..run import Run
-from ..translation import said_of
-from ..wire import JsonRoute
-from .frame import frame
+from ..generation.chat_adapter import Heeds, answer
+from ..generation.request_run import Run
+from ..generation.request_translation import said_of
+from ..generation.server_context import Frontend
+from ..openai.chat import prepare_chat
+from ..wire.json_io import JsonRoute
+from .event_writer import PREFIX, ResponseWriter
 from .request import NAMES, ResponsesRequest
-from .writer import PREFIX, ResponseWriter
+from .response_envelope import frame
 
 
 def response_routes(frontend: Frontend) -> APIRouter:

@@ -2,7 +2,8 @@
 
 A chat knows functions alone. Of the other types, those that the client runs become functions: the tools of a
 namespace, custom tools (which take one string) and the local shell. Tools that OpenAI's servers run are left
-out. `request.py` reads tools here, `items.py` the calls of a history, and `writer.py` writes new calls.
+out. `request.py` reads tools here, `input_items.py` the calls of a history, and `event_writer.py` writes new
+calls.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....cluster.errors import RequestError, shown
-from ...chat.call_arguments import read_object
-from ..wire import JsonObject
+from ...tokenization.call_arguments import read_object
+from ..wire.json_io import JsonObject
 
 Kind = Literal["function", "custom", "local_shell"]
 INPUT = "input"  # the one property of a custom tool

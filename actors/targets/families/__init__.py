@@ -1,8 +1,8 @@
 """The model families: Hugging Face's class name -> its reader of config.json.
 
 A family is one file: the meaning of its config.json (`ModelSpec`), the names of its tensors, how ranks slice
-them and how they are transformed at load. No family has a forward pass of its own: `model/decoder.py` runs
-any spec. To add a family, add a file, an entry here, and a row of `tests/families.py`.
+them and how they are transformed at load. No family has a forward pass of its own: `targets/model/decoder.py`
+runs any spec. To add a family, add a file, an entry here, and a row of `tests/families.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ....cluster.errors import CheckpointError
-from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
-from ..model.spec import ModelSpec
+from ....drafter.compute.checkpoint.hf_config import Json, overridden, read_json, text_config, wrong
+from ..model.model_spec import ModelSpec
 from . import (
     deepseek_v3,
     gemma3,

@@ -16,12 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ....drafter.compute.config_json import Count, Json, Off, parse
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse
+from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Attention
-from ..model.feed_forward import GatedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
-from .plain import TENSORS, PlainConfig, model_of
+from ..model.mlp_spec import GatedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
+from .shared.llama_like import TENSORS, PlainConfig, model_of
 
 _THETA = {"full_attention": 1e6, "sliding_attention": 1e4}
 

@@ -22,13 +22,13 @@ import torch
 from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
-from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
-from ....drafter.compute.experts import Router
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Attention
-from ..model.feed_forward import BesideMLP, GatedMLP, RoutedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
-from .plain import TENSORS, PlainConfig, model_of, refuse_rope_scaling
+from ..model.mlp_spec import BesideMLP, GatedMLP, RoutedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
+from .shared.llama_like import TENSORS, PlainConfig, model_of, refuse_rope_scaling
 
 _FULL_INTERVAL = 6  # by default every sixth layer is full
 _ROPES = {

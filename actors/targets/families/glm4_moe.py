@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from ....drafter.compute.config_json import Json, parse
-from ..model.spec import ModelSpec
-from .plain import read_plain
-from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig
+from ....drafter.compute.checkpoint.hf_config import Json, parse
+from ..model.model_spec import ModelSpec
+from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig
+from .shared.llama_like import read_plain
 
 _ROTARY_FACTOR = 0.5  # rotated share of a head if config.json does not say
 

@@ -17,15 +17,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
-from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
-from ....drafter.compute.experts import Router
-from ....drafter.compute.packed import BLOCK
-from ....drafter.compute.rope import RopeConfig
-from ....drafter.compute.tensors import BYTES
+from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.checkpoint.safetensors_reader import BYTES
+from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.rope import RopeConfig
+from ....drafter.compute.quantization.packed_4bit import BLOCK
 from ..model.attention import Attention
-from ..model.feed_forward import RoutedMLP
-from ..model.spec import Axis, LayerSpec, ModelSpec, TensorRule
-from .plain import TENSORS, PlainConfig, model_of
+from ..model.mlp_spec import RoutedMLP
+from ..model.model_spec import Axis, LayerSpec, ModelSpec, TensorRule
+from .shared.llama_like import TENSORS, PlainConfig, model_of
 
 _ALPHA = 1.702  # alpha of `swiglu_clamped`
 _THETA = 150000.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ....drafter.compute.config_json import Json, parse
-from ..model.spec import ModelSpec
-from .plain import PlainConfig, read_plain
+from ....drafter.compute.checkpoint.hf_config import Json, parse
+from ..model.model_spec import ModelSpec
+from .shared.llama_like import PlainConfig, read_plain
 
 
 class LlamaConfig(PlainConfig):

@@ -5,7 +5,7 @@
 `sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes, includes
 the row. The scale of values is multiplied into v's rows at load. Published files and those saved by
 transformers name most of this differently; both are read. FP8 matrices in blocks are dequantized
-(`fp8_weights.py`).
+(`actors/targets/families/shared/fp8_block_weights.py`).
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
 """
@@ -19,14 +19,14 @@ from typing import Literal
 from pydantic import AliasChoices, Field
 from torch import mul
 
-from ....drafter.compute.config_json import Count, Json, parse, wrong
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
+from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Attention
-from ..model.feed_forward import GatedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule, Transform
-from .fp8_weights import Fp8Weights
-from .plain import model_of, refuse_rope_scaling
-from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
+from ..model.mlp_spec import GatedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
+from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
+from .shared.fp8_block_weights import Fp8Weights
+from .shared.llama_like import model_of, refuse_rope_scaling
 
 _ROTARY_FACTOR = 0.334  # rotated share of a head if config.json does not say: 64 of 192 dimensions
 _THETA = {"full_attention": 5e6, "sliding_attention": 1e4}

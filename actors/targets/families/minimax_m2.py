@@ -3,7 +3,8 @@
     q = norm(W_q u), k = norm(W_k u) over all heads;  x += o(attention(q, k, v))
     s = sigmoid(W u) in fp32;  the top k of s + correction;  x += sum of  s_e / (sum of these s) expert_e(u)
 
-Published weights are FP8 in blocks, which are dequantized (`fp8_weights.py`).
+Published weights are FP8 in blocks, which are dequantized
+(`actors/targets/families/shared/fp8_block_weights.py`).
 
 Sources: transformers' modeling_minimax_m2.py and configuration_minimax_m2.py.
 """
@@ -16,15 +17,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from ....drafter.compute.config_json import Count, Json, Off, parse, wrong
-from ....drafter.compute.experts import Router
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
+from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Attention
-from ..model.feed_forward import RoutedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
-from .fp8_weights import Fp8Weights
-from .plain import TENSORS, PlainConfig, model_of
-from .sigmoid_experts import in_fp32
+from ..model.mlp_spec import RoutedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
+from .shared.deepseek_moe import in_fp32
+from .shared.fp8_block_weights import Fp8Weights
+from .shared.llama_like import TENSORS, PlainConfig, model_of
 
 _THETA = 5e6
 

@@ -17,13 +17,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ....drafter.compute.config_json import Count, Json, parse, wrong
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
+from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Attention
-from ..model.feed_forward import GatedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
+from ..model.mlp_spec import GatedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .gemma3 import SANDWICH_NORMS
-from .plain import TENSORS, PlainConfig, model_of
+from .shared.llama_like import TENSORS, PlainConfig, model_of
 
 _FULL_INTERVAL = 4  # counted from the last layer: one full layer, three sliding ones
 

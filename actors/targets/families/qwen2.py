@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ....drafter.compute.config_json import Json, parse
-from ..model.spec import ModelSpec
-from .plain import QwenConfig, read_plain
+from ....drafter.compute.checkpoint.hf_config import Json, parse
+from ..model.model_spec import ModelSpec
+from .shared.llama_like import QwenConfig, read_plain
 
 
 def read(raw: Json, file: str) -> ModelSpec:

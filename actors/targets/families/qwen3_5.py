@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, text: gated delta nets and gated attention (`gated_delta.py`), optionally with
+"""Qwen3.5, 3.6 and 3.8, text: gated delta nets and gated attention (`gated_delta_net.py`), optionally with
 experts.
 
 Parts of a published file for images and multi-token prediction are ignored.
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from pydantic import AliasChoices, Field
 
-from ....drafter.compute.config_json import Count, Json, parse
-from ..model.feed_forward import GatedMLP
-from ..model.spec import ModelSpec, TensorRule
-from .gated_delta import DELTA, GatedDeltaConfig, read_gated_delta
-from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
+from ..model.mlp_spec import GatedMLP
+from ..model.model_spec import ModelSpec, TensorRule
+from .gated_delta_net import DELTA, GatedDeltaConfig, read_gated_delta
+from .shared.qwen_moe import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
 
 
 class Qwen35MoeConfig(GatedDeltaConfig, SoftmaxExpertsConfig):

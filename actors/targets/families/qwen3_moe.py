@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from pydantic import field_validator
 
-from ....drafter.compute.config_json import Json, parse
-from ..model.spec import ModelSpec
-from .plain import TENSORS
+from ....drafter.compute.checkpoint.hf_config import Json, parse
+from ..model.model_spec import ModelSpec
 from .qwen3 import Qwen3Config, read_dense_qwen3
-from .softmax_experts import EXPERT_TENSORS, SoftmaxExpertsConfig
+from .shared.llama_like import TENSORS
+from .shared.qwen_moe import EXPERT_TENSORS, SoftmaxExpertsConfig
 
 
 class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):

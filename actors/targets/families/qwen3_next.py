@@ -14,10 +14,10 @@ import torch
 from pydantic import AliasChoices, Field
 from torch import Tensor
 
-from ....drafter.compute.config_json import Count, Json, parse
-from ..model.spec import ModelSpec, TensorRule, Transform
-from .gated_delta import DELTA, GatedDeltaConfig, read_gated_delta
-from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
+from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
+from ..model.model_spec import ModelSpec, TensorRule, Transform
+from .gated_delta_net import DELTA, GatedDeltaConfig, read_gated_delta
+from .shared.qwen_moe import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
 
 
 class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):

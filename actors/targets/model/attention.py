@@ -1,6 +1,6 @@
 """Specification of a layer's attention: its tensors and their dimensions.
 
-Called by `spec.py`, and by code that reads a model's parts.
+Called by `model_spec.py`, and by code that reads a model's parts.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
-from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.layers.rope import RopeConfig
 
 # Query heads and K/V heads are sharded over ranks. "q": all query heads; "q_and_gate": query heads, each
 # followed by its gate; "value": values of all K/V heads; "attended": attention outputs of all query heads, as
@@ -21,7 +21,7 @@ AttentionAxis = Literal["q", "q_and_gate", "kv", "value", "attended", "q_heads",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), see `drafter/compute/latent.py`.
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434), see `drafter/compute/layers/mla.py`.
 
     Attributes:
         q_rank: size of the queries' bottleneck; None without one.

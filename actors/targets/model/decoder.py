@@ -1,4 +1,4 @@
-"""The target: a decoder over paged K/V, with one implementation for every family (`spec.py`).
+"""The target: a decoder over paged K/V, with one implementation for every family (`model_spec.py`).
 
 It is stateless: requests' K/V are in the cache passed to it. A backend (`drafter/compute/backend.py`)
 computes its blocks, with projections split between ranks. The drafter borrows its embedding and head
@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ....cluster.page_groups import LayerPlace
+from ....cluster.pages.kv_cache_groups import LayerPlace
 from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, MixerShape, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
-from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.compute.latent import Latents
-from ....drafter.compute.layers import RMSNorm, scaled_logits
-from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
-from ....drafter.compute.state_memory import StateMemory
+from ....drafter.compute.layers.linear import RMSNorm, scaled_logits
+from ....drafter.compute.layers.mla import Latents
+from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from .attention import Attention
+from .cross_rank_norm import RowNorm
 from .delta_net import DeltaNet
-from .mlps import make_mlp
-from .parallel import Communicator, VocabEmbedding, VocabHead, row_linear
-from .row_norm import RowNorm
+from .mlp import make_mlp
+from .tensor_parallel import Communicator, VocabEmbedding, VocabHead, row_linear
 from .weights import LatentTensors, LayerWeights, TargetWeights
 
 RopeOf = Callable[[RopeConfig | None], RotaryEmbedding | None]

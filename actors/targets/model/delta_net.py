@@ -1,7 +1,7 @@
 """Gated delta net layers (arXiv:2412.06464): specification, tensors, and how ranks shard and fuse them.
 
-The computation is described in `drafter/compute/recurrent.py`. A rank has whole key heads, with their value
-heads. Called by `spec.py`, `parallel.py`, `weights.py` and `decoder.py`.
+The computation is described in `drafter/compute/layers/gated_delta_net.py`. A rank has whole key heads, with
+their value heads. Called by `model_spec.py`, `tensor_parallel.py`, `weights.py` and `decoder.py`.
 
     a checkpoint's projections, by rows          a rank's, fused into one product
     delta_qkv  delta_z  delta_b  delta_a         q k v z b a, each for its heads
@@ -18,8 +18,8 @@ from typing import Literal, Protocol, TypeGuard, get_args
 
 from torch import Tensor
 
-from ....cluster.state_shape import StateGeometry
-from ....drafter.compute.recurrent import DeltaNetShape
+from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
 
 # Dimensions of its tensors. "delta_channels": all channels of the convolution; "delta_values", "delta_heads":
 # values of all value heads, and their number; "delta_qkvz", "delta_ba": q, k, v, z and b, a grouped by key

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....drafter.compute.experts import ExpertWeights, RouterWeights
-from ....drafter.compute.int4 import Int4
-from ....drafter.compute.layers import RMSNorm
-from ....drafter.compute.mxfp4 import MXFP4
-from ....drafter.compute.packed import Packed
-from .feed_forward import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
+from ....drafter.compute.layers.linear import RMSNorm
+from ....drafter.compute.layers.moe import ExpertWeights, RouterWeights
+from ....drafter.compute.quantization.int4 import Int4
+from ....drafter.compute.quantization.mxfp4 import MXFP4
+from ....drafter.compute.quantization.packed_4bit import Packed
+from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 
 @dataclass(frozen=True, slots=True)

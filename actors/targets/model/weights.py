@@ -1,8 +1,8 @@
 """Reads the slices of a target's tensors that one rank needs, and nothing else of the files.
 
 Shapes are checked against config.json by the files' headers before any weight is read. Names, axes and
-transforms come from the family (`ModelSpec.tensors`). Called by `loading/rank.py`; `decoder.py` reads layer
-by layer, so that plain weights are freed once a layer is packed.
+transforms come from the family (`ModelSpec.tensors`). Called by `targets/loading/rank_loader.py`;
+`decoder.py` reads layer by layer, so that plain weights are freed once a layer is packed.
 
 Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vocabulary rows of a rank.
 """
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
-from ....drafter.compute.fp8_blocks import Fp8Folder
-from ....drafter.compute.tensors import TensorFolder, TensorSource
+from ....drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
+from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from .attention import Attention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
-from .parallel import Sharding
-from .spec import ModelSpec, TensorRule
+from .model_spec import ModelSpec, TensorRule
+from .tensor_parallel import Sharding
 
 # Prefixes of the language model's body and head: alone, or as part of a multimodal checkpoint.
 _BODIES = ("model.", "model.language_model.", "language_model.model.")

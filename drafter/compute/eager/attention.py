@@ -1,7 +1,7 @@
 """Attention over paged K/V with PyTorch's own kernel: gather pages, then scaled dot products.
 
 The CPU's backend, and the fallback elsewhere: a handful of framework calls per layer and group of requests
-(`attention_batch.py`). Called by this backend and by `loops/`.
+(`attention_metadata.py`). Called by this backend and by `cpu_numba/`.
 
 A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
 pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked. A
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kv_cache import PagedKVCache
-from ..layers import in_fp32
-from .attention_batch import AttentionBatch, Group, Seen, pad_rows
+from ..layers.linear import in_fp32
+from ..memory.kv_cache import PagedKVCache
+from .attention_metadata import AttentionBatch, Group, Seen, pad_rows
 
 # How the CPU kernel's products round by the number of query rows (measured, AVX-512, MKL): few otherwise than
 # more (1 to 3; in fp32 fewer than 8 with heads of 128, than 16 with heads of 192 to 512), where query rows

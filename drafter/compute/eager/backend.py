@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
-from ..blocks import OperatorBackend
-from ..experts import Experts, ExpertWeights, Route, RouterWeights
-from ..kv_cache import PagedKVCache
-from ..layers import Activation, HeadNorm, RMSNorm, gate
-from ..recurrent import DeltaNetShape
-from ..rope import RotaryEmbedding
+from ..blocks.transformer_block import OperatorBackend
+from ..layers.gated_delta_net import DeltaNetShape
+from ..layers.linear import Activation, HeadNorm, RMSNorm, gate
+from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
+from ..layers.rope import RotaryEmbedding
+from ..memory.kv_cache import PagedKVCache
 from .attention import paged_attention
-from .attention_batch import AttentionBatch, TorchPass
-from .convolution import convolve
-from .experts import TorchExperts
-from .latent import LatentAttention
-from .recurrent import TorchDeltaNet
-from .routing import TorchRoute
+from .attention_metadata import AttentionBatch, TorchPass
+from .dynamic_convolution import convolve
+from .gated_delta_net import TorchDeltaNet
+from .mla import LatentAttention
+from .moe import TorchExperts
+from .moe_routing import TorchRoute
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..idleness import Watch
-from ..load.arrivals import Arrivals
-from ..load.asks import RequestSource, Traffic
-from ..passes import say
-from ..turns import rotated
-from .answers import LoadPass
-from .driver import Driver
-from .sides import PLAIN
+from ..common.arrivals import Arrivals
+from ..common.engine_passes import say
+from ..common.idle_check import Watch
+from ..common.interleaving import rotated
+from ..load.request_source import RequestSource, Traffic
+from .engine_driver import Driver
+from .engines import PLAIN
+from .load_records import LoadPass
 
 LEAST_ROUNDS = 3
 PROBE_S = 1.0  # seconds of arrivals in the first, uncounted pass of an open loop

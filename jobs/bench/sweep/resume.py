@@ -2,7 +2,7 @@
 
 Every cell (a point, or the starts at one load) is written to the file once it is measured. A sweep that finds
 its file without `complete` measures only the missing cells, if everything the figures depend on is unchanged:
-options, engine, machine, versions, commit. Otherwise it starts over. Used by `run.py` alone.
+options, engine, machine, versions, commit. Otherwise it starts over. Used by `sweep_run.py` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..passes import Figures
+from ..common.engine_passes import Figures
 
 _SAME = ("cpu", "cores", "gpu", "versions", "git_sha")  # fields of the provenance
 

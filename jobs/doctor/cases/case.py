@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..findings import Check, Outcome, off_by, within
+from .checks import Check, Outcome, off_by, within
 from .subject import Candidate, KernelInputs, Place, candidates
 
 REMEDY = (

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.page_groups import KVGeometry
-from ....cluster.state_shape import StateGeometry
+from ....cluster.pages.kv_cache_groups import KVGeometry
+from ....cluster.pages.recurrent_state_spec import StateGeometry
 from ....drafter.compute.backend import Backend, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
-from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.compute.recurrent import DeltaNetShape
-from ....drafter.compute.state_memory import DeviceStateRows, Save, StateMemory, StateRows
-from ..findings import Check, off_by
+from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.compute.memory.recurrent_state_cache import DeviceStateRows, Save, StateMemory, StateRows
 from .case import Case, checks_of_served
+from .checks import Check, off_by
 from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place

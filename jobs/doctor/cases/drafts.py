@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.plan import SlotSampling, Trim
 from ....cluster.speculation.draft_trimming import trimmed
-from ....drafter.step.device.candidates import find_candidates
-from ....drafter.step.device.paths import walk_paths
-from ....drafter.step.device.rows import StepRequests, lay_out_block, pack
-from ....drafter.step.device.sampling import SamplingWorkspace
-from ....drafter.step.device.trimming import TrimLists, trim_drafts
-from ....drafter.step.paths import Codebooks
-from ....drafter.step.selection import select_paths
-from ...bench.random_pair import PairShape
-from ..findings import Check, Outcome, none_differ
+from ....cluster.step.scheduler_output import SlotSampling, Trim
+from ....drafter.step.gpu_triton.draft_trimming import TrimLists, trim_drafts
+from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests, lay_out_block, pack
+from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
+from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
+from ....drafter.step.sampling.selector import select_paths
+from ....drafter.step.sampling.selector_walk import Codebooks
+from ...bench.common.random_weights import PairShape
 from .case import REMEDY, Case
+from .checks import Check, Outcome, none_differ
 from .operators import attention_error
 from .steps import SAMPLINGS, StatePair, choose, exact_scores
 from .subject import Candidate, Place

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.eager.backend import TorchBackend
-from ....drafter.compute.experts import ExpertActivation, ExpertWeights
-from ....drafter.compute.int4 import Int4
-from ....drafter.compute.mxfp4 import MXFP4
-from ....drafter.compute.packed import BLOCK, Packed
-from ..findings import Check, off_by
+from ....drafter.compute.layers.moe import ExpertActivation, ExpertWeights
+from ....drafter.compute.quantization.int4 import Int4
+from ....drafter.compute.quantization.mxfp4 import MXFP4
+from ....drafter.compute.quantization.packed_4bit import BLOCK, Packed
 from .case import Case, checks_of_served
+from .checks import Check, off_by
 from .subject import KernelInputs, Place
 
 _HALF, _FP32 = 8, 256  # bounds in units of the last place

@@ -16,12 +16,12 @@ from functools import partial
 
 from torch import Tensor
 
-from ....cluster.page_groups import KVGeometry
+from ....cluster.pages.kv_cache_groups import KVGeometry
 from ....drafter.compute.backend import AttentionShape, PlacedRows
-from ....drafter.compute.latent import Latents
-from ....drafter.compute.layers import RMSNorm
-from ..findings import Check
+from ....drafter.compute.layers.linear import RMSNorm
+from ....drafter.compute.layers.mla import Latents
 from .case import Case, checks_of_served, error_of
+from .checks import Check
 from .subject import Contexts, KernelInputs, Place
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.backend import Normed
-from ....drafter.compute.layers import Activation, RMSNorm
-from ..findings import Check, NotHereError, raising
+from ....drafter.compute.layers.linear import Activation, RMSNorm
 from .case import Case, error_of
+from .checks import Check, NotHereError, raising
 from .passes import draft_pass, target_pass
 from .subject import Contexts, KernelInputs, Place, Requests, candidates
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ....drafter.compute.backend import AttentionShape, BlockWeights, DenseMLP
-from ....drafter.compute.layers import RMSNorm
-from ....drafter.compute.rope import RotaryEmbedding
+from ....drafter.compute.layers.linear import RMSNorm
+from ....drafter.compute.layers.rope import RotaryEmbedding
 from .subject import Contexts, KernelInputs, Requests
 
 _NUM_LAYERS = 2

@@ -20,12 +20,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....drafter.compute.gpu.backend import TritonBackend
-from ....drafter.compute.gpu.product_tiles import ProductWorkspace
-from ....drafter.compute.gpu.projections import OwnProjection, PendingNorm
-from ....drafter.compute.layers import Activation
-from ..findings import Check
+from ....drafter.compute.gpu_triton.backend import TritonBackend
+from ....drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
+from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
+from ....drafter.compute.layers.linear import Activation
 from .case import Case, checks_of_served, error_of
+from .checks import Check
 from .operators import add_product, product_of_blocks
 from .subject import KernelInputs, Place
 

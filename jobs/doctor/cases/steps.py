@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.made_up_plans import made_up_plan
-from ....cluster.plan import SlotSampling
-from ....drafter.step.device.rows import (
+from ....cluster.step.dummy_steps import made_up_plan
+from ....cluster.step.scheduler_output import SlotSampling
+from ....drafter.step.gpu_triton.inputs.row_layout import (
     NUM_LISTS,
     StepRequests,
     lay_out_block,
@@ -26,18 +26,18 @@ from ....drafter.step.device.rows import (
     pack,
     place_drafts,
 )
-from ....drafter.step.device.rows import StepRows as DeviceRows
-from ....drafter.step.device.sampling import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.device.sampling_state import SamplingState
-from ....drafter.step.device.states import DeviceStates
-from ....drafter.step.device.upload import Upload
-from ....drafter.step.device.verification import accept_and_advance
-from ....drafter.step.noise import noise_bits, noise_keys
-from ....drafter.step.rows import StepRows, by_request
-from ....drafter.step.states import RequestStates
-from ....drafter.step.verification import accept
-from ..findings import Check, Outcome, none_differ
+from ....drafter.step.gpu_triton.inputs.row_layout import StepRows as DeviceRows
+from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.request_states import DeviceStates
+from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
+from ....drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from ....drafter.step.gpu_triton.verification import accept_and_advance
+from ....drafter.step.inputs.gumbel_noise import noise_bits, noise_keys
+from ....drafter.step.inputs.row_layout import StepRows, by_request
+from ....drafter.step.request_states import RequestStates
+from ....drafter.step.sampling.verification import accept
 from .case import REMEDY, Case, checks_of_served, error_of
+from .checks import Check, Outcome, none_differ
 from .operators import attend
 from .subject import Place
 
@@ -263,7 +263,7 @@ def choose(
 
 
 def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tensor) -> Tensor:
-    """Return the negated noise of `drafter/step/noise.py` from the same integers, in fp64."""
+    """Return the negated noise of `drafter/step/inputs/gumbel_noise.py` from the same integers, in fp64."""
     keys_2N1 = torch.from_numpy(noise_keys(seeds_N, positions_N))[:, :, None].to(like_NV.device)
     u_NV = (noise_bits(keys_2N1, like_NV.shape[1]).double() + 0.5) / 2**32
     return (-torch.log1p(-u_NV)).log()

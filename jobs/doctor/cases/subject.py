@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....actors.targets.loading.backends import BackendName, why_not
-from ....actors.targets.loading.operators import make_backend
-from ....actors.targets.loading.plan import plan_models
+from ....actors.targets.loading.backend_selection import BackendName, why_not
+from ....actors.targets.loading.load_plan import plan_models
+from ....actors.targets.loading.operator_factory import make_backend
 from ....actors.targets.model.attention import Attention
 from ....cluster.config import EngineConfig
-from ....cluster.page_groups import KVGeometry
+from ....cluster.pages.kv_cache_groups import KVGeometry
 from ....drafter.compute.backend import AttentionShape, Backend, Machine, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
-from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
-from ...bench.random_pair import QWEN3_8B, PairShape
+from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ...bench.common.random_weights import QWEN3_8B, PairShape
 
 Requests = Sequence[tuple[int, int]]  # context tokens and rows of each request
 HALVES = (torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manta.cluster.config import EngineConfig
-from manta.jobs.flags import Model, with_flags
+from manta.jobs.common.engine_flags import Model, with_flags
 
 from ..options import FleetOptions, PolicyOptions, ValidateOptions
 

@@ -14,17 +14,17 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from manta.actors.files import write_json
-from manta.cluster.acceptance import geometric_survival
-from manta.cluster.autoscaling import ReplicaCount, ScalingRules
+from manta.actors.system.atomic_files import write_json
 from manta.cluster.config import from_mapping
-from manta.cluster.planner.gpus import find_gpu
-from manta.cluster.simulator import LinearCost
-from manta.jobs.bench.provenance import options_json, provenance
+from manta.cluster.fleet.autoscaling import ReplicaCount, ScalingRules
+from manta.cluster.hardware.gpu_specs import find_gpu
+from manta.cluster.simulation.simulated_executor import LinearCost
+from manta.cluster.speculation.acceptance_length import geometric_survival
+from manta.jobs.bench.common.provenance import options_json, provenance
+from manta.jobs.common.tables import print_table
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import Drafting, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
-from manta.jobs.tables import print_table
 
 from ..options import FleetOptions
 from .ray_scaling import OngoingRequests, RayScaling, RaySettings

@@ -2,7 +2,7 @@
 
 The steps are those of `bench step`, but submitted to an executor instead of a runner. Before every step the
 requests enter anew, as after a prefix hit that covers all but their last token. A `SimulatedExecutor` uses
-the table as its cost. Called by `validate.py`.
+the table as its cost. Called by `validate_pair.py`.
 
 Legend: B numbers of decoding requests, D numbers of drafts per request, C tokens of context, P numbers of
 rows of prompts.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from manta.cluster.executor import Executor, ExecutorInfo
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.plan import SchedulerOutput, StepTimings
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.executor import Executor, ExecutorInfo
+from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]

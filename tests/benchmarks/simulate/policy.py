@@ -14,20 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manta.actors.files import write_json
+from manta.actors.system.atomic_files import write_json
 from manta.cluster.errors import PlacementError
-from manta.cluster.planner.gpus import Gpu, find_gpu
-from manta.cluster.planner.loads import closed_loop
-from manta.cluster.planner.pair import Pair
-from manta.cluster.request import Request
+from manta.cluster.hardware.gpu_specs import Gpu, find_gpu
+from manta.cluster.hardware.model_pair import Pair
+from manta.cluster.request.request import Request
+from manta.cluster.simulation.load_generator import closed_loop
 from manta.cluster.speculation.draft_lengths import draft_lengths
-from manta.jobs.bench.passes import say
-from manta.jobs.bench.provenance import options_json, provenance
+from manta.jobs.bench.common.engine_passes import say
+from manta.jobs.bench.common.provenance import options_json, provenance
+from manta.jobs.common.tables import print_table
 from manta.jobs.simulate.assumptions import assumptions
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.subjects import Drafting, NodeEngine, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import Drafting, NodeEngine, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
-from manta.jobs.tables import print_table
 
 from ..options import PolicyOptions
 

@@ -3,7 +3,7 @@
 The table is made of given costs or of a simulated engine. For the latter, the real scheduler runs in a closed
 loop at a few loads, where prompts take no time (the table has their cost separately); seconds and tokens of
 a step are interpolated linearly between loads. So the table contains what the policy chooses at every load.
-`slots.py` uses it; `manta.cluster.simulator` is the exact simulation.
+`slots.py` uses it; `manta.cluster.simulation.simulated_executor` is the exact simulation.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from manta.cluster.acceptance import expected_acceptance_length
-from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.planner.loads import closed_loop
-from manta.cluster.planner.room import MAX_ROWS
-from manta.cluster.planner.step_time import Chunk
-from manta.cluster.simulator import LinearCost
-from manta.jobs.simulate.subjects import NodeEngine
+from manta.cluster.hardware.memory_plan import MAX_ROWS
+from manta.cluster.hardware.step_time import Chunk
+from manta.cluster.simulation.load_generator import closed_loop
+from manta.cluster.simulation.simulated_executor import LinearCost
+from manta.cluster.speculation.acceptance_length import expected_acceptance_length
+from manta.cluster.step.dummy_steps import made_up_plan
+from manta.jobs.simulate.node_engines import NodeEngine
 from manta.jobs.simulate.workload import Workload
 
 LEAST_REQUESTS = 12  # minimum number of counted requests per load

@@ -6,7 +6,7 @@ requests and tokens this includes.
 
 A request goes to the replica with the fewest requests, as HAProxy sends it. A starting replica gets none; a
 replica that stops finishes its requests first. Deterministic: only the arrivals are random. Called by
-`fleet.py`.
+`replica_set.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from manta.cluster.autoscaling import FleetLoad
+from manta.cluster.fleet.autoscaling import FleetLoad
 
 from .replica import ReplicaModel
 from .slots import FleetSlots, Floats, Ints

@@ -2,7 +2,7 @@
 
 1. The engine's step times are measured (`measured_cost.py`), and its acceptance rate by draft position.
 2. A simulated engine is made of these, with the same scheduler, policy, pages and limits.
-3. The same clients (`cluster/planner/loads.py`) drive both with requests of the same lengths.
+3. The same clients (`cluster/simulation/load_generator.py`) drive both with requests of the same lengths.
 
 The result is the error of throughput, TTFT and TPOT. Neither side includes HTTP and Ray. Called by `cli.py`.
 """
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from manta.actors.executor import make_executor
-from manta.actors.files import write_json
-from manta.actors.prompts import load_tokenizer
+from manta.actors.engine.uniproc_executor import make_executor
+from manta.actors.system.atomic_files import write_json
+from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine import Engine
-from manta.cluster.executor import Executor
-from manta.cluster.planner.driven import DrivenEngine
-from manta.cluster.planner.loads import Observed, closed_loop
-from manta.cluster.planner.texts import Texts
-from manta.cluster.request import Request, SamplingParams
-from manta.cluster.simulator import SimulatedExecutor, VirtualClock
-from manta.jobs.bench.passes import encode_prompts, read_prompts
-from manta.jobs.bench.provenance import provenance
-from manta.jobs.tables import decimals, print_table
+from manta.cluster.engine.engine_core import Engine
+from manta.cluster.request.request import Request, SamplingParams
+from manta.cluster.simulation.acceptance_mix import Texts
+from manta.cluster.simulation.load_driver import DrivenEngine
+from manta.cluster.simulation.load_generator import Observed, closed_loop
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
+from manta.cluster.step.executor import Executor
+from manta.jobs.bench.common.engine_passes import encode_prompts, read_prompts
+from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.tables import decimals, print_table
 
 from ..options import ValidateOptions
 from .measured_cost import MeasuredCost, measure_costs

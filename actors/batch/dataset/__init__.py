@@ -1,0 +1,1 @@
+"""Reads datasets: files, formats, rows, prompts. Start with `source.py`."""

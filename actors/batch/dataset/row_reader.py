@@ -1,0 +1,211 @@
+"""Reads rows where they are answered: engine actors read spans of the input files themselves.
+
+`actors/batch/row_index.py` makes `RowSpans`, which say where rows are; a `RowReader` reads them in any order.
+The dataset crosses the network once and no process holds it. The files must be visible to the driver and the
+engines.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from ....cluster.errors import DatasetError, RequestError
+from .row_requests import Layout, Record, content_id, read_record, row_id
+from .source import Source, SourceFile, open_parquet
+from .text_records import BadRecordError, BadTextError, Raw, TextFormat
+
+ROWS_PER_READ = 1024  # of Parquet
+READS_KEPT = 4  # reads of Parquet; calls come a little out of order
+OPEN_FILES = 4
+BUFFER_BYTES = 2 * 2**20  # of text: one request to an object store
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of a file.
+
+    Attributes:
+        file: index in `Source.files`.
+        row: number of the first row.
+        begin: index of the first row in its file (Parquet), or offset of a record at or before it (text).
+        skip: records between `begin` and the first row.
+    """
+
+    file: int
+    row: int
+    num_rows: int
+    begin: int
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpans:
+    """Places of some rows.
+
+    Attributes:
+        copies: by row: the row's id gets `-<copy>` behind it, because an earlier row has the same one.
+    """
+
+    spans: tuple[Span, ...]
+    copies: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the input.
+
+    Attributes:
+        number: in the whole dataset, 0-based.
+        record: as read; of JSON lines `{"text": line}`, which is parsed where the row is answered.
+        id: given by the job; None where the row's own id holds.
+        fault: why there is no record; `record` then holds the text.
+    """
+
+    number: int
+    record: Record
+    id: str | None = None
+    fault: str | None = None
+
+
+def record_of(row: Row, layout: Layout) -> Record:
+    """Return the row's parsed record. Raises RequestError when there is none."""
+    if row.fault is not None:
+        raise RequestError(row.fault)
+    return read_record(row.record, layout)
+
+
+def id_of(row: Row, layout: Layout) -> str:
+    """Return the row's id, also for a malformed row."""
+    if row.id is not None:
+        return row.id
+    try:
+        return row_id(record_of(row, layout), layout)
+    except RequestError:
+        return content_id(row.record["text"])
+
+
+class RowReader:
+    """Reads rows; fastest in order. Thread-safe. Keeps few files open and a few MB of each."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source = source
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, _TextRows | _ParquetRows] = OrderedDict()  # most recently used last
+
+    def read(self, wanted: RowSpans) -> list[Row]:
+        """Return the rows of the spans in order. Raises DatasetError when a file has changed."""
+        with self._lock:
+            rows = [row for span in wanted.spans for row in self._read(span)]
+        if not wanted.copies:
+            return rows
+        return [
+            row
+            if (copy := wanted.copies.get(row.number)) is None
+            else Row(row.number, row.record, f"{id_of(row, self._layout)}-{copy}", row.fault)
+            for row in rows
+        ]
+
+    def close(self) -> None:
+        """Close the files. Idempotent; later reads open them again."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+    def _read(self, span: Span) -> list[Row]:
+        file = self._source.files[span.file]
+        try:
+            rows = self._open_file(span.file, file).read(span)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise DatasetError(f"input: {file} cannot be read any more: {error}.", param="input") from None
+        except BadTextError:
+            raise file.changed() from None
+        if len(rows) != span.num_rows:
+            raise file.changed()
+        return rows
+
+    def _open_file(self, index: int, file: SourceFile) -> _TextRows | _ParquetRows:
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        now = file.storage.entry(file.name)
+        if now is None or (now.size, now.modified_s) != (file.size, file.modified_s):
+            raise file.changed()
+        format = self._source.format
+        self._open[index] = _ParquetRows(file) if format == "parquet" else _TextRows(file, format)
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return self._open[index]
+
+
+class _TextRows:
+    """Rows of one text file by byte offset."""
+
+    def __init__(self, file: SourceFile, format: TextFormat) -> None:
+        self._file = file.open_text(format, BUFFER_BYTES)
+        self.close = self._file.close
+
+    def read(self, span: Span) -> list[Row]:
+        """Return the rows, or fewer where the file ends before."""
+        raws = itertools.islice(self._file.raw_records(span.begin), span.skip, span.skip + span.num_rows)
+        return [self._row(number, raw) for number, (_, raw) in enumerate(raws, span.row)]
+
+    def _row(self, number: int, raw: Raw) -> Row:
+        try:
+            return Row(number, self._file.record(raw))
+        except BadRecordError as error:
+            return Row(number, {"text": error.text}, None, error.why)
+
+
+class _ParquetRows:
+    """Rows of one Parquet file by index. Reads on from the last read, and keeps the last reads."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = open_parquet(file)
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self._group_begins = [0, *itertools.accumulate(sizes)][:-1]
+        self._next = 0
+        self._reads: Iterator[pa.RecordBatch] = iter(())
+        self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=READS_KEPT)
+
+    def read(self, span: Span) -> list[Row]:
+        """Return the rows, or fewer where the file ends before."""
+        records: list[Record] = []
+        while len(records) < span.num_rows:
+            found = self._batch_at(span.begin + len(records))
+            if found is None:
+                break
+            offset, batch = found
+            records += batch.slice(offset, span.num_rows - len(records)).to_pylist()
+        return [Row(number, record) for number, record in enumerate(records, span.row)]
+
+    def close(self) -> None:
+        self._file.close(force=True)
+
+    def _batch_at(self, row: int) -> tuple[int, pa.RecordBatch] | None:
+        """Return a batch that holds the row, and the row's index in it; None behind the end."""
+        for begin, batch in self._kept:
+            if begin <= row < begin + batch.num_rows:
+                return row - begin, batch
+        group = self._group_of(row)
+        if row < self._next or group > self._group_of(self._next) or not self._kept:
+            groups = list(range(group, len(self._group_begins)))
+            self._reads = self._file.iter_batches(ROWS_PER_READ, row_groups=groups)
+            self._next = self._group_begins[group]
+        for batch in self._reads:
+            begin, self._next = self._next, self._next + batch.num_rows
+            self._kept.append((begin, batch))
+            if row < self._next:
+                return row - begin, batch
+        return None
+
+    def _group_of(self, row: int) -> int:
+        return bisect.bisect_right(self._group_begins, row) - 1

@@ -1,0 +1,326 @@
+"""Turns records of a dataset into requests: ids, prompts, sampling fields.
+
+A record has a `messages` column (chat), a `prompt` column or columns for a template (completion), or is a
+line of an OpenAI batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints take
+and are validated by the same models. Text of CSV is converted: numbers by those models, JSON here. Pure: no
+Ray, no files, no engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+import pydantic
+
+from ....cluster.errors import ConfigError, RequestError, did_you_mean, shown
+from ....cluster.request.request import SamplingParams
+from ...engine.tenant import told_asker
+from ...http.openai.completions import OPENAI_MAX_TOKENS
+from ...http.protocol.chat_request import ChatRequest
+from ...http.protocol.completion_request import CompletionRequest
+from ...http.protocol.unsupported_fields import check_extra_fields
+from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults
+from ...tokenization.surrogates import loads, replace_escapes
+
+Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+PROMPT_COLUMNS = ("messages", "prompt")
+ID_COLUMNS = ("custom_id", "id")
+CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
+SAMPLING_COLUMNS = (
+    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "thinking_token_budget"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "chat_template_kwargs", "response_format", "structured_outputs"),
+)
+# Text in these columns is JSON; text in `stop` is JSON when it is a list of strings.
+JSON_COLUMNS = frozenset(
+    {
+        *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
+        *("chat_template_kwargs", "response_format", "structured_outputs"),
+    }
+)
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than 64 bits as a float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Format of records. Raises ConfigError for an invalid template, or one beside another prompt.
+
+    Attributes:
+        kind: "openai" for OpenAI batch lines, else "dataset".
+        lines: records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too.
+        prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
+        template: makes the prompt from several columns, in place of one column.
+        id_column: column of the row's id; found by name if absent, else a hash of the record is its id.
+        columns: columns of the input to copy to the results.
+        defaults: sampling fields for rows that have none.
+        seed: of the job; a row without a seed gets one from this and its id.
+        category_column: the job's report counts rows by its values. None: OpenAI batch lines are counted by
+            `metadata.category` of their bodies.
+    """
+
+    kind: Literal["dataset", "openai"] = "dataset"
+    lines: bool = False
+    prompt_column: str | None = None
+    template: str | None = None
+    id_column: str | None = None
+    columns: tuple[str, ...] | Literal["all"] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    category_column: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.template is None:
+            return
+        template_columns(self.template)  # raises when it is invalid
+        if self.kind == "openai" or self.prompt_column is not None:
+            other = "OpenAI batch lines have" if self.kind == "openai" else "prompt_column names"
+            raise ConfigError(
+                f"template: {other} the prompt already. Leave the template out.", param="template"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """A row, validated and ready for an engine."""
+
+    url: str
+    body: ChatRequest | CompletionRequest
+    params: SamplingParams
+
+
+def category_of(record: Record, layout: Layout) -> str | None:
+    """Return the category that the row is counted in (`Layout.category_column`); other values as JSON."""
+    if layout.kind == "openai" and not layout.category_column:
+        body = record.get("body")
+        return told_asker(body.get("metadata")).category if isinstance(body, Mapping) else None
+    value = record.get(layout.category_column) if layout.category_column else None
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+
+
+def parse_line(line: str | bytes) -> Record:
+    """Return the record in a line of a JSONL file. Raises RequestError."""
+    try:
+        record = orjson.loads(line)
+        if _LONG_NUMBER.search(line if isinstance(line, bytes) else line.encode()):
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+    except ValueError as error:
+        record = _parse_python(line, error)
+    if not isinstance(record, dict):
+        raise RequestError(f"The line holds {type(record).__name__}, not a JSON object.")
+    return record
+
+
+def _parse_python(line: str | bytes, error: ValueError) -> Any:
+    """Parse what orjson refuses: NaN, Infinity, and lone surrogates, which become U+FFFD."""
+    try:
+        return json.loads(replace_escapes(line.encode() if isinstance(line, str) else line))
+    except (ValueError, RecursionError):
+        raise RequestError(f"The line is not valid JSON: {error}.") from None
+
+
+def read_record(raw: Record, layout: Layout) -> Record:
+    """Return the record, parsed where it is a line. Raises RequestError."""
+    return parse_line(raw["text"]) if layout.lines else raw
+
+
+def own_id(record: Record, layout: Layout) -> str | None:
+    """Return the id in the data, if there is one."""
+    columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
+    for column in columns:
+        if not _absent(value := record.get(column)) and value != "":
+            return str(value)
+    return None
+
+
+def row_id(record: Record, layout: Layout) -> str:
+    """Return the row's own id, or a hash of its content: equal rows are equal requests."""
+    return own_id(record, layout) or content_id(_canonical(record))
+
+
+def content_id(text: str | bytes) -> str:
+    """Return an id for a row without one, by its canonical JSON; for a malformed row, by its text."""
+    content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return "row-" + hashlib.blake2b(content, digest_size=10).hexdigest()
+
+
+def id_hash(row: str) -> int:
+    """Return 64 bits of an id, by which `actors/batch/row_index.py` compares millions of them."""
+    digest = hashlib.blake2b(row.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def row_seed(job_seed: int, row: str) -> int:
+    """Return the seed of a row without one; it depends on nothing else."""
+    digest = hashlib.blake2b(f"{job_seed}/{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def read_request(
+    record: Record, layout: Layout, generation: GenerationDefaults, row: str | None = None
+) -> RowRequest:
+    """Validate a record. Raises RequestError, whose `param` names the column or field.
+
+    Args:
+        row: its id, where that is not the record's own; the seed is derived from it.
+    """
+    url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
+    body = {**layout.defaults, **body}
+    if body.get("seed") is None:
+        body["seed"] = row_seed(layout.seed, row or row_id(record, layout))
+    model = ChatRequest if url == CHAT_URL else CompletionRequest
+    request = _validated(model, body)
+    if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
+        raise RequestError("prompt: a row holds one prompt; give each a row of its own.", param="prompt")
+    limit = DEFAULT_MAX_TOKENS
+    if layout.kind == "openai":
+        limit = None if url == CHAT_URL else OPENAI_MAX_TOKENS
+    elif request.n not in (None, 1):
+        raise RequestError(f"n={request.n}: a row of a dataset has one completion.", param="n")
+    return RowRequest(url, request, request.sampling_params(generation, limit))
+
+
+def template_columns(template: str) -> tuple[str, ...]:
+    """Return the columns that a template names, each once. Raises ConfigError for an invalid template."""
+    return tuple(dict.fromkeys(name for _, name in _template_parts(template) if name is not None))
+
+
+def prompt_column(columns: list[str], layout: Layout) -> str | None:
+    """Return the column that holds the prompt."""
+    if layout.prompt_column is not None:
+        return layout.prompt_column if layout.prompt_column in columns else None
+    return next((name for name in PROMPT_COLUMNS if name in columns), None)
+
+
+def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
+    url, body = record.get("url"), record.get("body")
+    if url not in (CHAT_URL, COMPLETION_URL):
+        raise RequestError(
+            f"url={shown(url)} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url"
+        )
+    if not isinstance(body, Mapping):
+        raise RequestError("body is missing: give the request as a JSON object.", param="body")
+    if not isinstance(record.get("custom_id"), str) or not record["custom_id"]:
+        raise RequestError("custom_id is missing: give each line a string of its own.", param="custom_id")
+    if body.get("stream"):
+        raise RequestError("body.stream: a batch does not stream; leave it out.", param="body.stream")
+    return url, dict(body)
+
+
+def _dataset_body(record: Record, layout: Layout) -> tuple[str, dict[str, Any]]:
+    body = {name: _meant(name, record[name]) for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
+    if layout.template is not None:
+        return COMPLETION_URL, body | {"prompt": _render(layout.template, record)}
+    present = [name for name, value in record.items() if not _absent(value)]
+    column = prompt_column(present, layout)
+    if column is None:
+        wanted = layout.prompt_column or " or ".join(PROMPT_COLUMNS)
+        raise RequestError(f"The row has no {wanted}; it has: {', '.join(present)}.", param=wanted)
+    value = record[column]
+    if column == "messages" and isinstance(value, str):
+        value = _json(column, value)
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return CHAT_URL, body | {"messages": _without_none(value)}
+    return COMPLETION_URL, body | {"prompt": value}
+
+
+def _render(template: str, record: Record) -> str:
+    """Return the template's prompt for a record. Raises RequestError when a column is missing or empty."""
+    parts = _template_parts(template)
+    return "".join(text if name is None else text + _shown_value(name, record) for text, name in parts)
+
+
+def _shown_value(name: str, record: Record) -> str:
+    value = record.get(name)
+    if value is None:
+        present = [str(column) for column, held in record.items() if held is not None]
+        raise RequestError(f"template: the row has no {name}. {did_you_mean(name, present)}", param=name)
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
+    """Split `Translate {text}` into texts, each with the column behind it.
+
+    Of Python's formatting only `{name}`, `{{` and `}}` are supported. Raises ConfigError.
+    """
+    why = None
+    try:
+        found = list(string.Formatter().parse(template))
+    except ValueError as error:
+        found, why = [], str(error)
+    if other := next((name for _, name, spec, conversion in found if spec or conversion), None):
+        why = f"of {{{other}}} only the name is understood, nothing behind ':' or '!'"
+    elif any(name == "" for _, name, _, _ in found):
+        why = "{} names no column"
+    if why is not None:
+        raise ConfigError(
+            f"template={template!r}: {why}. Write {{column}} for a column, and {{{{ or }}}} for a brace.",
+            param="template",
+        )
+    return tuple((text, name) for text, name, _, _ in found)
+
+
+def _absent(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Return a sampling column's value: CSV has text only, and Parquet every key that any row has."""
+    if isinstance(value, str) and name in JSON_COLUMNS:
+        return _json(name, value)
+    if isinstance(value, str) and name == "stop" and value.startswith("["):
+        try:
+            several = loads(value)
+        except ValueError:
+            return value
+        return several if several and all(isinstance(each, str) for each in several) else value
+    return _without_none(value)
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name}: the text is not valid JSON: {error}.", param=name) from None
+
+
+def _without_none(value: Any) -> Any:
+    """Remove keys without a value: in Parquet every message has all keys that any message has."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _canonical(record: Record) -> str | bytes:
+    try:
+        return orjson.dumps(record, default=str, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # orjson refuses integers of more than 64 bits and half a surrogate pair
+        return json.dumps(record, sort_keys=True, default=str, ensure_ascii=False)
+
+
+def _validated(
+    model: type[ChatRequest] | type[CompletionRequest], body: dict[str, Any]
+) -> ChatRequest | CompletionRequest:
+    try:
+        request = model.model_validate(body)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or None
+        raise RequestError(f"{where or 'body'}: {first['msg']}.", param=where) from None
+    check_extra_fields(request.model_extra or {}, type(request).model_fields, "ignore")
+    return request

@@ -1,0 +1,233 @@
+"""A folder for input or output: on a disk, or in an object store.
+
+`s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's. Credentials are found as
+those do, on every node (environment, files, instance roles). The URL names another S3 server than Amazon's:
+`s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all: by rename
+on a disk, by a single put in an object store. Picklable.
+
+An output folder may contain what an attacker has put there, so no name leads out of it and no link in it is
+followed. Input belongs to the user, and its links are followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import quote
+
+import pyarrow as pa
+from pyarrow import fs
+
+from ....cluster.errors import ConfigError, shown_url
+from ....cluster.safe_file_names import inner_name
+from ...system.atomic_files import TEMPORARY, make_folder, write_whole
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
+_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # in Arrow's messages, with its secrets
+NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A listed file. `name` is relative to the storage's folder; `modified_s` is Unix time."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A folder. It need not exist before something is written.
+
+    Attributes:
+        where: as the user wrote it, without a URL's query and credentials; for messages.
+        filesystem: Arrow's.
+        root: the folder's path in it.
+        private: no other user of the disk may read what is written.
+        follows_links: in this folder; for input.
+    """
+
+    where: str
+    filesystem: fs.FileSystem
+    root: str
+    private: bool = False
+    follows_links: bool = False
+
+    @classmethod
+    def open(cls, where: str, *, field: str, private: bool = False, follows_links: bool = False) -> Storage:
+        """Return the storage of a path or URL. Raises ConfigError, which names `field`."""
+        where = str(where)
+        found = URL.match(where)
+        if found is None or found[1] == "file":
+            path = where[len(found[0]) :] if found else where
+            root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
+            return cls(where, fs.LocalFileSystem(), str(root), private=private, follows_links=follows_links)
+        if found[1] not in SCHEMES:
+            raise ConfigError(
+                f"{field}: {shown_url(where)} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a "
+                "path.",
+                param=field,
+            )
+        address, _, query = where[len(found[0]) :].partition("?")
+        shown = shown_url(where)
+        try:
+            filesystem, root = _open_remote(found[1], address, query)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            why = _REPEATED.sub("the URL", str(error))
+            raise ConfigError(f"{field}: {shown} cannot be used: {why}.", param=field) from None
+        return cls(shown, filesystem, root.rstrip("/"), private=private, follows_links=follows_links)
+
+    @property
+    def local(self) -> bool:
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    @property
+    def kind(self) -> Literal["file", "folder"] | None:
+        """Return what exists there; None for nothing."""
+        found = self.filesystem.get_file_info(self.root).type
+        if found == fs.FileType.File:
+            return "file"
+        return "folder" if found == fs.FileType.Directory else None
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the path."""
+        return PurePosixPath(self.root).name
+
+    @property
+    def parent(self) -> Storage:
+        """Return the folder that contains this one."""
+        where = self.root if self.local else self.where
+        above = where.rstrip("/").rpartition("/")[0] or "/"
+        return replace(self, where=above, root=str(PurePosixPath(self.root).parent))
+
+    def under(self, *parts: str) -> Storage:
+        """Return a folder in this folder."""
+        return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
+
+    def path(self, *parts: str) -> str:
+        """Return the path of a name in the file system.
+
+        Raises, unless links are followed:
+            ValueError: the name leads out of the folder.
+            OSError: a link, or something that is neither a file nor a folder, is part of the path.
+        """
+        if not self.follows_links:
+            name = inner_name("/".join(part for part in parts if part))
+            if self.local:
+                self._check_links(name)
+        return self._join(self.root, *parts)
+
+    def entries(self, folder: str = "", *, recursive: bool = False) -> list[Entry]:
+        """Return the files in a folder by name, without temporary ones; empty if there is no folder."""
+        base = self.path(folder) if folder else self.root
+        infos = self.filesystem.get_file_info(
+            fs.FileSelector(base, allow_not_found=True, recursive=recursive)
+        )
+        files = (info for info in infos if info.type == fs.FileType.File)
+        entries = (
+            Entry(str(PurePosixPath(info.path).relative_to(self.root)), info.size or 0, _modified_s(info))
+            for info in files
+            if not info.base_name.startswith(TEMPORARY)
+        )
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def entry(self, name: str) -> Entry | None:
+        """Return one file; None if it does not exist."""
+        info = self.filesystem.get_file_info(self.path(name))
+        return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. Raises FileNotFoundError, OSError."""
+        with self.reader(name) as file:
+            return file.read()
+
+    def reader(self, name: str) -> pa.NativeFile:
+        """Open a file for seeking and reading."""
+        return self.filesystem.open_input_file(self.path(name))
+
+    def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
+        """Write a complete file, replacing an earlier one. Raises OSError.
+
+        Args:
+            synced: survive a power cut, too, and not only the death of any process.
+        """
+        path = self.path(name)
+        if self.local:
+            make_folder(Path(path).parent, private=self.private)
+            write_whole(
+                Path(path),
+                lambda temporary: temporary.write_bytes(content),
+                synced=synced,
+                private=self.private,
+            )
+            return
+        with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
+            stream.write(content)
+
+    def remove(self, *names: str) -> None:
+        """Remove files that exist."""
+        if self.local or len(names) < 2:
+            for name in names:
+                self._remove(name)
+            return
+        with ThreadPoolExecutor(NUM_REQUESTS) as requests:
+            list(requests.map(self._remove, names))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder with its content, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_dir(self.path(name))
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_file(self.path(name))
+
+    def remove_leftovers(self, folder: str, older_than_s: float) -> None:
+        """Remove half-written files that killed writers have left in a folder of a disk."""
+        for path in Path(self.path(folder)).glob(f"{TEMPORARY}*") if self.local else ():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime > older_than_s:
+                    path.unlink()
+
+    def _check_links(self, name: str) -> None:
+        at = self.root
+        for part in name.split("/"):
+            at = f"{at}/{part}"
+            try:
+                mode = os.lstat(at).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise OSError(errno.ELOOP, f"{at} is a link, or no regular file; remove it", name)
+
+    @staticmethod
+    def _join(base: str, *parts: str) -> str:
+        return "/".join([base.rstrip("/"), *(part for part in parts if part)])
+
+
+def _modified_s(info: fs.FileInfo) -> float:
+    return (info.mtime_ns or 0) / 1e9
+
+
+def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URL, and the path in it."""
+    if scheme == "hf":
+        from huggingface_hub import HfFileSystem
+
+        return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), address
+    options = [query] if query else []
+    if scheme == "s3":
+        options.append("allow_delayed_open=true")  # one put for a file, in place of three requests
+    url = f"{scheme}://{quote(address, safe='/@:%=+,;!~()$&')}"  # names with spaces are no URLs to Arrow
+    return fs.FileSystem.from_uri(f"{url}?{'&'.join(options)}" if options else url)

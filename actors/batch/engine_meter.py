@@ -1,0 +1,126 @@
+"""Measures the device time of an engine and stamps it on results.
+
+Each result gets what was spent since the previous one (`engine_spent` of WIRE_SCHEMA). So device time is
+counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows. One
+meter per engine actor. Not thread-safe: called on the event loop.
+
+    meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: PlainSample or None
+    speculate = meter.row_started()
+    result = await answerer.answer(row, speculate=speculate)
+    meter.row_ended(result, speculate)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from ...cluster.batch.baseline_sample import PlainSample
+from ...cluster.engine.engine_core import EngineStats
+from .row_stats import Device, EngineTotals
+
+TIMES = ("device_s", "open_s", "busy_s")
+NO_COMPARISON: dict[str, Any] = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
+
+
+class EngineMeter:
+    """Meter of one engine.
+
+    Args:
+        stats: of the started engine.
+        device, num_devices: that the engine holds.
+        began_s: when it began to hold them, on `clock`.
+        sample: chooses rows to answer without speculation; None: no rows.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        device: Device,
+        num_devices: float,
+        began_s: float,
+        sample: PlainSample | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stats = stats
+        self._device: Device = device
+        self._num_devices = num_devices
+        self._sample = sample
+        self._clock = clock
+        self._began_s = began_s
+        self._changed_s = began_s  # the last start or end of a row
+        self._opened_s: float | None = None  # the first row's start
+        self._busy_s = 0.0  # until _changed_s
+        self._stamped_s = began_s  # the last result
+        self._stamped = dict.fromkeys(TIMES, 0.0)  # seconds until then
+        self._is_sample_stamped = False
+        self._running = self._done = 0
+        self._first_row_s = self._last_row_s = 0.0  # Unix time
+
+    def row_started(self) -> bool:
+        """Record the start of a row. Returns whether to answer it with speculation."""
+        now_s = self._advance()
+        if self._opened_s is None:
+            self._opened_s, self._first_row_s = now_s, time.time()
+        self._running += 1
+        return self._sample is None or self._sample.start(now_s, self._stats().generation_tokens)
+
+    def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
+        """Record the end of a row.
+
+        Args:
+            result: gets what was spent since the previous result; None if the row was given up.
+            speculate: what `row_started` returned for it.
+        """
+        now_s = self._advance()
+        self._running -= 1
+        if self._sample is not None:
+            self._sample.end(now_s, self._stats().generation_tokens, speculate)
+        if result is None:
+            return
+        self._done += 1
+        self._last_row_s = time.time()
+        times, compared = self._times(now_s, now_s), self._compared()
+        spent = {name: (times[name] - self._stamped[name]) * self._num_devices for name in TIMES}
+        result["engine_spent"] = spent | (NO_COMPARISON if self._is_sample_stamped else compared)
+        self._stamped_s, self._stamped = now_s, times
+        self._is_sample_stamped = self._is_sample_stamped or bool(compared["plain_s"])
+
+    def totals(self) -> EngineTotals:
+        now_s = self._advance()
+        stats = self._stats()
+        times = self._times(now_s, now_s if self._running else self._stamped_s)
+        return EngineTotals(
+            rows_done=self._done,
+            rows_running=self._running,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.generation_tokens,
+            num_steps=stats.num_drafts,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            first_row_s=self._first_row_s,
+            last_row_s=self._last_row_s,
+            device=self._device,
+            num_devices=self._num_devices,
+            **{name: seconds * self._num_devices for name, seconds in times.items()},
+            **self._compared(),
+        )
+
+    def _advance(self) -> float:
+        now_s = self._clock()
+        if self._running:
+            self._busy_s += now_s - self._changed_s
+        self._changed_s = now_s
+        return now_s
+
+    def _times(self, now_s: float, open_until_s: float) -> dict[str, float]:
+        """Return the seconds since the start that the engine was held, open and busy (`row_stats.SPENT`)."""
+        open_s = max(0.0, open_until_s - self._opened_s) if self._opened_s is not None else 0.0
+        return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
+
+    def _compared(self) -> dict[str, Any]:
+        """Return both sides of the plain sample; zeros until it is complete."""
+        found = None if self._sample is None else self._sample.comparison
+        return NO_COMPARISON if found is None else asdict(found)

@@ -1,0 +1,1 @@
+"""Writes each answer exactly once, and resumes. Start with `ledger.py`."""

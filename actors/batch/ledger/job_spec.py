@@ -1,0 +1,196 @@
+"""Specification of a job: settings its answers depend on, input and output. Checks whether it may resume.
+
+The fingerprint is a hash of what answers depend on. The drafter is not part of it: it changes no answer, and
+the next run may use another. `job_runs.py` stores the spec in the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ....cluster.batch.row_ranges import RowRanges
+from ....cluster.errors import ConfigError
+from .output_index import OutputIndex
+from .output_parts import Json, OutputForm
+
+MAX_VALUE = 80  # characters of a setting in a message
+NAMED_FILES = 3  # in a message; other files are counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """Specification of a job. All fields but `form` are JSON.
+
+    Attributes:
+        made_from: what answers depend on, by name: model and revision, tokenizer, sampling, template, seed.
+        input: of every file: name, size, modified, and a hash of its content (`Source.identity`).
+        input_format: of these files.
+        form: of the output.
+        num_rows: of the input.
+        sample: the rows to answer; all if absent.
+        rows_per_shard: where order is preserved. If a later run has another, the end of the job corrects it.
+        about: reported in the manifest, and free to differ between runs: drafter, number of engines.
+    """
+
+    made_from: Mapping[str, Any]
+    input: Sequence[Mapping[str, Any]]
+    input_format: str
+    form: OutputForm
+    num_rows: int
+    sample: RowRanges | None = None
+    rows_per_shard: int | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(_plain(self.made_from), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def rows(self) -> RowRanges:
+        """Return the rows to answer."""
+        return ((0, self.num_rows),) if self.sample is None else self.sample
+
+    def to_json(self) -> Json:
+        return _plain(
+            {
+                "fingerprint": self.fingerprint,
+                "made_from": self.made_from,
+                "input_format": self.input_format,
+                "output": self.form.as_json(),
+                "num_rows": self.num_rows,
+                "sample": self.sample,
+                "rows_per_shard": self.rows_per_shard,
+                "about": self.about,
+                "input": list(self.input),
+            }
+        )
+
+    def differences(self, before: Mapping[str, Any]) -> list[str]:
+        """Return in words what differs from an earlier spec (`to_json`) in settings and input."""
+        return self.other_settings(before) + self.other_input(before)
+
+    def other_settings(self, before: Mapping[str, Any]) -> list[str]:
+        """Return differences that change answers."""
+        return _changes(before["made_from"], _plain(self.made_from))
+
+    def other_input(self, before: Mapping[str, Any]) -> list[str]:
+        """Return the files that have changed."""
+        old = {file["name"]: file for file in before["input"]}
+        new = {file["name"]: file for file in _plain(list(self.input))}
+        words = [_file_change(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
+        changes = [word for word in words if word]
+        if not changes and before["num_rows"] != self.num_rows:
+            changes = [f"input: {before['num_rows']:,} rows before, {self.num_rows:,} now"]
+        if len(changes) > NAMED_FILES:
+            return [*changes[:NAMED_FILES], f"{len(changes) - NAMED_FILES} other files"]
+        return changes
+
+    def check_resume(self, where: str, before: Mapping[str, Any], *, force: bool) -> None:
+        """Raise ConfigError where this job cannot resume the job of an earlier spec.
+
+        Args:
+            where: the output, for messages.
+            force: accept other settings and another input.
+        """
+        if other := _changes(before["output"], self.to_json()["output"], "output "):
+            raise ConfigError(
+                f"output: {where} holds results of another form: {'; '.join(other)}. Choose another output, "
+                "or replace it with --overwrite.",
+                param="output",
+            )
+        differences = self.differences(before)
+        if differences and not force:
+            raise ConfigError(
+                f"output: {where} holds a job that was begun otherwise: {'; '.join(differences)}. Run it as "
+                "it was, choose another output, go on nevertheless with --force-resume, or replace it with "
+                "--overwrite.",
+                param="output",
+            )
+
+
+def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
+    """Raise ConfigError where a part is not this job's, or has another size than was written.
+
+    Args:
+        replaced: results of an earlier job, which are to be removed.
+    """
+    if foreign := [name for name in index.unrecorded if name not in replaced]:
+        raise ConfigError(
+            f"output: {_named(foreign)} in {where} was not written by this job. Move it away, choose another "
+            "output, or replace all results with --overwrite.",
+            param="output",
+        )
+    for record in (*index.records.values(), *index.stale.values()):
+        if (size := index.files[record.part]) != record.num_bytes:
+            raise ConfigError(
+                f"output: {record.part} in {where} has {size:,} bytes where {record.num_bytes:,} were "
+                "written. Remove it: its rows are answered again.",
+                param="output",
+            )
+
+
+def not_empty(where: str, files: Sequence[str]) -> ConfigError:
+    """Return the error for a new job whose output is not empty."""
+    return ConfigError(
+        f"output: {where} is not empty ({_named(files) or 'a job was begun there'}). Choose another output, "
+        "or replace its results with --overwrite.",
+        param="output",
+    )
+
+
+def _named(files: Sequence[str]) -> str:
+    more = len(files) - NAMED_FILES
+    return ", ".join([*sorted(files)[:NAMED_FILES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it comes back from JSON."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    changes: list[str] = []
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += _changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changes.append(f"{prefix}{name}: {_shown(old)} before, {_shown(new)} now")
+    return changes
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else textwrap.shorten(str(value), MAX_VALUE, placeholder=" ...")
+
+
+def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+    if before == now:
+        return None
+    if before is None:
+        return f"{name}: new"
+    if now is None:
+        return f"{name}: gone"
+    if before["size"] != now["size"]:
+        return f"{name}: {before['size']:,} bytes before, {now['size']:,} now"
+    for kind in {"sha256", "sampled"} & before.keys() & now.keys():
+        old, new = before[kind], now[kind]
+        if old != new:
+            return f"{name}: other content of the same size (SHA-256 {old[:12]}... before, {new[:12]}... now)"
+        if kind == "sha256":
+            return None  # the file's time does not matter
+    if before.get("modified") != now.get("modified"):
+        return f"{name}: modified {_time(before.get('modified'))} before, {_time(now.get('modified'))} now"
+    return None
+
+
+def _time(modified: Any) -> str:
+    if isinstance(modified, int | float):
+        return f"{datetime.fromtimestamp(modified, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return str(modified)

@@ -1,0 +1,269 @@
+"""Index of an output: which parts and segments count, and which row is where.
+
+A part counts when its record and the part itself exist. A row that is in several parts (its writer was given
+up and had written it too; or it failed and a later run answered it) counts in one of them: an answer before a
+failure, a later run before an earlier one. Reading changes nothing.
+
+Segments are Arrow files with finished rows that are in no part yet, in a folder of their writer. They are not
+synced: they survive the death of any process, and rows that a power cut takes are answered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from ....cluster.batch.row_ranges import RowRanges, count, of_rows, union
+from ..dataset.source import ERRORS
+from ..dataset.storage import NUM_REQUESTS, Entry, Storage
+from ..row_stats import RowStats, restrict_failures
+from .output_parts import PART_NAME, PENDING, RECORDS, Record, part_of
+
+Given = TypeVar("Given")
+Taken = TypeVar("Taken")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment that was read back. `rows` are in the order of the table."""
+
+    name: str
+    run: int
+    shard: int
+    table: pa.Table
+
+    @property
+    def rows(self) -> RowRanges:
+        return of_rows(row_numbers(self.table))
+
+    @property
+    def writer(self) -> str:
+        return self.name.removeprefix(f"{PENDING}/").partition("/")[0]
+
+
+def row_numbers(table: pa.Table) -> list[int]:
+    """Return the row numbers of results."""
+    return table["row"].to_pylist()
+
+
+def segment_folder(writer: str) -> str:
+    return f"{PENDING}/{writer}"
+
+
+def write_segment(output: Storage, name: str, table: pa.Table, *, run: int, shard: int) -> None:
+    """Write a segment. Raises OSError."""
+    schema = table.schema.with_metadata({b"run": str(run).encode(), b"shard": str(shard).encode()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as file:
+        file.write_table(table.cast(schema))
+    output.write(name, sink.getvalue(), synced=False)
+
+
+def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segment | None:
+    """Read a segment; None if it is gone, or torn by a power cut. Raises OSError.
+
+    Args:
+        only_rows: read the row numbers without the results.
+    """
+    try:
+        content = output.read(name)
+        options = pa.ipc.IpcReadOptions(included_fields=[0] if only_rows else None)
+        table = pa.ipc.open_file(pa.BufferReader(content), options=options).read_all()
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return None
+    metadata = table.schema.metadata
+    return Segment(name, int(metadata[b"run"]), int(metadata[b"shard"]), table.replace_schema_metadata())
+
+
+class OutputIndex:
+    """Records and segments of an output, as of the last `refresh`.
+
+    Attributes:
+        files: sizes of the files in the output's folder and in the folder of failed rows, by name.
+        records: of the parts that count, by part name.
+        stale: records of parts whose row numbers refer to an earlier input.
+        segments: that count, by name; row numbers only.
+    """
+
+    def __init__(self, output: Storage, *, first_run: int, numbering: int) -> None:
+        self.files: dict[str, int] = {}
+        self.records: dict[str, Record] = {}
+        self.stale: dict[str, Record] = {}
+        self.segments: dict[str, Segment] = {}
+        self._output = output
+        self._first_run = first_run
+        self._numbering = numbering
+        self._read: dict[str, Record | None] = {}  # every record that was read, by part name; immutable
+        self._owned: dict[str, RowRanges] | None = None
+
+    def set_numbering(self, numbering: int) -> None:
+        """Count only parts and segments that are numbered since this run."""
+        self._numbering = numbering
+        self._count()
+
+    def refresh(self, writer: str | None = None) -> None:
+        """Read what is new. Segments first, so a row that moves into a part is seen twice rather than never.
+
+        Args:
+            writer: look only at segments of this writer.
+        """
+        self._refresh_segments(segment_folder(writer) if writer else PENDING)
+        self.files = {entry.name: entry.size for entry in results_in(self._output)}
+        names = [entry.name for entry in self._output.entries(RECORDS)]
+        new = [name for name in names if part_of(name) not in self._read]
+        for name, record in zip(new, in_parallel(self._read_record, new), strict=True):
+            self._read[part_of(name)] = record
+        self._count()
+
+    def forget(self, part: str) -> None:
+        """Record that a part was removed with its record."""
+        self._read.pop(part, None)
+        self.files.pop(part, None)
+        self._count()
+
+    def add(self, record: Record) -> None:
+        """Record that a part was written, or its record again."""
+        self._read[record.part] = record
+        self.files[record.part] = record.num_bytes
+        self._count()
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Return files named as parts without a record."""
+        return [name for name in self.files if PART_NAME.fullmatch(name) and name not in self._read]
+
+    @property
+    def uncommitted(self) -> list[Record]:
+        """Return records whose part does not exist or belongs to another job."""
+        return [record for record in self._read.values() if record and record.part not in self.records]
+
+    @property
+    def owned(self) -> dict[str, RowRanges]:
+        """Return the rows that count in each part."""
+        if self._owned is None:
+            self._owned = _owned(self.records.values())
+        return self._owned
+
+    @property
+    def answered(self) -> RowRanges:
+        return self._rows("part")
+
+    @property
+    def failed(self) -> RowRanges:
+        return self._rows("errors")
+
+    def failed_since(self, run: int) -> RowRanges:
+        """Return rows that failed in this run or a later one."""
+        records = self.records.values()
+        return union(*(each.rows for each in records if each.kind == "errors" and each.run >= run))
+
+    @property
+    def stats(self) -> RowStats:
+        """Return the stats of all parts. Each row is counted once, the work for it wherever it was done."""
+        return stats_of(self.records.values(), self.owned)
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """Return the writers of segments."""
+        return tuple(dict.fromkeys(segment.writer for segment in self.segments.values()))
+
+    def durable(self, writer: str) -> RowRanges:
+        """Return the rows of a writer in parts or segments."""
+        parts = (record.rows for record in self.records.values() if record.writer == writer)
+        segments = (segment.rows for segment in self.segments.values() if segment.writer == writer)
+        return union(*parts, *segments)
+
+    def run_of(self, writer: str) -> int:
+        """Return the run of a writer of segments; 0 if it has none."""
+        runs = (segment.run for segment in self.segments.values() if segment.writer == writer)
+        return max(runs, default=0)
+
+    def _rows(self, kind: str) -> RowRanges:
+        return union(*(self.owned[part] for part, record in self.records.items() if record.kind == kind))
+
+    def _refresh_segments(self, folder: str) -> None:
+        listed = {entry.name for entry in self._output.entries(folder, recursive=True)}
+        for name in [name for name in self.segments if name.startswith(f"{folder}/") and name not in listed]:
+            del self.segments[name]
+        new = sorted(listed - self.segments.keys())
+        for segment in in_parallel(lambda name: read_segment(self._output, name, only_rows=True), new):
+            if segment is not None and segment.run >= max(self._first_run, self._numbering):
+                self.segments[segment.name] = segment
+
+    def _read_record(self, name: str) -> Record | None:
+        """Return None if the record has been removed meanwhile. Raises ValueError if it is invalid."""
+        try:
+            record = Record.decoded(self._output.read(name))
+            if record.name != name:
+                raise ValueError(f"it is the record of {record.part}")
+            return record
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name} is no record of a part: {error!r}") from error
+
+    def _count(self) -> None:
+        there = {
+            part: record
+            for part, record in self._read.items()
+            if record and part in self.files and record.run >= self._first_run
+        }
+        replaced = {part for record in there.values() for part in record.replaces}
+        counts = {part: record for part, record in there.items() if part not in replaced}
+        self.records = {part: each for part, each in counts.items() if each.numbering >= self._numbering}
+        self.stale = {part: each for part, each in counts.items() if each.numbering < self._numbering}
+        self._owned = None
+
+
+def results_in(output: Storage) -> list[Entry]:
+    """Return the files in the folders where a user finds results."""
+    return [*output.entries(), *output.entries(ERRORS)]
+
+
+def stats_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowStats:
+    """Return the stats of parts together.
+
+    Args:
+        owned: by part, the rows that count there. Other rows are not counted, but the work for them is.
+    """
+    stats = RowStats()
+    for record in records:
+        rows, of_part = owned[record.part], record.row_stats()
+        if record.failures and rows != record.rows:
+            of_part = restrict_failures(of_part, record.failures, rows)
+        failed = count(rows) if record.kind == "errors" else 0
+        stats.merge(replace(of_part, rows=count(rows), failed=failed))
+    return stats
+
+
+def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[Taken]:
+    """Call `read` for each item, many at once."""
+    if not given:
+        return []
+    with ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="manta-output") as readers:
+        return list(readers.map(read, given))
+
+
+def _owned(records: Iterable[Record]) -> dict[str, RowRanges]:
+    """Give each row to the strongest part that holds it."""
+    weakest_first = sorted(records, key=lambda each: (each.kind == "part", each.run, each.part))
+    num_rows = max((record.rows[-1][1] for record in weakest_first if record.rows), default=0)
+    holder = np.full(num_rows, -1, dtype=np.int32)
+    for place, record in enumerate(weakest_first):
+        for begin, end in record.rows:
+            holder[begin:end] = place
+    held = np.bincount(holder[holder >= 0], minlength=len(weakest_first))
+    return {
+        record.part: record.rows if held[place] == count(record.rows) else _ranges(holder == place)
+        for place, record in enumerate(weakest_first)
+    }
+
+
+def _ranges(mask: np.ndarray) -> RowRanges:
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))

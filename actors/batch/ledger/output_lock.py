@@ -1,0 +1,219 @@
+"""Lets one job at a time write an output.
+
+On a disk this is `flock` on a file; it ends with its process. In an object store each job writes a claim of
+its own and then lists the claims of others: two jobs that both write before they list cannot miss each other.
+A claim is written again every few seconds and judged by the store's own times; one that is not is taken over.
+Two jobs that start at once may both be refused, but never both go on. The ledger holds the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Protocol
+
+from ....cluster.errors import ConfigError, InUseError
+from ...system.atomic_files import PRIVATE_FILE, make_folder, open_own
+from ..dataset.storage import Entry, Storage
+from .output_parts import FOLDER
+
+LOCK = f"{FOLDER}/lock"
+CLAIM = f"{FOLDER}/lock-"
+BEAT_S = 5.0
+DEAD_S = 15.0  # a claim that was not written again for this long belongs to a dead job
+LOOK_S = 1.0
+
+
+class Lock(Protocol):
+    """A lock on an output."""
+
+    @property
+    def held(self) -> bool:
+        """Return False once another job has taken the output over."""
+        ...
+
+    def close(self) -> None:
+        """Unlock. Idempotent."""
+        ...
+
+
+def lock(output: Storage, say: Callable[[str], object]) -> Lock:
+    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked.
+
+    Args:
+        say: gets a line for the user about a wait: in an object store up to 15 s after a killed job.
+    """
+    return FileLock(output) if output.local else Claim(output, say)
+
+
+class FileLock:
+    """A locked file on a disk."""
+
+    def __init__(self, output: Storage) -> None:
+        self._path = Path(output.root) / LOCK
+        self._file = _locked(output, self._path)
+        self._file.truncate(0)
+        self._file.write(_holder())
+        self._file.flush()
+
+    @property
+    def held(self) -> bool:
+        return not self._file.closed and _stands_at(self._path, self._file)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                self._path.parent.rmdir()  # fails if there is anything else in it
+            self._file.close()
+
+
+class Claim:
+    """An object in a store, written again and again by a thread."""
+
+    def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
+        self._output = output
+        self._name = f"{CLAIM}{uuid.uuid4().hex}.json"
+        self._content = _holder().encode()
+        self._lost = False
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="manta-claim", daemon=True)
+        try:
+            output.write(self._name, self._content)
+        except OSError as error:
+            raise ConfigError(
+                f"output: {output.where} cannot be written: {error}. Choose another with --output.",
+                param="output",
+            ) from None
+        self._beating.start()
+        try:
+            self._outlive(say)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def held(self) -> bool:
+        return not (self._lost or self._closing.is_set())
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._beating.join()
+            with contextlib.suppress(OSError):
+                self._output.remove(self._name)
+
+    def _beat(self) -> None:
+        """Write the claim again until it is closed or another job has removed it."""
+        while not self._closing.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # retried at the next beat
+                if self._output.entry(self._name) is None:
+                    self._lost = True
+                    return
+                self._output.write(self._name, self._content)
+
+    def _outlive(self, say: Callable[[str], object]) -> None:
+        """Wait until no other claim is alive. Raises InUseError when one is written again meanwhile."""
+        first = self._others()
+        if first:
+            say(
+                f"{self._output.where} was claimed by another job{self._who(first)}: waiting up to "
+                f"{DEAD_S:.0f} s to see whether it lives"
+            )
+        others, deadline_s = first, time.monotonic() + DEAD_S
+        while others:
+            if any(name not in first or entry != first[name] for name, entry in others.items()):
+                raise _in_use(self._output, self._who(others))
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(LOOK_S)
+            others = self._others()
+        self._output.remove(*others)
+
+    def _others(self) -> dict[str, Entry]:
+        entries = self._output.entries(FOLDER)
+        return {
+            entry.name: entry
+            for entry in entries
+            if entry.name.startswith(CLAIM) and entry.name != self._name
+        }
+
+    def _who(self, others: dict[str, Entry]) -> str:
+        with contextlib.suppress(OSError):
+            return _in_words(self._output.read(next(iter(others))))
+        return ""
+
+
+def _holder() -> str:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since_s": round(time.time())})
+
+
+def _in_words(holder: str | bytes) -> str:
+    """Return what is known of the holder, with a space before it."""
+    try:
+        who = json.loads(holder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(who["since_s"]))
+        return f" (process {who['pid']} on {who['host']}, since {since})"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _in_use(output: Storage, who: str) -> InUseError:
+    return InUseError(
+        f"output: {output.where} is being written by another job{who}. Wait for its end, or choose another "
+        "output.",
+        param="output",
+    )
+
+
+def _locked(output: Storage, path: Path) -> IO[str]:
+    """Return the locked file. Retries when the file was removed meanwhile, since that locks nothing."""
+    while True:
+        file = None
+        try:
+            output.path(LOCK)  # raises if a link leads there
+            make_folder(path.parent, private=output.private)
+            with contextlib.suppress(FileNotFoundError):
+                handle = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                file = os.fdopen(handle, "a+", encoding="utf-8")
+                if output.private:
+                    os.fchmod(file.fileno(), PRIVATE_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"output: {output.where} cannot be written: {error.strerror}. Choose another with --output.",
+                param="output",
+            ) from None
+        if file is None:  # another job removed the folder with its lock
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = _in_words(file.read())
+            file.close()
+            raise _in_use(output, who) from None
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"output: {output.where} cannot be locked ({error.strerror}), and two jobs must not write "
+                "one folder. Choose a folder on another file system.",
+                param="output",
+            ) from None
+        if _stands_at(path, file):
+            return file
+        file.close()
+
+
+def _stands_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return path.lstat().st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False

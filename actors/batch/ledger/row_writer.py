@@ -1,0 +1,276 @@
+"""Writes the results of one engine: into segments at once, into parts later.
+
+    add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; segments are removed
+
+Synchronous: `add` never waits for a disk, everything else is called in threads. What cannot be written is
+kept and retried. A writer knows nothing of other writers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from ....cluster.batch.row_ranges import RowRanges, contains, minus, of_rows, union
+from ....cluster.errors import OutputError
+from ..dataset.storage import Storage
+from ..row_answerer import Result
+from .job_runs import check_run, reason, remove_earlier
+from .output_index import Segment, in_parallel, read_segment, row_numbers, segment_folder, write_segment
+from .output_parts import OutputForm, Record, make_part, part_name, put
+
+ROWS_PER_PART = 4096
+PART_INTERVAL_S = 60.0
+FLUSH_INTERVAL_S, REMOTE_FLUSH_INTERVAL_S = 0.25, 5.0
+RETRY_S = 2.0  # between attempts to write
+GIVE_UP_S = 60.0  # an output that cannot be written for this long ends the job
+
+Done = TypeVar("Done")
+
+
+def flush_interval_s(output: Storage) -> float:
+    """Return how often to make finished rows durable. A kill loses the rows since then."""
+    return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Rows of a shard that are in no part yet, and the segments that hold them."""
+
+    tables: list[pa.Table] = field(default_factory=list)
+    segments: list[str] = field(default_factory=list)
+    since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parts to write, and the segments to remove when all of them are written."""
+
+    parts: deque[tuple[Record, bytes | pa.Buffer]]
+    segments: tuple[str, ...]
+
+
+class RowWriter:
+    """Writes what one engine has finished.
+
+    Args:
+        run: of the job; the writer of an earlier run makes no parts once a later run has begun.
+        shard: in the names of its parts, where order is not preserved.
+        writer: a unique name.
+    """
+
+    def __init__(self, output: Storage, form: OutputForm, *, run: int, shard: int, writer: str) -> None:
+        self.failing_since_s: float | None = None  # monotonic
+        self.num_durable = 0
+        self._output = output
+        self._form = form
+        self._run = run
+        self._shard = shard
+        self._writer = writer
+        self._adding = threading.Lock()  # held for no longer than it takes to append
+        self._added: defaultdict[int, list[pa.Table]] = defaultdict(list)
+        self._ended: set[int] = set()
+        self._writing = threading.RLock()
+        self._unsaved: deque[tuple[int, pa.Table]] = deque()  # in no segment yet
+        self._gathered: dict[int, _Gathered] = {}
+        self._unwritten: deque[_Batch] = deque()
+        self._num_segments = self._num_parts = 0
+        self._tried_s = 0.0
+        self._earlier_gone = False
+
+    @property
+    def num_pending(self) -> int:
+        """Return the number of rows that a kill would lose."""
+        with self._adding:
+            added = sum(table.num_rows for tables in self._added.values() for table in tables)
+        return added + sum(table.num_rows for _, table in tuple(self._unsaved))
+
+    def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
+        """Add finished rows, and return them as a table. They are durable when `flush` has returned them.
+
+        Args:
+            shard: of the rows, where order is preserved.
+        """
+        assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
+        table = self._form.table(results)
+        with self._adding:
+            self._added[self._shard if shard is None else shard].append(table)
+        return table
+
+    def end_shard(self, shard: int) -> None:
+        """Make the shard's part at the next `flush`: this writer gets no more rows of it."""
+        with self._adding:
+            self._ended.add(shard)
+
+    def flush(self) -> RowRanges:
+        """Make added rows durable and make the parts that are due. Returns the rows made durable.
+
+        Durable rows survive the death of any process at once, and a power cut when they are in a part. What
+        cannot be written is kept and retried by later calls. Raises OutputError when that has failed for a
+        minute, or when a later run has taken the output.
+        """
+        durable: list[RowRanges] = []
+        with self._writing:
+            if self.failing_since_s is not None and time.monotonic() - self._tried_s < RETRY_S:
+                return ()
+            self._tried_s = time.monotonic()
+            try:
+                self._write_all(durable, self._due)
+                self.failing_since_s = None
+            except OSError as error:
+                self._fail(error)
+        return union(*durable)
+
+    def adopt(self, writer: str, known: RowRanges) -> RowRanges:
+        """Move the segments of a dead writer to this one. Retries while the output fails.
+
+        Args:
+            known: rows to leave out, because they are in parts (`Ledger.known`).
+
+        Returns:
+            The rows that were moved. Raises OutputError.
+        """
+        return self._until_written(lambda: self._adopt(writer, known))
+
+    def close(self) -> RowRanges:
+        """Make parts of all rows. Returns the rows made durable. Retries while the output fails.
+
+        Raises OutputError; rows in segments are then left to the next run.
+        """
+        durable: list[RowRanges] = []
+        with self._writing:
+            self._until_written(lambda: self._write_all(durable, lambda *_: True))
+            self._until_written(lambda: self._output.remove_folder(segment_folder(self._writer)))
+        return union(*durable)
+
+    def _until_written(self, write: Callable[[], Done]) -> Done:
+        """Repeat `write` until it succeeds. Raises OutputError when it has failed for GIVE_UP_S."""
+        with self._writing:
+            while True:
+                try:
+                    self._tried_s = time.monotonic()
+                    done = write()
+                except OSError as error:
+                    self._fail(error)
+                    time.sleep(RETRY_S)
+                else:
+                    self.failing_since_s = None
+                    return done
+
+    def _fail(self, error: OSError) -> None:
+        """Record a failed attempt. Raises OutputError when they have failed for GIVE_UP_S."""
+        self.failing_since_s = self.failing_since_s or self._tried_s
+        if time.monotonic() - self.failing_since_s > GIVE_UP_S:
+            raise self._not_written(error) from error
+
+    def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
+        """Write segments of rows in memory, then the parts that are due. Raises OSError; may be repeated.
+
+        Args:
+            durable: extended by the rows made durable, also on an error.
+        """
+        with self._adding:
+            added, self._added = self._added, defaultdict(list)
+            ended = frozenset(self._ended)
+        self._unsaved.extend((shard, pa.concat_tables(tables)) for shard, tables in added.items())
+        while self._unsaved:
+            self._save(*self._unsaved[0])
+            durable.append(of_rows(row_numbers(self._unsaved.popleft()[1])))
+        for shard in [shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)]:
+            self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
+        with self._adding:
+            self._ended -= ended
+        while self._unwritten:
+            self._put(self._unwritten[0])
+            self._unwritten.popleft()
+
+    def _save(self, shard: int, table: pa.Table) -> None:
+        name = f"{segment_folder(self._writer)}/{self._num_segments:06d}.arrow"
+        write_segment(self._output, name, table, run=self._run, shard=shard)
+        self._num_segments += 1
+        gathered = self._gathered.setdefault(shard, _Gathered())
+        gathered.tables.append(table)
+        gathered.segments.append(name)
+        self.num_durable += table.num_rows
+
+    def _adopt(self, writer: str, known: RowRanges) -> RowRanges:
+        """Write segments of the rows, then remove the other writer's. Raises OSError; may be repeated."""
+        names = [entry.name for entry in self._output.entries(segment_folder(writer))]
+        tables: defaultdict[int, list[pa.Table]] = defaultdict(list)
+        for segment in in_parallel(lambda name: read_segment(self._output, name), names):
+            if segment is not None and minus(segment.rows, known):
+                shard = segment.shard if self._form.ordered else self._shard
+                tables[shard].append(_fitting(_without(segment, known), self._form))
+        for shard, several in tables.items():
+            self._save(shard, pa.concat_tables(several))
+        self._output.remove_folder(segment_folder(writer))
+        return union(*(of_rows(row_numbers(table)) for several in tables.values() for table in several))
+
+    def _due(self, _shard: int, gathered: _Gathered) -> bool:
+        if self._form.ordered:
+            return False
+        return gathered.num_rows >= ROWS_PER_PART or time.monotonic() - gathered.since_s >= PART_INTERVAL_S
+
+    def _batch(self, shard: int, gathered: _Gathered) -> _Batch:
+        """Return the parts of gathered rows: one of answered rows, one of failed rows."""
+        table, failed = _sorted(pa.concat_tables(gathered.tables))
+        parts: deque[tuple[Record, bytes | pa.Buffer]] = deque()
+        for kind, mask in (("part", ~failed), ("errors", failed)):
+            if mask.any():
+                self._num_parts += 1
+                name = part_name(kind, shard, self._num_parts, self._form)
+                rows = table.filter(pa.array(mask))
+                parts.append(make_part(name, rows, self._form, run=self._run, writer=self._writer))
+        return _Batch(parts, tuple(gathered.segments))
+
+    def _put(self, batch: _Batch) -> None:
+        """Write parts, then remove their segments: a row is always in one or the other."""
+        while batch.parts:
+            check_run(self._output, self._run)
+            if not self._earlier_gone:
+                remove_earlier(self._output)
+                self._earlier_gone = True
+            put(self._output, *batch.parts[0])
+            batch.parts.popleft()
+        self._output.remove(*batch.segments)
+
+    def _not_written(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
+            f"this engine are durable, {self.num_pending} could not be written and will be answered again. "
+            "Mend the output, and run the same command again: it resumes.",
+            param="output",
+        )
+
+
+def _without(segment: Segment, known: RowRanges) -> pa.Table:
+    """Return the results of a segment that are not known."""
+    mask = [not contains(known, row) for row in row_numbers(segment.table)]
+    return segment.table.filter(pa.array(mask, pa.bool_()))
+
+
+def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
+    """Convert results to the current schema: another version may have written the segment."""
+    return table if table.schema.equals(form.wire) else form.table(table.to_pylist())
+
+
+def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Return results by row number, each row once (an answer before a failure), and which failed."""
+    rows = table["row"].to_numpy()
+    failed = table["error"].is_valid().to_numpy()
+    order = np.lexsort((failed, rows))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = rows[order][1:] != rows[order][:-1]
+    order = order[first]
+    return table.take(pa.array(order)), failed[order]

@@ -1,0 +1,337 @@
+"""Runs one batch of `/v1/batches` to its end, in the replica that holds its lock.
+
+    read ─▶ answer (at most the service's slots at once) ─▶ RowWriter ─▶ parts ─▶ output and error file
+
+Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, whichever
+replica goes on. The batch's stored object shows the progress. At the end every line is in one of the two
+files; a line without an answer with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, ParamSpec, TypeVar
+
+from ....cluster.batch.leases import LeaseBook
+from ....cluster.batch.row_ranges import RowRanges, count, minus, of_rows, split_off, union
+from ....cluster.errors import EngineDeadError, OutputError, shown_name
+from ...observability.telemetry import BatchLines
+from ..dataset.row_reader import Row
+from ..dataset.source import ERRORS
+from ..ledger.output_parts import PART_NAME
+from ..ledger.row_writer import RowWriter, flush_interval_s
+from ..row_answerer import Result, RowAnswerer, unanswered
+from ..row_stats import RowStats
+from .batch_admission import FORM, LAYOUT, OpenBatch
+from .batch_store import Batch, BatchStore
+from .file_store import FileStore, JsonObject, derived_id
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_READ = 256
+SUSPECTS_PER_LEASE = 8  # rows that go to the engine together after a death
+TRIALS = 2  # deaths with a row alone, after two beside others, that make it poison
+POLL_S = 2.0  # between two saves of the progress, and two looks for a cancellation
+ENGINE = "replica"  # the only engine of the lease book
+
+P = ParamSpec("P")
+T = TypeVar("T")
+End = Literal["completed", "expired", "cancelled", "failed"]
+REASONS = {
+    "expired": "The batch's completion window was over before this line was answered.",
+    "cancelled": "The batch was cancelled before this line was answered.",
+    "failed": "The batch was given up before this line was answered; its errors say why.",
+}
+POISON = "Whenever this line was answered, alone too, the engine died."
+
+
+class BatchRun:
+    """Runs one batch.
+
+    Args:
+        opened: closed by `run`.
+        answerer: on the replica's engine.
+        slots: for running rows, shared by all batches of the replica.
+        on_tail: called when all rows have been started, so that slots will be free for another batch.
+        count_lines: gets lines that became durable; called on the event loop, like `on_tail`.
+
+    Attributes:
+        batch: as it was saved last.
+        all_begun: whether `on_tail` was called.
+    """
+
+    def __init__(
+        self,
+        opened: OpenBatch,
+        batches: BatchStore,
+        files: FileStore,
+        answerer: RowAnswerer,
+        slots: asyncio.Semaphore,
+        on_tail: Callable[[], None],
+        count_lines: Callable[[BatchLines], None],
+    ) -> None:
+        self.batch = opened.batch
+        self.all_begun = False
+        self._opened = opened
+        self._batches, self._files = batches, files
+        self._answerer = answerer
+        self._slots = slots
+        self._on_tail = on_tail
+        self._count_lines = count_lines
+        self._loop = asyncio.get_running_loop()
+        self._output = batches.output(self.batch.id)
+        run = opened.ledger.run
+        self._writer = RowWriter(self._output, FORM, run=run, shard=0, writer=uuid.uuid4().hex)
+        self._results: list[Result] = []  # answered, and not with the writer yet
+        self._written = asyncio.Event()
+        self._done: RowRanges = ()  # with the writer
+        self._book: LeaseBook | None = None
+        self._leasing = threading.Lock()  # of the book: rows are taken and answered in different threads
+        self._counts = dict(self.batch.request_counts)
+        self._polled_s = 0.0
+
+    async def run(self) -> None:
+        """Run the batch from its present state to its end.
+
+        Raises:
+            EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may go on.
+        """
+        try:
+            await in_thread(self._begin)
+            end = await self._answer_until_end()
+            await in_thread(self._end, end)
+        except EngineDeadError:
+            raise
+        except BaseException:  # the replica stops, or a disk is full: no row is to blame
+            if self._book is not None:
+                self._book.died(ENGINE, (), blame=False)
+            raise
+        finally:
+            await in_thread(self._close)
+
+    def _begin(self) -> None:
+        """Recover what a dead replica left: finished rows, and rows that its engine had."""
+        ledger = self._opened.ledger
+        ledger.adopt_orphans()
+        self._done = union(ledger.answered, ledger.failed)
+        self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
+        self._book, poison = LeaseBook.after_death(
+            self._batches.leases(self.batch.id),
+            self._left,
+            largest=ROWS_PER_READ,
+            smallest=SUSPECTS_PER_LEASE,
+            trials=TRIALS,
+        )
+        if poison:
+            deaths = self._book.poison
+            self._write(
+                [
+                    unanswered(row, "engine_died", POISON, LAYOUT, attempts=deaths[row.number])
+                    for row in self._read(poison)
+                ]
+            )
+
+    @property
+    def _left(self) -> RowRanges:
+        return minus(((0, self._opened.index.num_rows),), self._done)
+
+    async def _answer_until_end(self) -> End:
+        flush_s = flush_interval_s(self._output)
+        work = asyncio.ensure_future(self._answer_all())
+        try:
+            while True:
+                if (end := await in_thread(self._poll)) is not None:
+                    return end
+                done, _ = await asyncio.wait([work], timeout=flush_s)
+                results, self._results = self._results, []
+                await in_thread(self._write, results)
+                self._written.set()
+                if done:
+                    work.result()
+                    return "completed"
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _answer_all(self) -> None:
+        assert self._book is not None, "_begin() first"
+        try:
+            async with asyncio.TaskGroup() as group:
+                while self._book.left:
+                    self._written.clear()
+                    if not (rows := await in_thread(self._take)):  # suspected rows wait to be alone
+                        await self._written.wait()
+                    for row in rows:
+                        await self._slots.acquire()
+                        task = group.create_task(self._answer(row))
+                        task.add_done_callback(lambda _: self._slots.release())
+                        await asyncio.sleep(0)  # lets online requests run
+                self.all_begun = True
+                self._on_tail()
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    def _take(self) -> list[Row]:
+        """Return the next rows for the engine, after saving which rows it has for the case that it dies."""
+        assert self._book is not None, "_begin() first"
+        with self._leasing:
+            lease = self._book.take(ENGINE, 1)
+            saved = self._book.to_json()
+        if lease is None:
+            return []
+        self._batches.save_leases(self.batch.id, saved)
+        return self._read(lease.rows)
+
+    async def _answer(self, row: Row) -> None:
+        result = await self._answerer.answer(row)
+        if error := result.get("error"):
+            logger.info("request %s/%s failed: %s", self.batch.id, shown_name(result["id"]), error["type"])
+        self._results.append(result)  # read the attribute now: earlier lists are with the writer
+
+    def _read(self, rows: RowRanges) -> list[Row]:
+        return self._opened.reader.read(self._opened.index.spans(rows))
+
+    def _poll(self) -> End | None:
+        """Return how the batch is to end early, if it is; save its progress now and then."""
+        batch = self.batch
+        if not self._left:
+            return None
+        if batch.status == "cancelling":
+            return "cancelled"
+        if self._opened.given_up is not None:
+            return "failed"
+        if batch.expired_at is not None or batch.is_late:
+            return "expired"
+        if time.monotonic() - self._polled_s < POLL_S:
+            return None
+        self._polled_s = time.monotonic()
+        if self._batches.cancel_asked_at(batch.id) is not None:
+            return "cancelled"
+        if self._counts != batch.request_counts:
+            self._save(batch)
+        return None
+
+    def _write(self, results: list[Result]) -> None:
+        """Make results durable. Raises OutputError when that fails for long."""
+        if results:
+            self._writer.add(results)
+        self._writer.flush()
+        rows = of_rows(result["row"] for result in results)
+        self._done = union(self._done, rows)
+        if self._book is not None:
+            with self._leasing:
+                for lease in self._book.holds(ENGINE):
+                    self._book.answered(lease.number, rows)
+        failed = sum(1 for result in results if result.get("error"))
+        self._counts["failed"] += failed
+        self._counts["completed"] += len(results) - failed
+        self._loop.call_soon_threadsafe(self._count_lines, _lines(results, failed))
+
+    def _end(self, end: End) -> None:
+        """End the batch. Another replica may repeat it, with the same files."""
+        self._save(self._ending(end))
+        left = self._left
+        while left:  # lines that get no answer say why
+            some, left = split_off(left, ROWS_PER_READ)
+            self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
+        self._writer.close()
+        ledger = self._opened.ledger
+        ledger.refresh()
+        if not ledger.complete:  # else a replica was killed after it had completed it
+            ledger.finish({"batch": self.batch.id, **ledger.stats.summary()})
+        self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
+        self._save(
+            self.batch.moved(
+                "expired" if self.batch.expired_at and end == "completed" else end,
+                output_file_id=self._put("output"),
+                error_file_id=self._put("error", ERRORS),
+                errors=self._opened.given_up if end == "failed" else None,
+                usage=_usage(ledger.stats),
+            )
+        )
+
+    def _ending(self, end: End) -> Batch:
+        """Return the batch in the status before its last one."""
+        batch = self.batch
+        if batch.status != "in_progress":
+            return batch
+        if end == "cancelled":
+            return batch.moved("cancelling", self._batches.cancel_asked_at(batch.id))
+        return batch.moved("finalizing", expired_at=int(time.time()) if end == "expired" else None)
+
+    def _put(self, kind: str, folder: str = "") -> str | None:
+        """Make a file of the parts in a folder of the output. Returns its id; None without parts."""
+        entries = self._output.entries(folder)
+        names = [entry.name for entry in entries if PART_NAME.fullmatch(entry.name)]
+        if not names:
+            return None
+        batch = self.batch
+        at = batch.finalizing_at or batch.cancelling_at
+        assert at is not None, "a batch at its end is finalizing or cancelling"
+        file_id = derived_id("file-", at, hashlib.blake2b(f"{batch.id}/{kind}".encode()).hexdigest())
+        pieces = [f"{self._batches.output_folder(batch.id)}/{name}" for name in names]
+        self._files.put(
+            file_id, f"{batch.id}_{kind}.jsonl", "batch_output", pieces, created_at=at, owner=batch.owner
+        )
+        return file_id
+
+    def _save(self, batch: Batch) -> None:
+        if not self._opened.lock.held:
+            raise OutputError(f"{batch.id} is another replica's now.", param="batch_storage")
+        self.batch = replace(batch, request_counts=dict(self._counts))
+        self._batches.save(self.batch)
+
+    def _close(self) -> None:
+        """Make answered rows durable and unlock the batch, whatever happened."""
+        try:
+            if not self.batch.ended:
+                self._write(self._results)
+                self._writer.close()
+                if self._book is not None:
+                    self._batches.save_leases(self.batch.id, self._book.to_json())
+        finally:
+            self._opened.close()
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a thread. A cancellation waits until it has returned."""
+    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def _lines(results: Sequence[Result], failed: int) -> BatchLines:
+    """Count lines for metrics."""
+    by_category: dict[str | None, tuple[int, int]] = {}
+    for result in results:
+        num_drafts, num_accepted = by_category.get(result.get("counted_as"), (0, 0))
+        num_drafts += result.get("num_steps") or 0
+        num_accepted += result.get("num_accepted_tokens") or 0
+        by_category[result.get("counted_as")] = num_drafts, num_accepted
+    return BatchLines(
+        completed=len(results) - failed,
+        failed=failed,
+        prompt_tokens=sum(result.get("prompt_tokens") or 0 for result in results),
+        generation_tokens=sum(result.get("completion_tokens") or 0 for result in results),
+        by_category=by_category,
+    )
+
+
+def _usage(stats: RowStats) -> JsonObject:
+    return {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.cached_prompt_tokens},
+        "output_tokens": stats.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},  # answers are not split into reasoning and rest
+        "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+    }

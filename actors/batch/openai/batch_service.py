@@ -1,0 +1,216 @@
+"""The worker of `/v1/batches` in a replica: finds batches that have not ended, and runs them.
+
+All state is in the storage, so a starting replica finds what another left. The replica that holds the lock of
+a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so that
+batches spread over replicas and no engine waits for a batch's last rows. Runs on the application's event
+loop, with storage and files in threads. Rows yield to online requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from ....cluster.errors import EngineDeadError, InUseError, RequestError, shown
+from ....cluster.metrics.bounded_labels import Account
+from ....cluster.request.caller import Caller
+from ...chat.chat_model import ChatModel
+from ...engine.async_engine import AsyncEngine
+from ...engine.tenant import Asker
+from ...observability.telemetry import BatchLines, EndedRow
+from ...tokenization.generation_config import GenerationDefaults
+from ..dataset.storage import Storage
+from ..ledger.fingerprints import model_identity
+from ..row_answerer import RowAnswerer
+from .batch_admission import LAYOUT, OpenBatch, Opener
+from .batch_run import BatchRun
+from .batch_store import Batch, BatchStore
+from .file_store import FileStore
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0  # for requests at other replicas; those at this one wake the worker
+RETRY_S = 30.0  # after a failure that is not the batch's fault
+IN_FLIGHT = 1.25  # rows in the engine per row that it runs at once: the next ones are read already
+
+
+class BatchService:
+    """Serves the routes of batches, and runs batches.
+
+    Args:
+        storage: of files and batches.
+        engine: started.
+        generation: the checkpoint's defaults.
+        names: of the model; the first is reported.
+        max_lines: of a batch.
+        max_stored_bytes: of one key.
+        chat: the model's chat format.
+        count_lines: gets counts of lines that became durable, on the event loop.
+        on_row: gets each line when it is answered, on the event loop.
+        account_of: the account that a line is charged to; None without receipts.
+
+    Attributes:
+        files, batches: for routes that only read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        engine: AsyncEngine,
+        generation: GenerationDefaults,
+        names: Sequence[str],
+        *,
+        max_lines: int,
+        max_stored_bytes: int,
+        chat: ChatModel,
+        count_lines: Callable[[BatchLines], None],
+        on_row: Callable[[EndedRow], None] | None = None,
+        account_of: Callable[[Asker], Account] | None = None,
+    ) -> None:
+        self.files = FileStore(storage, max_stored_bytes)
+        self.batches = BatchStore(storage)
+        self._engine = engine
+        self._generation = generation
+        self._names = names
+        self._chat = chat
+        made_from = {  # the drafter changes no answer
+            **model_identity(engine.config),
+            "dtype": engine.info.dtype,
+            "max_model_len": engine.info.max_model_len,
+            "generation": asdict(generation),
+        }
+        self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
+        self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
+        self._count_lines = count_lines
+        self._on_row = on_row
+        self._account_of = account_of
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._wake = asyncio.Event()
+
+    def create(
+        self,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: int,
+        metadata: dict[str, str] | None,
+        caller: Caller,
+        tenant: str | None,
+    ) -> Batch:
+        """Create a batch. Blocking. Raises RequestError, NotFoundError for a wrong input file."""
+        file = self.files.get(input_file_id, caller)
+        if file.purpose != "batch":
+            raise RequestError(
+                f'The file {file.id} has the purpose {shown(file.purpose)}; upload the input with "batch".',
+                param="input_file_id",
+            )
+        self.files.check_quota(caller.owner, "input_file_id")
+        return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
+
+    def wake(self) -> None:
+        """Look for batches now."""
+        self._wake.set()
+
+    def delete_file(self, file_id: str, caller: Caller) -> None:
+        """Delete a file. Blocking. Raises NotFoundError, RequestError when a batch still needs it."""
+        file = self.files.get(file_id, caller)
+        for batch_id in self.batches.queued() if file.purpose == "batch" else ():
+            batch = self.batches.saved(batch_id)
+            if batch is not None and batch.input_file_id == file_id and not batch.ended:
+                raise RequestError(
+                    f"The file {file_id} is the input of {batch_id}, which is {batch.status}. Cancel that "
+                    "first.",
+                    param="file_id",
+                )
+        self.files.delete(file)
+
+    async def work_forever(self) -> None:
+        """Find and run batches until cancelled; then answered rows are made durable."""
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self.files.remove_leftovers)
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    await self._look()
+                except Exception:  # a task's edge: the storage may recover
+                    logger.exception("batches cannot be looked for in %s", self.batches.storage.where)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), POLL_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        try:
+            self._engine.check_health()
+        except EngineDeadError:  # no line may be blamed for it again
+            return
+        for batch_id in await asyncio.to_thread(self.batches.queued):
+            if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
+                continue
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(self._opener.open, batch_id, has_capacity=self._has_capacity)
+            )
+            try:
+                opened = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                if (opened := await opening) is not None:
+                    opened.close()
+                raise
+            except InUseError:  # locking in an object store takes seconds
+                wait_s = 0.0 if self.batches.storage.local else RETRY_S
+                self._not_before_s[batch_id] = time.monotonic() + wait_s
+                continue
+            except Exception:  # go on with the rest of the queue
+                logger.exception("%s cannot be opened; it is tried again in %.0f s", batch_id, RETRY_S)
+                self._not_before_s[batch_id] = time.monotonic() + RETRY_S
+                continue
+            if opened is not None:
+                self._begin(opened)
+
+    @property
+    def _has_capacity(self) -> bool:
+        return not self._slots.locked() and all(run.all_begun for run in self._runs.values())
+
+    def _begin(self, opened: OpenBatch) -> None:
+        batch_id, tenant, account_of = opened.batch.id, opened.batch.tenant, self._account_of
+        answerer = RowAnswerer(
+            self._engine,
+            LAYOUT,
+            self._generation,
+            self._names[0],
+            background=True,
+            chat=self._chat,
+            prefix=f"{batch_id}/",
+            on_row=self._on_row,
+            account_of=account_of and (lambda row: account_of(row._replace(tenant=tenant))),
+            caller=Caller(owner=opened.batch.owner, domain=opened.batch.domain),
+        )
+        run = BatchRun(
+            opened, self.batches, self.files, answerer, self._slots, self._wake.set, self._count_lines
+        )
+        self._runs[batch_id] = run
+        self._tasks[batch_id] = asyncio.create_task(self._work(run))
+
+    async def _work(self, run: BatchRun) -> None:
+        """Run one batch. After a failure it is tried again, here or on another replica."""
+        batch_id = run.batch.id
+        try:
+            await run.run()
+            logger.info("%s is %s: %s", batch_id, run.batch.status, run.batch.request_counts)
+        except EngineDeadError as error:  # Serve replaces the replica, and its successor goes on
+            logger.warning("%s is left to another replica: %s", batch_id, error)
+        except Exception:  # a task's edge
+            logger.exception("%s is interrupted; it is tried again in %.0f s", batch_id, RETRY_S)
+            self._not_before_s[batch_id] = time.monotonic() + RETRY_S
+        finally:
+            del self._runs[batch_id], self._tasks[batch_id]
+            self._wake.set()

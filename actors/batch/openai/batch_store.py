@@ -1,0 +1,220 @@
+"""Stored batches of `/v1/batches`: one JSON object each, in OpenAI's shape, and its status transitions.
+
+    batches/<id>.json     the batch
+    batches/<id>.cancel   its cancellation was requested, and when
+    queue/<id>            it has not ended; a starting replica looks here
+    work/<id>/out/        its ledger (`actors/batch/ledger/ledger.py`), whose lock says which replica runs it
+    work/<id>/leases.json which rows the engine of that replica has
+
+A batch has one writer: the route that creates it, then the holder of the lock. Others, such as the route that
+cancels, only write files beside it. Blocking and stateless, so that any replica answers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from ....cluster.errors import NotFoundError, RequestError, shown
+from ....cluster.request.caller import Caller
+from ..dataset.storage import Storage
+from .file_store import JsonObject, Owned, Page, ordered_id, page, read_object
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+HIDDEN = ("owner", "domain", "tenant")  # stored, and not part of OpenAI's object
+FOLDER, QUEUE, WORK = "batches", "queue", "work"
+LEASES = "leases.json"
+ABANDONED_S = 3600.0  # then the request behind a queue entry without a batch has failed
+NEXT: Mapping[Status, tuple[Status, ...]] = {
+    "validating": ("in_progress", "cancelling", "failed"),
+    "in_progress": ("finalizing", "cancelling", "failed"),
+    "finalizing": ("completed", "expired", "failed"),
+    "cancelling": ("cancelled", "failed"),
+    "completed": (),
+    "failed": (),
+    "expired": (),
+    "cancelled": (),
+}
+
+
+def _no_counts() -> dict[str, int]:
+    return {"total": 0, "completed": 0, "failed": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
+
+    Attributes:
+        errors: why the input was refused or the batch given up, as OpenAI's list of errors.
+        usage: tokens of all answered lines; None before there are any.
+        owner, domain: of the caller that created it (`cluster/request/caller.py`); hidden.
+        tenant: that its lines count for; hidden.
+    """
+
+    id: str
+    endpoint: str
+    model: str | None = None
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: JsonObject | None = None
+    request_counts: dict[str, int] = field(default_factory=_no_counts)
+    usage: JsonObject | None = None
+    owner: str | None = None
+    domain: str | None = None
+    tenant: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return not NEXT[self.status]
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether its completion window is over."""
+        return time.time() >= self.expires_at
+
+    def moved(self, status: Status, at: int | None = None, **changes: Any) -> Batch:  # Any: fields
+        """Return the batch in its next status, with the status's time stamp."""
+        assert status in NEXT[self.status], f"a batch that is {self.status} does not become {status}"
+        stamp = int(time.time()) if at is None else at
+        return replace(self, status=status, **{f"{status}_at": stamp}, **changes)
+
+    def as_openai(self) -> JsonObject:
+        shown = {name: value for name, value in asdict(self).items() if name not in HIDDEN}
+        return {"id": self.id, "object": "batch"} | shown
+
+    def to_json(self) -> JsonObject:
+        return self.as_openai() | {name: getattr(self, name) for name in HIDDEN}
+
+
+class BatchStore:
+    """The batches of one storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._owned = Owned(storage, FOLDER, "batch_")
+
+    def create(
+        self,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: int,
+        metadata: dict[str, str] | None,
+        caller: Caller,
+        tenant: str | None,
+    ) -> Batch:
+        now = int(time.time())
+        batch = Batch(
+            id=ordered_id("batch_"),
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=window,
+            metadata=metadata,
+            created_at=now,
+            expires_at=now + window_s,
+            owner=caller.owner,
+            domain=caller.domain,
+            tenant=tenant,
+        )
+        self.storage.write(f"{QUEUE}/{batch.id}", b"")  # first: a stored batch is always run
+        self.save(batch)
+        return batch
+
+    def get(self, batch_id: str, caller: Caller) -> Batch:
+        """Return the batch as its users see it. Raises NotFoundError if there is none for this caller."""
+        batch = self.find(batch_id)
+        if batch is None or not caller.may_see(batch.owner):
+            raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
+        return batch
+
+    def find(self, batch_id: str) -> Batch | None:
+        """Return the batch as its users see it; None if there is none."""
+        batch = self.saved(batch_id)
+        if batch is None or batch.status not in ("validating", "in_progress"):
+            return batch
+        asked_at = self.cancel_asked_at(batch_id)
+        return batch if asked_at is None else batch.moved("cancelling", asked_at)
+
+    def saved(self, batch_id: str) -> Batch | None:
+        """Return the batch as it was saved last."""
+        found = read_object(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
+        return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
+
+    def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
+        """Return the caller's batches, newest first. Raises RequestError when `after` is no id of theirs."""
+        return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
+
+    def cancel(self, batch_id: str, caller: Caller) -> Batch:
+        """Request a cancellation. Raises NotFoundError as `get`, RequestError if the batch has ended."""
+        batch = self.get(batch_id, caller)
+        if batch.ended or batch.status == "finalizing":
+            raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
+        if batch.status != "cancelling":
+            asked = json.dumps({"cancelling_at": int(time.time())})
+            self.storage.write(f"{FOLDER}/{batch_id}.cancel", asked.encode())
+        return self.get(batch_id, caller)
+
+    def cancel_asked_at(self, batch_id: str) -> int | None:
+        """Return when its cancellation was requested, if it was."""
+        try:
+            return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
+        except FileNotFoundError:
+            return None
+
+    def queued(self) -> list[str]:
+        """Return the ids of the batches that have not ended, oldest first."""
+        return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
+
+    def save(self, batch: Batch) -> None:
+        """Save a batch; the caller holds its lock. An ended batch leaves the queue."""
+        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.to_json()).encode())
+        if batch.ended:
+            self.leave_queue(batch.id)
+            self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{LEASES}")
+
+    def leave_queue(self, batch_id: str) -> None:
+        self.storage.remove(f"{QUEUE}/{batch_id}")
+
+    def drop_abandoned(self, batch_id: str) -> None:
+        """Remove a queue entry that has had no batch for a long time."""
+        entry = self.storage.entry(f"{QUEUE}/{batch_id}")
+        if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
+            self.leave_queue(batch_id)
+
+    def leases(self, batch_id: str) -> JsonObject:
+        """Return the saved lease book (`LeaseBook.to_json`); empty if there is none."""
+        try:
+            return json.loads(self.storage.read(f"{WORK}/{batch_id}/{LEASES}"))
+        except FileNotFoundError:
+            return {}
+
+    def save_leases(self, batch_id: str, book: JsonObject) -> None:
+        """Save the lease book; the caller holds the batch's lock."""
+        self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(book).encode())
+
+    def output_folder(self, batch_id: str) -> str:
+        """Return the folder of its answers, as a name in the storage."""
+        return f"{WORK}/{batch_id}/out"
+
+    def output(self, batch_id: str) -> Storage:
+        """Return the folder of its answers, to lock and write."""
+        return self.storage.under(self.output_folder(batch_id))

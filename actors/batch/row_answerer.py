@@ -1,0 +1,325 @@
+"""Answers one row with an engine: the result is its answer or its error.
+
+Used by the engine actors of batch jobs, the replica that runs `/v1/batches`, and the processor of a Ray
+dataset. An error of a row becomes its result; the death of an engine is raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, shown_name
+from ...cluster.metrics.bounded_labels import Account
+from ...cluster.request.caller import SERVER, Caller
+from ..chat.answer_parser import PLAIN, Reading
+from ..chat.chat_model import ChatModel
+from ..engine.async_engine import AsyncEngine
+from ..engine.output_processor import CompletionOutput, RequestOutput
+from ..engine.tenant import Asker
+from ..http.generation.generation import whole_choice
+from ..http.generation.generation_task import operation_of
+from ..http.generation.request_stats import usage_of
+from ..http.openai.chat import ChatShape
+from ..http.openai.completions import CompletionShape
+from ..http.protocol.chat_params import chat_params, check_tools, reading_of
+from ..http.protocol.chat_request import ChatRequest, conversation
+from ..http.protocol.prompt_echo import PromptParts, without_answer
+from ..http.wire.errors import error_body
+from ..http.wire.request_ids import new_id
+from ..observability.telemetry import EndedRow
+from ..tokenization.generation_config import GenerationDefaults
+from .dataset.passthrough_columns import passed_through
+from .dataset.row_reader import Row, id_of, record_of
+from .dataset.row_requests import Layout, RowRequest, category_of, read_request
+from .row_stats import SPENT
+
+logger = logging.getLogger(__name__)
+
+# `attempts`: how often the row was started, because engines died.
+ERROR_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("param", pa.string()), ("attempts", pa.int64())]
+)
+# Of each of `token_ids`, most likely tokens first. Null where logprobs were not requested.
+LOGPROBS_TYPE = pa.list_(
+    pa.struct(
+        [
+            ("logprob", pa.float32()),
+            ("rank", pa.int32()),
+            ("top_token_ids", pa.list_(pa.int32())),
+            ("top_logprobs", pa.list_(pa.float32())),
+        ]
+    )
+)
+# Columns that are written; `input` of failed rows only.
+RESULT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("text", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("stop_reason", pa.string()),
+        ("seed", pa.int64()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+        ("num_steps", pa.int64()),
+        ("num_draft_tokens", pa.int64()),
+        ("num_accepted_tokens", pa.int64()),
+        ("logprobs", LOGPROBS_TYPE),
+        ("error", ERROR_TYPE),
+        ("input", pa.string()),
+    ]
+)
+# Further columns of a result: the row's number; the HTTP response body of OpenAI's lines; begin and end (Unix
+# time); and what only `row_stats.py` counts: starts, category, cached prompt tokens, verified blocks by
+# accepted drafts, and what the engine spent.
+WIRE_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        *RESULT_SCHEMA,
+        ("response", pa.string()),
+        ("attempts", pa.int64()),
+        ("begin_s", pa.float64()),
+        ("end_s", pa.float64()),
+        ("counted_as", pa.string()),
+        ("cached_prompt_tokens", pa.int64()),
+        ("acceptance_histogram", pa.list_(pa.int32())),
+        ("engine_spent", pa.struct([(name, pa.float64()) for name in SPENT])),
+    ]
+)
+NO_COLUMNS = pa.schema([])
+Result = dict[str, Any]  # a row of `wire_schema`
+
+
+def wire_schema(columns: pa.Schema) -> pa.Schema:
+    """Return WIRE_SCHEMA followed by the columns that are passed through (`RowIndex.columns`)."""
+    return pa.schema([*WIRE_SCHEMA, *columns])
+
+
+class RowAnswerer:
+    """Answers rows concurrently through one engine.
+
+    Args:
+        engine: started.
+        layout: how records are read.
+        generation: the checkpoint's defaults.
+        model_name: reported in OpenAI responses.
+        columns: passed through from the input to the results.
+        background: rows yield to the engine's other requests.
+        chat: the model's chat format; by default that of its chat template.
+        prefix: request ids are this and the row's id; ids must then be unique. None: numbered.
+        on_row: called at each row's end.
+        account_of: the account that a row is charged to; None without receipts.
+        caller: owner of the rows.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        layout: Layout,
+        generation: GenerationDefaults,
+        model_name: str,
+        columns: pa.Schema = NO_COLUMNS,
+        *,
+        background: bool = False,
+        chat: ChatModel | None = None,
+        prefix: str | None = None,
+        on_row: Callable[[EndedRow], None] | None = None,
+        account_of: Callable[[Asker], Account] | None = None,
+        caller: Caller = SERVER,
+    ) -> None:
+        self._caller = caller
+        self._engine = engine
+        self._layout = layout
+        self._generation = generation
+        self._model_name = model_name
+        self._columns = columns
+        self._background = background
+        self._chat = chat or ChatModel.of(engine.tokenizer)
+        self._prefix = prefix
+        self._on_row = on_row
+        self._account_of = account_of
+        self._ids = itertools.count()
+
+    async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
+        """Return the result of one row. Raises EngineDeadError, which is no error of the row.
+
+        Args:
+            speculate: False to use the target alone, for the plain sample.
+            attempts: how often the row was started, this time included.
+        """
+        begin_s = time.time()
+        name, category = id_of(row, self._layout), None
+        operation, answer = None, None
+        try:
+            record = record_of(row, self._layout)
+            category = category_of(record, self._layout)
+            request = read_request(record, self._layout, self._generation, name)
+            operation = operation_of(request.body)
+            account = None if self._account_of is None else self._account_of(Asker(category=category))
+            answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
+            result = self._success(request, answer, reading, shown)
+            result |= passed_through(record, self._columns, _line(row, self._layout))
+        except EngineDeadError:
+            raise
+        except MantaError as error:
+            result = failure(row, error, self._layout, self._columns, attempts=attempts)
+        except ENDINGS:
+            raise
+        except BaseException as error:  # the row's edge: no other row may fail by it
+            logger.exception("row %d (%s) failed", row.number, shown_name(name))
+            wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
+            result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
+        end_s = time.time()
+        if self._on_row is not None:
+            kind = error["type"] if (error := result.get("error")) else None
+            self._on_row(EndedRow(f"{self._prefix or ''}{name}", operation, begin_s, end_s, kind, answer))
+        return {
+            "row": row.number,
+            "id": name,
+            "attempts": attempts,
+            "counted_as": category,
+            **result,
+            "begin_s": begin_s,
+            "end_s": end_s,
+        }
+
+    async def _complete(
+        self, name: str, request: RowRequest, account: Account | None, *, speculate: bool
+    ) -> tuple[RequestOutput, Reading, PromptParts]:
+        body, engine, params, reading = request.body, self._engine, request.params, PLAIN
+        if isinstance(body, ChatRequest):
+            check_tools(self._chat, body)
+            given = conversation(body, body.messages, engine.tokenizer)
+        else:
+            given = body.prompts()[0]
+        prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
+        params = self._chat.limited(params, prompt.text or "")
+        if isinstance(body, ChatRequest):
+            reading = reading_of(self._chat, body, prompt.text or "")
+            params = chat_params(self._chat, body, params, prompt.text or "")
+        answer = await engine.complete(
+            f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
+            prompt,
+            await engine.encoder.bad_words(params),
+            max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
+            background=self._background,
+            account=account,
+            cache_salt=self._caller.salt(body.cache_salt),
+            owner=self._caller.owner,
+        )
+        if body.echoes_only:
+            answer = without_answer(answer)
+        return answer, reading, await PromptParts.of(body, prompt, answer.prompt_told, engine.tokenizer)
+
+    def _success(
+        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+    ) -> Result:
+        first, metrics = answer.outputs[0], answer.metrics
+        result = {
+            "text": (shown.echo or "") + first.text,
+            "token_ids": first.token_ids,
+            "finish_reason": first.finish_reason,
+            "stop_reason": None if first.stop_reason is None else str(first.stop_reason),
+            "seed": request.params.seed,
+            "prompt_tokens": len(answer.prompt_token_ids),
+            "completion_tokens": _completion_tokens(answer),
+            "num_steps": metrics.num_steps,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+            "cached_prompt_tokens": metrics.num_cached_tokens,
+            "acceptance_histogram": metrics.acceptance_histogram,
+            "logprobs": _logprobs(first, request.params.logprobs),
+        }
+        if self._layout.kind == "openai":
+            response = self._response(request, answer, reading, shown)
+            result["response"] = json.dumps(response, ensure_ascii=False)
+        return result
+
+    def _response(
+        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+    ) -> Mapping[str, Any]:
+        """Return the body of the HTTP endpoint's response."""
+        shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
+        id, num_logprobs = new_id(shape.prefix), request.params.logprobs
+        choices = [
+            shown.begin(whole_choice(shape, id, each.index, each, num_logprobs)) for each in answer.outputs
+        ]
+        usage = usage_of(
+            len(answer.prompt_token_ids),
+            _completion_tokens(answer),
+            answer.metrics.num_cached_tokens,
+            [reading.counted(each.token_ids) for each in answer.outputs],
+        )
+        return {
+            "id": id,
+            "object": shape.whole_object,
+            "created": int(time.time()),
+            "model": self._model_name,
+            "choices": choices,
+            "usage": usage,
+            **shown.beside(),
+        }
+
+
+def failure(
+    row: Row, error: MantaError, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
+) -> Result:
+    """Return the result of a row without an answer, except `begin_s` and `end_s`."""
+    text = row.fault is not None or layout.lines
+    try:
+        kept = passed_through(record_of(row, layout), columns, _line(row, layout))
+    except MantaError:
+        kept = {}
+    if layout.kind == "openai":
+        kept["response"] = error_body(error.status, error.message, error.param, error.kind).decode()
+    return {
+        "row": row.number,
+        "id": id_of(row, layout),
+        "attempts": attempts,
+        "error": {"type": error.kind, "message": error.message, "param": error.param, "attempts": attempts},
+        "input": row.record["text"] if text else json.dumps(row.record, default=str, ensure_ascii=False),
+        **kept,
+    }
+
+
+def unanswered(
+    row: Row, kind: str, message: str, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 0
+) -> Result:
+    """Return the complete result of a row that no engine will answer; `kind` is its error's type."""
+    result = failure(row, MantaError(message), layout, columns, attempts=attempts)
+    now_s, error = time.time(), result["error"] | {"type": kind}
+    return result | {"error": error, "response": None, "begin_s": now_s, "end_s": now_s}
+
+
+def _line(row: Row, layout: Layout) -> str | None:
+    return row.record["text"] if layout.lines else None
+
+
+def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:
+    """Return logprobs as LOGPROBS_TYPE."""
+    if completion.logprobs is None or num_top is None:
+        return None
+    found: list[dict[str, Any]] = []
+    for place in completion.logprobs:
+        own = next(iter(place.values()))
+        top = sorted((told.rank, token_id, told.logprob) for token_id, told in place.items())[:num_top]
+        found.append(
+            {
+                "logprob": own.logprob,
+                "rank": own.rank,
+                "top_token_ids": [token_id for _, token_id, _ in top],
+                "top_logprobs": [value for _, _, value in top],
+            }
+        )
+    return found
+
+
+def _completion_tokens(answer: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in answer.outputs)

@@ -1,0 +1,121 @@
+"""The process that writes captured traffic: it reads lines and replies with the outcome of each.
+
+    python -m manta.actors.capture.writer_process '{"folder": "...", "max_bytes": 1073741824, ...}'
+
+    stdin    lines as in `records.py`
+    stdout   `ready`, or `refused` and the reason; then the outcome of each line: kept, redacted, failed,
+             too_large, full. The first failure of a kind is followed by its reason.
+
+It is a separate process with low priority (nice 19), so that neither a slow hook nor a slow disk delays a
+step. It ends with its input. Imports neither torch nor Ray. Started by `collector.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...cluster.errors import MantaError
+from ..tokenization.tokenizer import Tokenizer
+from .records import CapturedRecord, parse_line
+from .redaction import Hook, RedactionError, load_hook, redacted
+from .segment_ring import SegmentRing
+
+Outcome = Literal["kept", "redacted", "failed", "too_large", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """Settings of the writing process.
+
+    Attributes:
+        folder: folder of the segments.
+        max_bytes: limit on all segments together.
+        redact: `module:function` (`redaction.py`); None stores completions unchanged.
+        tokenizer: folder of the tokenizer, for the hook.
+    """
+
+    folder: str
+    max_bytes: int
+    redact: str | None = None
+    tokenizer: str | None = None
+
+    def argument(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Writer:
+    """Stores lines. Raises ConfigError for unusable settings."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._ring = SegmentRing(Path(settings.folder), settings.max_bytes)
+        self._redact: Callable[[CapturedRecord], CapturedRecord | None] | None = None
+        if settings.redact is not None:
+            assert settings.tokenizer is not None, "writer_settings() names the tokenizer of a hook"
+            self._redact = _bind_hook(load_hook(settings.redact), Tokenizer.load(Path(settings.tokenizer)))
+
+    def take(self, line: bytes) -> tuple[Outcome, str]:
+        """Store a line; return its outcome, and the reason if it failed."""
+        try:
+            if self._redact is not None:
+                record = self._redact(parse_line(line))
+                if record is None:
+                    return "redacted", ""
+                line = record.line()
+            if len(line) > self._ring.segment_bytes:
+                return (
+                    "too_large",
+                    f"{len(line)} bytes; a completion may have at most {self._ring.segment_bytes}",
+                )
+            return ("kept", "") if self._ring.append(line) else ("full", "other servers write all segments")
+        except RedactionError as error:
+            return "failed", f"capture_redact failed: {error.message}"
+        except OSError as error:
+            return "full", f"the folder cannot be written: {error.strerror}"
+
+    def close(self) -> None:
+        self._ring.close()
+
+
+def _bind_hook(hook: Hook, tokenizer: Tokenizer) -> Callable[[CapturedRecord], CapturedRecord | None]:
+    return lambda record: redacted(record, hook, tokenizer)
+
+
+def run(writer: Writer, lines: Iterable[bytes], reply: Callable[[str], None]) -> None:
+    """Store all lines and reply to each."""
+    explained: set[Outcome] = set()
+    for line in lines:
+        outcome, reason = writer.take(line)
+        reply(f"{outcome} {reason}" if reason and outcome not in explained else outcome)
+        if reason:
+            explained.add(outcome)
+    writer.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server ends, which closes our input
+    os.nice(19)
+    out = sys.stdout
+    sys.stdout = sys.stderr  # keep a hook's prints out of the replies
+
+    def reply(text: str) -> None:
+        out.write(f"{text}\n")
+        out.flush()
+
+    try:
+        writer = Writer(WriterSettings(**json.loads(sys.argv[1])))
+    except MantaError as error:
+        reply(f"refused {error.message}")
+        raise SystemExit(2) from None
+    reply("ready")
+    run(writer, sys.stdin.buffer, reply)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""How the answers to one request are read: each completion's text goes through an `Answer`.
+
+Made by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..tokenization.tokenizer import Tokenizer
+from .answer_parts import Piece, together
+from .chat_formats import CallSyntax, Messages, Thinking
+from .reasoning_tokens import ReasoningCounter
+from .stream_parser import Splitter
+
+
+class Answer:
+    """One completion, being read.
+
+    Args:
+        with_reasoning: False leaves it out of what is given.
+
+    Attributes:
+        called: whether it has called a tool so far.
+    """
+
+    def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
+        self._splitter = splitter
+        self._with_reasoning = with_reasoning
+        self.called = False
+
+    def feed(self, text: str, *, final: bool = False) -> Piece:
+        """Take in what follows, the last of it if `final`; returns what is new."""
+        piece = self._splitter.feed(text)
+        if final:
+            piece = together((piece, self._splitter.finish()))
+        self.called = self.called or bool(piece.calls)
+        return piece if self._with_reasoning else replace(piece, reasoning="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a request and its prompt say of the texts that follow; arguments as of `Splitter`.
+
+    Attributes:
+        with_reasoning: False leaves out what the model thinks.
+        tokenizer: of the model; only to count tokens.
+    """
+
+    thinking: Thinking | Messages | None = None
+    calls: CallSyntax | Messages | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    opened: bool = False
+    parallel: bool = True
+    with_reasoning: bool = True
+    tokenizer: Tokenizer | None = None
+
+    def answer(self, response_id: str, index: int) -> Answer:
+        """For the `index`th completion of a response; ids of calls are made of both, so they never change."""
+        splitter = Splitter(
+            self.thinking,
+            self.calls,
+            schemas=self.schemas,
+            opened=self.opened,
+            id_seed=f"{response_id}/{index}",
+            parallel=self.parallel,
+        )
+        return Answer(splitter, with_reasoning=self.with_reasoning)
+
+    def token_counter(self) -> ReasoningCounter | None:
+        """What counts the reasoning of one completion; None where its marks are no tokens."""
+        if self.thinking is None or self.tokenizer is None:
+            return None
+        return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)
+
+    def counted(self, token_ids: Sequence[int]) -> ReasoningCounter | None:
+        """Of a whole answer."""
+        if counter := self.token_counter():
+            counter.feed(token_ids)
+        return counter
+
+    def whole(self, response_id: str, index: int, text: str) -> Piece:
+        """A whole answer at once."""
+        return self.answer(response_id, index).feed(text, final=True)
+
+
+PLAIN = Reading()  # of completions: text is text

@@ -1,0 +1,230 @@
+"""How families of models write down what they think and which tools they call, as tables.
+
+Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). What can be said with the
+dataclasses here needs no code: `stream_parser.py` and `tool_parsers.py` are driven by them, and
+`tool_call_grammars.py` makes grammars of them. Marks are part of what models were trained on; so are newlines
+around them, not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """Reasoning between two marks, at an answer's start or behind a call.
+
+    Attributes:
+        heading: follows `begin`, and is not shown.
+        always_open: an answer begins within, whether or not the prompt ended with `begin`.
+    """
+
+    begin: str
+    end: str
+    heading: str = ""
+    always_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls:
+    """`begin {"name": .., "arguments": {..}} end`.
+
+    Attributes:
+        begin: of every call; "" where an answer that begins with a brace is one, if it names a tool.
+        before: may come before the first.
+        between: calls that have no `begin`.
+    """
+
+    begin: str = ""
+    end: str = ""
+    before: str = ""
+    between: str = ""
+    arguments: str = "arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadedCalls:
+    """`begin functions.NAME:0 heading {..} end`; the header is the call's id."""
+
+    section: str
+    section_end: str
+    begin: str
+    heading: str
+    end: str
+    prefix: str = "functions."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCalls:
+    """`section name_open NAME name_close (key_open KEY key_close value value_close)* end section_end`.
+
+    Values stand there raw; which type they are of the tool's schema says.
+
+    Attributes:
+        section: may be missing where `name_open` is a mark of its own.
+        name_close: "" where the name ends with its line, or where the next mark begins.
+        value_open: between key and value.
+        end: of a call; the section's own where a section holds one call.
+        newlines: one right before and behind a value belongs to the marks.
+    """
+
+    section: str
+    section_end: str
+    name_open: str
+    name_close: str
+    key_open: str
+    key_close: str
+    value_open: str = ""
+    value_close: str
+    end: str
+    newlines: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotedCalls:
+    """`begin call:NAME{key:quote text quote,other:42} end`: JSON with bare keys and a mark for quotes."""
+
+    begin: str
+    heading: str
+    quote: str
+    end: str
+
+
+CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """An answer as several messages, each with a header that says whom it is for.
+
+    `start ROLE to=RECIPIENT channel CHANNEL kind json body text end`
+
+    Attributes:
+        first: how an answer may begin: the prompt has ended with `start` and the role.
+        thoughts: channels, or recipients, of reasoning.
+        answers: recipients of content; a message without one is content, too.
+        prefix: of the names of tools, as recipients.
+    """
+
+    start: str
+    first: tuple[str, ...]
+    body: str
+    ends: tuple[str, ...]
+    channel: str = ""
+    kind: str = ""
+    thoughts: frozenset[str]
+    answers: frozenset[str] = frozenset()
+    prefix: str = ""
+
+
+Format: TypeAlias = Thinking | CallSyntax | Messages
+
+HARMONY = Messages(
+    start="<|start|>",
+    first=("<|channel|>", "<|start|>", " to="),
+    body="<|message|>",
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    channel="<|channel|>",
+    kind="<|constrain|>",
+    thoughts=frozenset({"analysis"}),
+    prefix="functions.",
+)
+MUSE = Messages(
+    start="<|start|>",
+    first=("<|start|>", " to=", "<|message|>"),
+    body="<|message|>",
+    ends=("<|eom|>", "<|eot|>"),
+    thoughts=frozenset({"self"}),
+    answers=frozenset({"user"}),
+)
+THINK = Thinking(begin="<think>", end="</think>")
+_OPEN_THINK = Thinking(begin="<think>", end="</think>", always_open=True)
+_XML = TaggedCalls(
+    section="<tool_call>",
+    section_end="</tool_call>",
+    name_open="<function=",
+    name_close=">",
+    key_open="<parameter=",
+    key_close=">",
+    value_close="</parameter>",
+    end="</function>",
+)
+
+REASONING: Mapping[str, Thinking | Messages] = {
+    "qwen3": THINK,
+    "deepseek_r1": _OPEN_THINK,
+    "kimi_k2": THINK,
+    "minimax_m2": _OPEN_THINK,
+    "glm45": THINK,
+    "mimo": THINK,
+    "gemma4": Thinking(begin="<|channel>", heading="thought", end="<channel|>"),
+    "openai_gptoss": HARMONY,
+    "muse_glimmer": MUSE,
+}
+CALLS: Mapping[str, CallSyntax | Messages] = {
+    "hermes": JsonCalls(begin="<tool_call>", end="</tool_call>"),
+    "llama3_json": JsonCalls(before="<|python_tag|>", between=";", arguments="parameters"),
+    "qwen3_coder": _XML,
+    "qwen3_xml": _XML,
+    "mimo": TaggedCalls(
+        **{name: getattr(_XML, name) for name in TaggedCalls.__slots__ if name != "newlines"}, newlines=False
+    ),
+    "minimax_m2": TaggedCalls(
+        section="<minimax:tool_call>",
+        section_end="</minimax:tool_call>",
+        name_open='<invoke name="',
+        name_close='">',
+        key_open='<parameter name="',
+        key_close='">',
+        value_close="</parameter>",
+        end="</invoke>",
+    ),
+    "glm45": TaggedCalls(
+        section="<tool_call>",
+        section_end="",
+        name_open="",
+        name_close="",
+        key_open="<arg_key>",
+        key_close="</arg_key>",
+        value_open="<arg_value>",
+        value_close="</arg_value>",
+        end="</tool_call>",
+        newlines=False,
+    ),
+    "kimi_k2": HeadedCalls(
+        section="<|tool_calls_section_begin|>",
+        section_end="<|tool_calls_section_end|>",
+        begin="<|tool_call_begin|>",
+        heading="<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+    ),
+    "gemma4": QuotedCalls(begin="<|tool_call>", heading="call:", quote='<|"|>', end="<tool_call|>"),
+    "openai": HARMONY,
+    "muse_glimmer": MUSE,
+}
+# What a chat template names that knows a format: the first line that it holds all of.
+TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
+    (("<|channel|>", "<|message|>"), "openai", "openai_gptoss"),
+    (("<|tool_call>",), "gemma4", "gemma4"),
+    (("<|tool_call_begin|>",), "kimi_k2", "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
+    (("<arg_key>",), "glm45", "glm45"),
+    (("to=self", "<|eom|>"), "muse_glimmer", "muse_glimmer"),
+    (("<function=", "<think>"), "qwen3_coder", "qwen3"),
+    (("<function=",), "qwen3_coder", None),
+    (("<tool_call>", "<think>"), "hermes", "qwen3"),
+    (("<tool_call>",), "hermes", None),
+    (("<|python_tag|>",), "llama3_json", None),
+    (('"parameters"', "ipython"), "llama3_json", None),
+    (("<think>",), None, "qwen3"),
+)
+
+
+def marks_of(given: Format) -> frozenset[str]:
+    """All strings of a format that a vocabulary may have as tokens."""
+    values = [getattr(given, f.name) for f in fields(given)]
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)

@@ -1,0 +1,82 @@
+"""JSON that comes in pieces, for `tool_parsers.py`: strings that are read, values handed on as they stand."""
+
+from __future__ import annotations
+
+import re
+
+from ..tokenization.surrogates import loads
+from .text_stream import NotACallError, Sink, Source, Waiting
+
+_STRUCTURE = re.compile(r'["{}\[\]<]')  # no JSON has "<" outside of a string: there a mark begins
+_IN_STRING = re.compile(r'["\\]')
+_AFTER_SCALAR = re.compile(r"[,}\]\s<]")
+_MOST_CHARS = 1024  # of a string that is a key or a name
+
+
+def json_string(source: Source) -> Waiting[str]:
+    """A string's value. Raises NotACallError for what is none, or is too long for a name."""
+    parts: list[str] = []
+
+    def take(text: str) -> None:
+        parts.append(text)
+        if sum(map(len, parts)) > _MOST_CHARS:
+            raise NotACallError
+
+    if (yield from source.peek()) != '"':
+        raise NotACallError
+    if not (yield from _string(source, take)):
+        raise NotACallError
+    try:
+        return loads("".join(parts))
+    except ValueError:
+        raise NotACallError from None
+
+
+def json_value(source: Source, sink: Sink) -> Waiting[None]:
+    """Hand on a value that begins with a brace or a bracket, to the one that closes it.
+
+    Nothing is checked but that they are as many: what is wrong inside is the reader's of the arguments. Where
+    a mark comes between, the value ends.
+    """
+    depth = 0
+    while True:
+        found = yield from source.span(_STRUCTURE, sink)
+        if found in ("", "<"):
+            return
+        if found == '"':
+            if not (yield from _string(source, sink)):
+                return
+            continue
+        sink((yield from source.character()))
+        depth += 1 if found in "{[" else -1
+        if depth == 0:
+            return
+
+
+def skip_value(source: Source) -> Waiting[None]:
+    """Read on behind a value."""
+    first = yield from source.peek()
+    if first and first in "{[":
+        yield from json_value(source, _nowhere)
+    elif first == '"':
+        yield from _string(source, _nowhere)
+    else:
+        yield from source.span(_AFTER_SCALAR, _nowhere)
+
+
+def _string(source: Source, sink: Sink) -> Waiting[bool]:
+    """Hand on a string with its quotes; False where the text ends within."""
+    sink((yield from source.character()))
+    while True:
+        found = yield from source.span(_IN_STRING, sink)
+        if not found:
+            return False
+        yield from source.character()
+        if found == '"':
+            sink(found)
+            return True
+        sink(found + (yield from source.character()))
+
+
+def _nowhere(text: str) -> None:
+    pass

@@ -1,0 +1,261 @@
+"""An answer's text, taken apart as it comes: reasoning, content, calls of tools.
+
+One `Splitter` per completion, driven by a table of formats (`chat_formats.py`). What it has given out after
+some text depends on that text alone, not on how the text was cut: a stream and a whole answer have equal
+sums, and so has a stream that another replica continues. Held back is what may be a mark's beginning, and a
+call until it is known to be one; what looks like a call and is none is content. Newlines beside a mark belong
+to it. Used by the endpoints and by batch rows through `answer_parser.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from .answer_parts import CallPiece, Piece, together
+from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, Thinking
+from .text_stream import Marks, NotACallError, Source, Waiting
+from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
+
+_NEWLINES = 2  # before a mark
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(r"\s*(\w+)")
+_MOST_CALLS = 128
+
+
+class Splitter:
+    """Of one completion.
+
+    Args:
+        thinking: how reasoning is written; None looks for none.
+        calls: how tools are called; None looks for no calls.
+        schemas: the tools that may be called, with their arguments' schemas (Any: JSON).
+        opened: the prompt ends within reasoning.
+        id_seed: ids of calls are made of it.
+        parallel: False leaves out all calls behind the first.
+    """
+
+    def __init__(
+        self,
+        thinking: Thinking | Messages | None = None,
+        calls: CallSyntax | Messages | None = None,
+        *,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        opened: bool = False,
+        id_seed: str = "",
+        parallel: bool = True,
+    ) -> None:
+        self.schemas = schemas or {}
+        self._id_seed = id_seed
+        self._most_calls = _MOST_CALLS if parallel else 1
+        self._num_calls = 0
+        self._pieces: list[Piece] = []
+        self._source = Source()
+        self._reader = self._read(thinking, calls, opened)
+        self._done = False
+
+    def feed(self, text: str) -> Piece:
+        """Take in what follows; returns what can be told of the text so far and was not told before."""
+        self._source.add(text)
+        return self._take()
+
+    def finish(self) -> Piece:
+        """The text has ended: what was held back."""
+        self._source.closed = True
+        return self._take()
+
+    def _take(self) -> Piece:
+        if not self._done:
+            self._done = next(self._reader, self) is self
+        found = together(self._pieces)
+        self._pieces.clear()
+        return found
+
+    # What readers find.
+
+    def open(self, name: str, id: str | None = None) -> None:
+        if not TOOL_NAME.fullmatch(name):
+            raise NotACallError
+        self._source.forget()
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        if index < self._most_calls:
+            digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
+            self._pieces.append(Piece(calls=(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""),)))
+
+    def add(self, arguments: str) -> None:
+        index = self._num_calls - 1
+        if index < self._most_calls:
+            self._pieces.append(Piece(calls=(CallPiece(index, None, None, arguments),)))
+
+    def _reason(self, text: str) -> None:
+        self._pieces.append(Piece(reasoning=text))
+
+    def _say(self, text: str) -> None:
+        self._pieces.append(Piece(content=text))
+
+    # How an answer is read.
+
+    def _read(
+        self, thinking: Thinking | Messages | None, calls: CallSyntax | Messages | None, opened: bool
+    ) -> Generator[None, None, None]:
+        messages = next((each for each in (thinking, calls) if isinstance(each, Messages)), None)
+        if messages is not None:
+            yield from self._read_messages(messages, with_calls=calls is not None)
+        else:
+            assert not isinstance(thinking, Messages) and not isinstance(calls, Messages)
+            if opened or (thinking is not None and thinking.always_open):
+                assert thinking is not None, "nothing is open where there is no reasoning"
+                yield from self._source.skip("\n")
+                yield from self._source.starts_with(thinking.begin)  # some say it again
+                yield from self._read_thoughts(thinking)
+            yield from self._read_marked(thinking, calls)
+        while not self._source.ended:  # all the rest is content
+            yield from self._source.through(_NO_MARKS, self._say)
+
+    def _read_marked(self, thinking: Thinking | None, calls: CallSyntax | None) -> Waiting[None]:
+        """Thoughts at the start and behind calls, content and calls in any order."""
+        begins = _begins(calls)
+        marks = Marks(*begins, newlines=_NEWLINES) if begins else _NO_MARKS
+        bare = calls if isinstance(calls, JsonCalls) and not calls.begin else None
+        if bare is not None and not (yield from self._read_bare_calls(bare)):
+            return
+        while True:
+            if thinking is not None:
+                yield from self._read_leading_thoughts(thinking)
+            mark = yield from self._source.through(marks, self._say)
+            if mark is None:
+                return
+            assert calls is not None, "only calls have marks here"
+            yield from self._read_call(calls, mark)
+
+    def _read_leading_thoughts(self, thinking: Thinking) -> Waiting[None]:
+        self._source.mark()
+        yield from self._source.skip()
+        if (yield from self._source.starts_with(thinking.begin)) is None:
+            self._source.go_back()
+            return
+        self._source.forget()
+        if thinking.heading:
+            yield from self._source.starts_with(thinking.heading)
+        yield from self._read_thoughts(thinking)
+
+    def _read_thoughts(self, thinking: Thinking) -> Waiting[None]:
+        yield from self._source.skip("\n")
+        yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._reason)
+        yield from self._source.skip("\n")
+
+    def _read_call(self, calls: CallSyntax, mark: str) -> Waiting[None]:
+        """What a mark begins: a call, or a section of several."""
+        self._source.mark()
+        before = self._num_calls
+        try:
+            if isinstance(calls, TaggedCalls | HeadedCalls) and mark.endswith(calls.section):
+                yield from self._read_section(calls)
+            else:
+                yield from READERS[type(calls)](self._source, self, calls)
+                yield from self._after_last(calls)
+        except NotACallError:
+            if self._num_calls == before:
+                self._source.go_back()
+                self._say(mark)
+                return
+        self._source.forget()
+        yield from self._source.skip("\n")
+
+    def _read_section(self, calls: TaggedCalls | HeadedCalls) -> Waiting[None]:
+        begin = calls.name_open if isinstance(calls, TaggedCalls) else calls.begin
+        yield from self._source.skip()
+        yield from self._source.expect(begin)
+        while True:
+            yield from READERS[type(calls)](self._source, self, calls)
+            yield from self._source.skip()
+            if not begin or (yield from self._source.starts_with(begin)) is None:
+                break
+        yield from self._after_last(calls)
+
+    def _after_last(self, calls: CallSyntax) -> Waiting[None]:
+        if isinstance(calls, TaggedCalls | HeadedCalls) and calls.section_end:
+            yield from self._source.skip("\n")
+            yield from self._source.starts_with(calls.section_end)
+
+    def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
+        """Calls that have no mark, from an answer's start on. False where there was one, and no more."""
+        while True:
+            before = self._num_calls
+            self._source.mark()
+            yield from self._source.skip()
+            if before:
+                if (yield from self._source.starts_with(calls.between)) is None:
+                    self._source.go_back()
+                    return False
+                yield from self._source.skip()
+            yield from self._source.starts_with(calls.before)
+            try:
+                yield from READERS[type(calls)](self._source, self, calls)
+            except NotACallError:
+                if self._num_calls == before:
+                    self._source.go_back()
+                    return True
+
+    def _read_messages(self, messages: Messages, *, with_calls: bool) -> Waiting[None]:
+        """Messages with headers. What does not begin with one is content."""
+        ends = Marks(*messages.ends, messages.start)
+        self._source.mark()
+        headed = (yield from self._source.starts_with(*messages.first)) is not None
+        self._source.go_back()
+        if not headed:
+            yield from self._source.through(ends, self._say)
+        while (yield from self._source.peek()):
+            self._source.mark()
+            try:
+                header = yield from self._source.short(Marks(messages.body))
+                if (tool := _tool(messages, header) if with_calls else None) is not None:
+                    self.open(tool)
+            except NotACallError:
+                was_cut_short = self._source.ended
+                self._source.go_back()
+                if was_cut_short and (yield from self._source.starts_with(*_header_marks(messages))):
+                    yield from self._source.through(_NO_MARKS, lambda text: None)
+                return
+            self._source.forget()
+            if tool is not None:
+                yield from read_raw_arguments(self._source, self, ends)
+            else:
+                yield from self._source.through(ends, self._sink(messages, header))
+
+    def _sink(self, messages: Messages, header: str) -> Any:
+        """Where the text of a message without a call goes."""
+        to, channel = _RECIPIENT.search(header), None
+        if messages.channel:
+            channel = _CHANNEL.match(header.rpartition(messages.channel)[2])
+        named = {found[1] for found in (to, channel) if found}
+        return self._reason if named & messages.thoughts else self._say
+
+
+def _tool(messages: Messages, header: str) -> str | None:
+    """The tool that a message calls."""
+    to = _RECIPIENT.search(header)
+    if to is None or to[1] in messages.thoughts | messages.answers or not to[1].startswith(messages.prefix):
+        return None
+    return to[1].removeprefix(messages.prefix)
+
+
+def _header_marks(messages: Messages) -> tuple[str, ...]:
+    """What no content begins with."""
+    return tuple(filter(None, (messages.start, messages.channel)))
+
+
+def _begins(calls: CallSyntax | None) -> tuple[str, ...]:
+    """The marks that begin a call, or a section of calls."""
+    if calls is None:
+        return ()
+    if isinstance(calls, JsonCalls):
+        return tuple(filter(None, (calls.begin or calls.before,)))
+    if isinstance(calls, TaggedCalls):
+        return tuple(filter(None, (calls.section, calls.name_open)))
+    return (calls.section, calls.begin) if isinstance(calls, HeadedCalls) else (calls.begin,)
+
+
+_NO_MARKS = Marks()

@@ -1,0 +1,269 @@
+"""Readers of calls of tools, one for each kind of syntax (`chat_formats.py`).
+
+A reader begins behind the mark that begins a call and reads to the mark that ends it. Until it has opened
+the call it raises NotACallError for whatever does not belong there, and `Splitter` shows the text as content;
+from then on all it reads are arguments, and what is wrong with those whoever takes them finds out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from .chat_formats import HeadedCalls, JsonCalls, QuotedCalls, TaggedCalls
+from .partial_json import json_string, json_value, skip_value
+from .schema_values import as_json, is_text, property_schema
+from .text_stream import Marks, NotACallError, Sink, Source, Waiting
+
+TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")
+_BEHIND_NAME = re.compile(r"[\n<]")
+_BARE_END = re.compile(r"[{}\[\],:<]")
+_NAMES = {"name"}
+_ARGUMENTS = {"arguments", "parameters"}
+_LABELS = {"type", "id"}
+
+
+class OpenCalls(Protocol):
+    """Where calls go."""
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """The tools that may be called, with their arguments' schemas (Any: JSON)."""
+        ...
+
+    def open(self, name: str, id: str | None = None) -> None:
+        """A call begins. Raises NotACallError where the name is none."""
+        ...
+
+    def add(self, arguments: str) -> None: ...
+
+
+def read_json_call(source: Source, calls: OpenCalls, syntax: JsonCalls) -> Waiting[None]:
+    """`{"name": .., "arguments": {..}}`, keys in either order."""
+    name: str | None = None
+    early: list[str] = []  # arguments that came before their name
+    opened = False
+    yield from source.skip()
+    yield from source.expect("{")
+    while True:
+        yield from source.skip()
+        if (yield from source.starts_with("}")):
+            break
+        key = yield from json_string(source)
+        yield from source.skip()
+        yield from source.expect(":")
+        yield from source.skip()
+        if key in _NAMES and name is None:
+            name = yield from json_string(source)
+            if not syntax.begin and name not in calls.schemas:
+                raise NotACallError  # some other JSON
+            if early:
+                calls.open(name)
+                opened = True
+                calls.add("".join(early))
+        elif key in _ARGUMENTS and not opened and not early:
+            if (yield from source.peek()) != "{":
+                raise NotACallError
+            if name is not None:
+                calls.open(name)
+                opened = True
+            yield from json_value(source, calls.add if opened else early.append)
+        elif key in _LABELS:
+            yield from skip_value(source)
+        else:
+            raise NotACallError
+        yield from source.skip()
+        if (yield from source.starts_with(",")) is None:
+            if (yield from source.starts_with("}")) is None and not opened:
+                raise NotACallError
+            break
+    if not opened:
+        if name is None:
+            raise NotACallError
+        calls.open(name)
+        calls.add("".join(early) or "{}")
+    if syntax.end:
+        yield from source.skip()
+        yield from source.starts_with(syntax.end)
+
+
+def read_headed_call(source: Source, calls: OpenCalls, syntax: HeadedCalls) -> Waiting[None]:
+    """`functions.NAME:0 heading {..} end`."""
+    header = (yield from source.short(Marks(syntax.heading))).strip()
+    calls.open(header.removeprefix(syntax.prefix).rpartition(":")[0] or header, header)
+    yield from read_raw_arguments(source, calls, Marks(syntax.end))
+
+
+def read_raw_arguments(source: Source, calls: OpenCalls, end: Marks) -> Waiting[str | None]:
+    """JSON up to a mark, which is returned; where there is none, the call has no arguments."""
+    yield from source.skip()
+    some = False
+
+    def add(text: str) -> None:
+        nonlocal some
+        some = True
+        calls.add(text)
+
+    mark = yield from source.through(end, add)
+    if not some and not source.ended:
+        calls.add("{}")
+    return mark
+
+
+def read_tagged_call(source: Source, calls: OpenCalls, syntax: TaggedCalls) -> Waiting[None]:
+    """`NAME name_close (key_open KEY key_close value_open value value_close)* end`."""
+    if syntax.name_close:
+        name = yield from source.short(Marks(syntax.name_close))
+    else:
+        yield from source.skip()
+        name = yield from _name_before(source, _BEHIND_NAME)
+    name = name.strip()
+    calls.open(name)
+    schema = calls.schemas.get(name, {})
+    separator = "{"
+    while True:
+        yield from source.skip()
+        mark = yield from source.starts_with(syntax.key_open, syntax.end)
+        if mark != syntax.key_open:
+            break
+        source.mark()
+        try:
+            key = (yield from source.short(Marks(syntax.key_close))).strip()
+        except NotACallError:
+            if source.ended:
+                return
+            source.go_back()
+            mark = None
+            break
+        source.forget()
+        if syntax.value_open:
+            yield from source.skip()
+            yield from source.starts_with(syntax.value_open)
+        calls.add(separator + json.dumps(key, ensure_ascii=False) + ": ")
+        separator = ", "
+        if not (yield from _read_value(source, calls, syntax, property_schema(schema, key))):
+            return
+    if not source.ended or mark is not None:
+        calls.add("{}" if separator == "{" else "}")
+
+
+def _read_value(
+    source: Source, calls: OpenCalls, syntax: TaggedCalls, schema: Mapping[str, Any] | None
+) -> Waiting[bool]:
+    """False where the text ends within. Text is handed on as it comes, everything else when it is whole."""
+    if syntax.newlines:
+        yield from source.starts_with("\n")
+    if is_text(schema):
+        calls.add('"')
+        ended = yield from _through_value(source, syntax, lambda text: calls.add(escaped(text)))
+        if ended:
+            calls.add('"')
+    else:
+        parts: list[str] = []
+        ended = yield from _through_value(source, syntax, parts.append)
+        if ended:
+            calls.add(as_json("".join(parts), schema))
+    return ended
+
+
+def _through_value(source: Source, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
+    """Hand on a value up to its end; False where the text ends before.
+
+    Its end is its own mark or, where the model forgot that one, the call's: not read then, and only where
+    nothing follows but what may follow a call, for a value may contain the mark itself.
+    """
+    followers = tuple(filter(None, (syntax.section_end, syntax.section, syntax.name_open)))
+    ends = Marks(syntax.value_close, syntax.end, newlines=int(syntax.newlines))
+    while (mark := (yield from source.through(ends, sink))) is not None:
+        if mark.endswith(syntax.value_close):
+            return True
+        source.mark(len(syntax.end))
+        yield from source.skip()
+        is_end = (yield from source.starts_with(*followers)) is not None or source.ended
+        source.go_back()
+        if is_end:
+            return True
+        yield from source.expect(syntax.end)
+        sink(mark)
+    return False
+
+
+def read_quoted_call(source: Source, calls: OpenCalls, syntax: QuotedCalls) -> Waiting[None]:
+    """`call:NAME{key:quote text quote,other:42} end`, turned into JSON as it comes."""
+    yield from source.expect(syntax.heading)
+    name = yield from _name_before(source, re.compile(r"[{<\n]"))
+    if (yield from source.peek()) != "{":
+        raise NotACallError
+    calls.open(name.strip())
+    yield from _read_quoted_value(source, calls.add, syntax.quote)
+    yield from source.skip()
+    yield from source.starts_with(syntax.end)
+
+
+def _read_quoted_value(source: Source, add: Sink, quote: str) -> Waiting[None]:
+    """One value that begins with a brace."""
+    depth = 0
+    quotes = Marks(quote)
+    while True:
+        bare: list[str] = []
+        found = yield from source.span(_BARE_END, bare.append)
+        if word := "".join(bare).strip():
+            add(_bare_as_json(word, is_key=found == ":"))
+        if found == "<":
+            if (yield from source.starts_with(quote)) is None:
+                return  # the end of the call, too early
+            add('"')
+            if (yield from source.through(quotes, lambda text: add(escaped(text)))) is None:
+                return
+            add('"')
+            continue
+        if not found:
+            return
+        yield from source.character()
+        add(found + " " if found in ",:" else found)
+        depth += (found in "{[") - (found in "}]")
+        if depth == 0:
+            return
+
+
+def _bare_as_json(word: str, *, is_key: bool) -> str:
+    if not is_key:
+        try:
+            json.loads(word, parse_constant=_no_constant)
+            return word
+        except ValueError:
+            pass
+    return json.dumps(word, ensure_ascii=False)
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(word)
+
+
+def _name_before(source: Source, pattern: re.Pattern[str]) -> Waiting[str]:
+    parts: list[str] = []
+
+    def take(text: str) -> None:
+        parts.append(text)
+        if sum(map(len, parts)) > 256:
+            raise NotACallError
+
+    if not (yield from source.span(pattern, take)):
+        raise NotACallError
+    return "".join(parts)
+
+
+def escaped(text: str) -> str:
+    """Text as it stands between the quotes of a JSON string; so pieces of text make pieces of a string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+Reader = Callable[[Source, OpenCalls, Any], Waiting[None]]  # Any: the syntax that it reads
+READERS: Mapping[type, Reader] = {
+    JsonCalls: read_json_call,
+    HeadedCalls: read_headed_call,
+    TaggedCalls: read_tagged_call,
+    QuotedCalls: read_quoted_call,
+}

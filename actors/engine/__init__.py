@@ -1,0 +1,1 @@
+"""The asynchronous engine: requests in, streams of outputs out. Start with `async_engine.py`."""

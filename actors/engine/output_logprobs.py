@@ -1,0 +1,144 @@
+"""Log probabilities as users read them: in vLLM's shape, with the text of tokens. Called by
+`output_processor.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple, overload
+
+from ...cluster.request.logprobs import RowLogprobs, TokenLogprobs
+from ..tokenization.tokenizer import Tokenizer
+
+
+class Logprob(NamedTuple):
+    """Of a token in one place of the output.
+
+    Attributes:
+        logprob: natural, of the model's own distribution.
+        rank: the token's place among all of the vocabulary, from 1.
+        decoded_token: its text by itself; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs
+PlaceLogprobs = dict[int, Logprob]  # by token id, the one that came out first, then the likeliest
+
+
+class OutputLogprobs(Sequence[PlaceLogprobs]):
+    """One place for each token of an output; kept as numbers, made readable where it is looked at.
+
+    Twenty likeliest tokens in thousands of places would be millions of objects, which Python's collector
+    goes through with all streams waiting; plain tuples of numbers it lets alone.
+
+    Args:
+        found, token_ids: as in `extend`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        found: Iterable[TokenLogprobs] = (),
+        token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        # Not TokenLogprobs: only plain tuples are let alone. A stop string may leave some tokens out.
+        self._numbers: list[Numbers] = [
+            (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
+            for token_id, told in zip(token_ids, found, strict=False)
+        ]
+
+    def extend(self, more: OutputLogprobs) -> None:
+        self._numbers.extend(more._numbers)
+
+    @classmethod
+    def joined(cls, first: OutputLogprobs, more: OutputLogprobs) -> OutputLogprobs:
+        """Return the places of both; neither is changed."""
+        found = cls(first._tokenizer)
+        found._numbers = [*first._numbers, *more._numbers]
+        return found
+
+    def clear(self) -> None:
+        """Forget all places."""
+        self._numbers.clear()
+
+    @property
+    def numbers(self) -> Sequence[Numbers]:
+        """The places as they are kept: for whoever writes many of them."""
+        return self._numbers
+
+    def text_of(self, token_id: int) -> str:
+        """As it is shown."""
+        return shown_token(token_id, _text_of(token_id, self._tokenizer))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what the token adds to a text; without a tokenizer what is shown."""
+        data = None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return self.text_of(token_id).encode() if data is None else data
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> PlaceLogprobs: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> OutputLogprobs: ...
+
+    def __getitem__(self, at: int | slice) -> PlaceLogprobs | OutputLogprobs:
+        if isinstance(at, slice):
+            part = OutputLogprobs(self._tokenizer)
+            part._numbers = self._numbers[at]
+            return part
+        token_id, logprob, rank, top_ids, top_logprobs = self._numbers[at]
+        place = {token_id: self._readable(token_id, logprob, rank)}
+        for top_rank, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+            if top_id not in place:
+                place[top_id] = self._readable(top_id, value, top_rank)
+        return place
+
+    def _readable(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, _text_of(token_id, self._tokenizer))
+
+
+class PromptLogprobs:
+    """Those of a prompt: numbers at first, for a long prompt's texts take a while to make.
+
+    Args:
+        token_ids: of the prompt.
+        rows: of all of its tokens but the first; None of a prompt of one token.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], rows: RowLogprobs | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self._token_ids, self._rows, self._tokenizer = token_ids, rows, tokenizer
+
+    @cached_property
+    def told(self) -> OutputLogprobs:
+        """One for each token but the first, which nothing foretells."""
+        rows = () if self._rows is None else self._rows.tokens()
+        return OutputLogprobs(self._tokenizer, rows, self._token_ids[1:])
+
+    @property
+    def places(self) -> list[PlaceLogprobs | None]:
+        """One for each token; None of the first."""
+        return [None, *self.told]
+
+    @property
+    def first_text(self) -> str:
+        """The first token, as it is shown."""
+        return shown_token(self._token_ids[0], _text_of(self._token_ids[0], self._tokenizer))
+
+
+def shown_token(token_id: int, text: str | None) -> str:
+    """A token's text; without a tokenizer its number."""
+    return f"token_id:{token_id}" if text is None else text
+
+
+def _text_of(token_id: int, tokenizer: Tokenizer | None) -> str | None:
+    return None if tokenizer is None else tokenizer.token_text(token_id)

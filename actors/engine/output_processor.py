@@ -1,0 +1,431 @@
+"""From token updates to what a user sees: text, stop strings, n completions, acceptance figures.
+
+The engine deals in token ids of single requests; here they become `RequestOutput`s in vLLM's shape. Not
+thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, away from the step's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...cluster.engine.engine_core import SequenceUpdate
+from ...cluster.errors import NotANumberError
+from ...cluster.fleet.canary import Tally
+from ...cluster.metrics.bounded_labels import Account
+from ...cluster.request.request import FinishReason, Request, SamplingParams
+from ...cluster.speculation.acceptance_length import mean_acceptance_length
+from ..chat.chat_model import ChatModel
+from ..tokenization.prompts import EncodedPrompt, encode_bad_words
+from ..tokenization.tokenizer import Tokenizer
+from .output_logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
+from .request_spec_stats import RequestSteps, TracedStep
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of n completions. In a stream `text` and `token_ids` hold what is new, else everything.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end. `logprobs`
+    are those of `token_ids`, None where they were not asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: OutputLogprobs | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all of `token_ids` together; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What a request cost. Times in seconds; None until known.
+
+    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted (the bonus not counted).
+    `trace` holds every step of a finished request of one completion, where it was asked for.
+    `num_decoding_steps` are all that brought tokens but those that ended the prompt.
+    """
+
+    num_cached_tokens: int
+    queue_s: float
+    ttft_s: float | None
+    e2e_s: float
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: list[int]
+    trace: tuple[TracedStep, ...] | None = None
+    num_decoding_steps: int = 0
+
+    @property
+    def brought(self) -> Tally:
+        """What its drafter did."""
+        return Tally(1, self.num_decoding_steps, self.num_accepted_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Of the request's verify steps; see `cluster/speculation/acceptance_length.py`."""
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request: everything so far, or (in a stream) what is new since the last one.
+
+    `prompt_told` holds log probabilities of the prompt, where they were asked for, from the first tokens on.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_told: PromptLogprobs | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[PlaceLogprobs | None] | None:
+        """Of each token of the prompt, None of the first; None where they were not asked for."""
+        return None if self.prompt_told is None else self.prompt_told.places
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far another engine came with a request: its tokens, and how many characters of text it gave out."""
+
+    token_ids: tuple[int, ...] = ()
+    num_chars: int = 0
+
+
+NOTHING = Begun()
+
+
+def begun_text(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun) -> str:
+    """What another engine gave out."""
+    return _Text(tokenizer, prompt, params, begun).text[: begun.num_chars]
+
+
+class _Text:
+    """The growing text of one completion, with stop strings found and held back."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
+    ) -> None:
+        self._stream = tokenizer.detokenizer(
+            prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_token_ids=params.kept_special_token_ids,
+        )
+        self._stop = params.stop
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        # A stop string may begin in text that is already here: never emit what could be its beginning.
+        self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
+        self.text = self._stream.step(begun.token_ids)
+        # Not what is there: how much of the same tokens comes out at once depends on what was held back.
+        self._emitted = begun.num_chars
+        # Text that was searched for stop strings, but which later tokens may change.
+        self._ahead = self._stream.peek() if self._stop else ""
+
+    def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
+        """Append tokens. Returns how many of them count and the stop string that ended the text.
+
+        Args:
+            num_before: tokens of the completion before these.
+            ends: they are the last ones, so text that is held back is taken as well.
+        """
+        if not self._stop:
+            self.text += self._stream.step(token_ids)
+            self.text += self._stream.flush() if ends else ""
+            return len(token_ids), None
+        for used, token_id in enumerate(token_ids, start=1):
+            hit = self._append(self._stream.step([token_id]), num_before + used)
+            if hit is not None:
+                return used, hit
+        return len(token_ids), self._append(
+            self._stream.flush(), num_before + len(token_ids)
+        ) if ends else None
+
+    def _append(self, fresh: str, num_tokens: int) -> str | None:
+        """Append a token's text. Returns the stop string that ends in it; the text is then cut there."""
+        ahead = self._stream.peek()
+        if not (fresh or ahead):
+            return None
+        begin = len(self.text)
+        self.text += fresh
+        if (fresh + ahead).startswith(self._ahead):
+            begin += len(self._ahead)
+        self._ahead = ahead
+        return self._find_stop(self.text + ahead, begin) if num_tokens > self._min_tokens else None
+
+    def take(self, *, final: bool) -> str:
+        """The text not yet given out."""
+        end = len(self.text) if final else max(self._emitted, len(self.text) - self._held)
+        piece, self._emitted = self.text[self._emitted : end], end
+        return piece
+
+    def _find_stop(self, text: str, begin: int) -> str | None:
+        """Find the first stop string that ends in text[begin:], and end the text there."""
+        found = [
+            (at, stop) for stop in self._stop if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        at, stop = min(found, key=lambda hit: hit[0])
+        self.text = text[: at + (len(stop) if self._keep_stop else 0)]
+        return stop
+
+
+@dataclass(slots=True)
+class _Completion:
+    index: int
+    text: _Text | None
+    tokenizer: Tokenizer | None
+    logprobs: OutputLogprobs | None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def feed(self, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
+        """Take in an update. Returns what is new, and whether a stop string ends the sequence early."""
+        token_ids, hit = list(update.token_ids), None
+        if self.text is not None:
+            used, hit = self.text.feed(token_ids, len(self.token_ids), ends=update.finish_reason is not None)
+            token_ids = token_ids[:used]
+        self.token_ids.extend(token_ids)
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = OutputLogprobs(self.tokenizer, update.logprobs, token_ids)
+            self.logprobs.extend(logprobs)
+        if hit is not None:
+            self.finish_reason, self.stop_reason = "stop", hit
+        else:
+            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        piece = self.text.take(final=self.finish_reason is not None) if self.text is not None else ""
+        ended = (self.finish_reason, self.stop_reason)
+        delta = CompletionOutput(self.index, piece, token_ids, *ended, logprobs)
+        return delta, hit is not None and update.finish_reason is None
+
+    def whole(self) -> CompletionOutput:
+        text = self.text.text if self.text is not None else ""
+        ended = (self.finish_reason, self.stop_reason)
+        return CompletionOutput(self.index, text, self.token_ids, *ended, self.logprobs)
+
+
+class RequestTracker:
+    """All completions of one user request and its figures."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        begun: Begun = NOTHING,
+        *,
+        trace: bool = False,
+    ) -> None:
+        assert params.n == 1 or not begun.token_ids, "only a single completion goes on elsewhere"
+        self.request_id = request_id
+        self.prompt = prompt.text
+        self.prompt_token_ids = list(prompt.token_ids)
+        self._tokenizer, self._tells_prompt = tokenizer, params.prompt_logprobs is not None
+        self._prompt_told: PromptLogprobs | None = None
+        self._completions = [
+            _Completion(
+                i,
+                self._new_text(tokenizer, params, begun) if params.detokenize else None,
+                tokenizer,
+                None if params.logprobs is None else OutputLogprobs(tokenizer),
+                list(begun.token_ids),
+            )
+            for i in range(params.n)
+        ]
+        self._arrival_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._last_s = self._arrival_s
+        self._num_cached = 0
+        self._queue_s = 0.0
+        self._steps = RequestSteps(trace=trace and params.n == 1)
+
+    def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams, begun: Begun) -> _Text | None:
+        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
+
+    @property
+    def num_completions(self) -> int:
+        return len(self._completions)
+
+    @property
+    def child_ids(self) -> list[str]:
+        """The ids under which the engine knows the completions."""
+        count = len(self._completions)
+        return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
+
+    def fail(self) -> None:
+        """End the completions that have not ended with finish_reason "error"."""
+        for completion in self._completions:
+            completion.finish_reason = completion.finish_reason or "error"
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self._completions)
+
+    def feed(self, index: int, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
+        """Take in an update of completion `index`; see `_Completion.feed`."""
+        self._last_s = time.monotonic()
+        if update.token_ids and self._first_token_s is None:
+            self._first_token_s = self._last_s
+        self._num_cached = max(self._num_cached, update.num_cached_tokens)
+        self._queue_s = max(self._queue_s, update.queue_s)
+        if self._tells_prompt and self._prompt_told is None and update.token_ids:
+            rows = update.prompt_logprobs
+            self._prompt_told = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
+        decodes = bool(self._completions[index].token_ids)
+        delta, stopped = self._completions[index].feed(update)
+        self._steps.feed(update, len(delta.token_ids), decodes=decodes)
+        return delta, stopped
+
+    def forget_logprobs(self, index: int) -> None:
+        """Forget those of a completion that have been handed out: `whole` is not asked for."""
+        if (logprobs := self._completions[index].logprobs) is not None:
+            logprobs.clear()
+
+    def whole(self) -> RequestOutput:
+        """Everything so far: at the end, the answer."""
+        return self.output([completion.whole() for completion in self._completions])
+
+    def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        """The request as it is now, with these completions."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.finished,
+            self.metrics,
+            self._prompt_told,
+        )
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """What it has cost so far."""
+        first, steps = self._first_token_s, self._steps
+        return RequestMetrics(
+            num_cached_tokens=self._num_cached,
+            queue_s=self._queue_s,
+            ttft_s=None if first is None else first - self._arrival_s,
+            e2e_s=self._last_s - self._arrival_s,
+            num_steps=steps.num_verify_steps,
+            num_draft_tokens=steps.num_drafted,
+            num_accepted_tokens=steps.num_accepted,
+            acceptance_histogram=list(steps.histogram),
+            trace=tuple(steps.trace) if steps.trace is not None and self.finished else None,
+            num_decoding_steps=steps.num_decoding,
+        )
+
+
+class OutputProcessor:
+    """All living requests of an engine, by the ids that the engine knows."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._living: dict[str, tuple[RequestTracker, int]] = {}
+
+    @cached_property
+    def _chat(self) -> ChatModel:
+        """For those who have not asked a server, whose settings say more: how the model reasons."""
+        return ChatModel.of(self._tokenizer)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        max_draft_tokens: int | None = None,
+        tpot_ms: float | None = None,
+        trace: bool = False,
+        background: bool = False,
+        begun: Begun = NOTHING,
+        client_id: str | None = None,
+        owner: str | None = None,
+        uses_cache: bool = True,
+        account: Account | None = None,
+        on_trial: bool = False,
+    ) -> tuple[RequestTracker, list[Request]]:
+        """Register a user request; returns its tracker and one engine request per completion.
+
+        Args:
+            trace: the metrics of the whole answer are to tell each step.
+            begun: what is not generated, and no text of it given out, again.
+        """
+        params = encode_bad_words(params, self._tokenizer)
+        if params.thinking_token_budget is not None:
+            params = self._chat.limited(params, prompt.text or "")
+        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun, trace=trace)
+        requests: list[Request] = []
+        for index, child_id in enumerate(tracker.child_ids):
+            self._living[child_id] = (tracker, index)
+            requests.append(
+                Request(
+                    request_id=child_id,
+                    prompt_token_ids=prompt.token_ids,
+                    params=params.child(index),
+                    priority=priority,
+                    arrival_s=time.monotonic(),
+                    cache_salt=cache_salt,
+                    max_draft_tokens=max_draft_tokens,
+                    tpot_ms=tpot_ms,
+                    background=background,
+                    output_token_ids=begun.token_ids,
+                    client_id=client_id,
+                    owner=owner,
+                    uses_cache=uses_cache,
+                    account=account,
+                    on_trial=on_trial,
+                )
+            )
+        return tracker, requests
+
+    def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
+        """Take in one update. Returns whose it is, what is new, and whether a stop string ends the sequence
+        early; None for a request that was forgotten while its last step was in flight.
+
+        Raises:
+            NotANumberError: the target computed no numbers for it.
+        """
+        known = self._living.get(update.request_id)
+        if known is None:
+            return None
+        tracker, index = known
+        if update.finish_reason == "error":
+            raise NotANumberError(
+                "The model computed logits that are not numbers (NaN or infinity) for this request. Its "
+                "weights hold such values, or its activations overflow: check the checkpoint, or serve it "
+                "with --dtype bfloat16 or float32."
+            )
+        fresh, hit = tracker.feed(index, update)
+        if hit or update.finish_reason is not None:
+            del self._living[update.request_id]
+        return tracker, fresh, hit
+
+    def tracker_of(self, child_id: str) -> RequestTracker | None:
+        """Return the request that a completion belongs to; None if it has ended or was forgotten."""
+        known = self._living.get(child_id)
+        return None if known is None else known[0]
+
+    def forget(self, child_ids: Iterable[str]) -> None:
+        for child_id in child_ids:
+            self._living.pop(child_id, None)

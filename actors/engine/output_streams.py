@@ -1,0 +1,251 @@
+"""An engine's requests as their readers see them: a stream each, fed with what steps brought.
+
+All of it lives on the event loop. What a step brought is handed out in turns, so that hundreds of requests
+hold nobody else up. Used by `async_engine.py` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ...cluster.engine.engine_core import SequenceUpdate
+from ...cluster.errors import (
+    ENDINGS,
+    MantaError,
+    NotANumberError,
+    OutputProcessingError,
+    RequestError,
+    SlowReaderError,
+    shown,
+)
+from ...cluster.request.request import FinishReason
+from ..system.loop_yielding import Turns
+from .output_processor import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
+from .unread_outputs import ReaderLimit, Unread
+
+logger = logging.getLogger(__name__)
+
+TOO_SLOW = (
+    "This stream was ended, because its client left more than {} bytes of it unread (max_unread_bytes). "
+    "Read faster, or ask for less at once."
+)
+
+
+@dataclass(slots=True)
+class Stream:
+    """Where the outputs of one user request go. `failure` ends it.
+
+    Attributes:
+        whole: the reader waits for the end alone, and is neither woken nor given anything before.
+        limit: of what its client may leave unread; None where nobody can be slow.
+        client_id: the client's name for the request, for the log.
+    """
+
+    tracker: RequestTracker
+    background: bool = False
+    whole: bool = False
+    limit: ReaderLimit | None = None
+    failure: MantaError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    client_id: str | None = None
+    unread: Unread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unread = Unread(self.tracker, self.limit)
+
+    async def next(self) -> RequestOutput | None:
+        """What is new, None at the end. Raises what ended the request early."""
+        while not self.unread:
+            if self.failure is not None:
+                raise self.failure
+            if self.tracker.finished:
+                return None
+            await self.wake.wait()
+            self.wake.clear()
+        return self.unread.take()
+
+    def take(self, fresh: CompletionOutput) -> None:
+        """What is new of the request, for its reader."""
+        if not self.whole:
+            self.unread.add(fresh)
+            if self.limit is not None:  # its reader puts them together, if anybody does
+                self.tracker.forget_logprobs(fresh.index)
+        elif not self.tracker.finished:
+            return
+        self.wake.set()
+
+    def fail(self, failure: MantaError) -> None:
+        """End a request that has not finished."""
+        if not self.tracker.finished:
+            self.spoil(failure)
+
+    def spoil(self, failure: MantaError) -> None:
+        """End a request, also one whose last tokens have arrived: its answer is incomplete."""
+        self.failure = failure
+        self.wake.set()
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its client has left too much unread, and more is to come."""
+        return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
+
+
+class Streams:
+    """Those of one engine, by the user's request id.
+
+    Args:
+        abort: has the engine end completions, for a reason.
+    """
+
+    def __init__(self, abort: Callable[[Sequence[str], FinishReason], None]) -> None:
+        self.processor = OutputProcessor(None)
+        self._abort = abort
+        self._open: dict[str, Stream] = {}
+        self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
+        self._has_turn = False  # the event loop is going to call `_deliver_a_turn`
+        self._num_handed_out = self._num_at_last_look = 0
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the requests that run; from any thread."""
+        return sorted(self._open)
+
+    def check_new(self, request_id: str) -> None:
+        """Raise RequestError if a request of this id runs."""
+        if request_id in self._open:
+            raise RequestError(
+                f"request_id={shown(request_id)} is already running; give each request an id of its own.",
+                param="request_id",
+            )
+
+    def enter(self, stream: Stream) -> None:
+        self._open[stream.tracker.request_id] = stream
+
+    def leave(self, stream: Stream) -> None:
+        """Its reader is done or gone: forget what is left of the request everywhere."""
+        tracker = stream.tracker
+        del self._open[tracker.request_id]
+        if not tracker.finished:
+            self.processor.forget(tracker.child_ids)
+            self._abort(tracker.child_ids, "abort")
+
+    def abort(self, request_id: str) -> bool:
+        """End a request as aborted. False if it is unknown."""
+        stream = self._open.get(request_id)
+        if stream is None:
+            return False
+        child_ids = stream.tracker.child_ids
+        self._abort(child_ids, "abort")
+        self.deliver([_aborted(child_id) for child_id in child_ids])
+        return True
+
+    def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        self._updates.extend(updates)
+        if not self._has_turn:
+            self._deliver_a_turn()
+
+    def is_stuck(self) -> bool:
+        """Return whether updates wait of which none has been handed out since the last call."""
+        moved, self._num_at_last_look = self._num_handed_out - self._num_at_last_look, self._num_handed_out
+        return bool(self._updates) and not moved
+
+    def fail_all(self, failure: MantaError) -> None:
+        """With what came before it."""
+        while self._updates:
+            self._hand_out(self._updates.popleft())
+        for stream in self._open.values():
+            stream.fail(failure)
+
+    def fail_online(self, failure: MantaError) -> None:
+        """Those that somebody waits for: all but the background's."""
+        for stream in self._open.values():
+            if not stream.background:
+                stream.fail(failure)
+
+    def _deliver_a_turn(self) -> None:
+        """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
+        self._has_turn = False
+        turns = Turns()
+        try:
+            while self._updates:
+                self._hand_out(self._updates.popleft())
+                if turns.is_over:
+                    break
+        finally:
+            if self._updates:
+                asyncio.get_running_loop().call_soon(self._deliver_a_turn)
+                self._has_turn = True
+
+    def _hand_out(self, update: SequenceUpdate) -> None:
+        """Process one update for its reader. Any exception ends its request, and no other."""
+        self._num_handed_out += 1
+        tracker = self.processor.tracker_of(update.request_id)
+        if tracker is None:
+            return
+        try:
+            if (fed := self.processor.feed(update)) is None:
+                return
+            _, fresh, stopped = fed
+            stream = self._open[tracker.request_id]
+            stream.take(fresh)
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._end_failed(tracker, error)
+            return
+        if stopped:
+            self._abort([update.request_id], "stop")
+        if stream.is_too_slow:
+            self._cut_off(stream)
+
+    def _cut_off(self, stream: Stream) -> None:
+        """End a stream whose client does not read; its slots and pages are free before the next plan."""
+        limit, tracker = stream.limit, stream.tracker
+        assert limit is not None, "it has been exceeded"
+        if not limit.is_logged:
+            limit.is_logged = True
+            logger.warning(
+                "request %s is ended: its client has left more than %d bytes unread (max_unread_bytes)",
+                *(limit.client_id, limit.max_bytes),
+                extra={"request_id": limit.client_id},
+            )
+        stream.unread.clear()
+        stream.fail(SlowReaderError(TOO_SLOW.format(limit.max_bytes), param="max_unread_bytes"))
+        self.processor.forget(tracker.child_ids)
+        self._abort(tracker.child_ids, "abort")
+
+    def _end_failed(self, tracker: RequestTracker, error: BaseException) -> None:
+        stream = self._open[tracker.request_id]
+        stream.spoil(processing_failure(tracker.request_id, error, client_id=stream.client_id))
+        self.processor.forget(tracker.child_ids)
+        self._abort(tracker.child_ids, "error")
+
+
+def processing_failure(request_id: str, error: BaseException, *, client_id: str | None = None) -> MantaError:
+    """Log what failed in processing a request's output. Return the error that ends the request."""
+    name = client_id or request_id
+    if isinstance(error, NotANumberError):
+        logger.error("request %s: %s", name, error.message, extra={"request_id": name})
+        return error
+    said = "request %s: its answer could not be made of its tokens"
+    logger.error(said, name, exc_info=error, extra={"request_id": name})
+    return OutputProcessingError(
+        f"The answer could not be made of its tokens ({type(error).__name__}). The log of the process that "
+        f"served it has the cause under the request's id, {shown(name)}."
+    )
+
+
+def _aborted(child_id: str) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=child_id,
+        token_ids=(),
+        finish_reason="abort",
+        stop_reason=None,
+        num_cached_tokens=0,
+        num_drafted=0,
+        num_accepted=0,
+    )

@@ -1,0 +1,122 @@
+"""Executors that compute: in this process, or by workers under Ray.
+
+`InProcessExecutor` needs no Ray: one target rank, the drafter beside it. `make_executor` picks by topology.
+Called by `LLM` and `AsyncEngine`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...cluster.config import EngineConfig
+from ...cluster.errors import EngineDeadError
+from ...cluster.request.structured_outputs import Grammar
+from ...cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from ..targets.loading.drafter_swap import DrafterExchange
+    from ..targets.runners.runner_interface import Runner
+
+
+class InProcessExecutor:
+    """Runs steps in the caller's thread. Sets the threads of the process's CPU products.
+
+    Raises:
+        CheckpointError, ConfigError: from loading.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        import torch
+
+        from ..system.host_resources import owned_cores
+        from ..system.torch_threads import TorchThreads
+        from ..targets.loading.cpu_autotune import try_ways
+        from ..targets.loading.drafter_swap import DrafterExchange
+        from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
+
+        assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
+        self._users_threads = torch.get_num_threads()
+        torch.set_num_threads(config.num_threads or owned_cores())
+        if "auto" in (config.dtype, config.attention_backend) and not torch.cuda.is_available():
+            try_ways(torch.get_num_threads())
+        plan = plan_load(config)
+        runner, self._info = start_runner(plan, Checkpoints())
+        self._runner: Runner | None = runner
+        self._exchange: DrafterExchange | None = DrafterExchange(plan, runner)
+        self._num_swaps = 0
+        self._threads = TorchThreads.of(self._info)  # of those that the backend left to PyTorch
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """The drafter lives and dies with the target; swaps are counted."""
+        return DrafterHealth(generation=self._num_swaps)
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._threads.use()
+        self._alive().submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._alive().collect()
+
+    def check_health(self) -> None:
+        self._alive()
+
+    def swap_drafter(self, model: str) -> None:
+        """Draft with another checkpoint from now on; between steps. Then the generation is one higher.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit this engine. The old one stays.
+        """
+        self._alive()
+        assert self._exchange is not None, "it lives as long as the runner"
+        self._exchange.load(model)
+        self._exchange.use()
+        self._num_swaps += 1
+
+    def begin_trial(self, model: str) -> None:
+        """Load a candidate beside the drafter, to draft for requests `on_trial`; between steps. Then tell the
+        engine. Raises CheckpointError, ConfigError: nothing has changed."""
+        self._alive()
+        assert self._exchange is not None, "it lives as long as the runner"
+        self._exchange.begin_trial(model)
+
+    def end_trial(self, *, promoted: bool) -> None:
+        """Have one drafter again: the candidate if it is `promoted`. Then tell the engine."""
+        self._alive()
+        assert self._exchange is not None, "it lives as long as the runner"
+        self._exchange.end_trial(promoted=promoted)
+
+    def hold_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar beside the steps, and keep it until it is let go. Raises GrammarError."""
+        if (grammars := self._alive().grammars) is not None:
+            grammars.compiler.hold(grammar)
+
+    def let_go_grammar(self, grammar: Grammar) -> None:
+        if self._runner is not None and (grammars := self._runner.grammars) is not None:
+            grammars.compiler.let_go(grammar)
+
+    def _alive(self) -> Runner:
+        if self._runner is None:
+            raise EngineDeadError("The engine was closed; start a new one.")
+        return self._runner
+
+    def close(self) -> None:
+        import torch
+
+        if self._runner is not None:
+            self._runner = self._exchange = None
+            torch.set_num_threads(self._users_threads)
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """Start what `config` describes; returns when it can run steps."""
+    if config.needs_ray:
+        from ..workers.ray_executor import RayExecutor
+
+        return RayExecutor(config)
+    return InProcessExecutor(config)

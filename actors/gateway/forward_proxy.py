@@ -1,0 +1,130 @@
+"""Requests that any replica of a model can answer, as they come and go: files, batches, tokens, documents.
+
+Small ones are read and may be asked again elsewhere as long as no replica has taken them, and safe methods
+once more after a replica has died; uploads pass through once. A request under which a replica died is a
+suspect, like those that generate (`isolation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...cluster.errors import EngineDeadError
+from ..http.wire.rejections import logged_elsewhere
+from .generation_proxy import BROKEN, LOOK_S, UNTAKEN, Parts, died_with_requests
+from .isolation import Case
+from .replica_set import Member, ServedModel
+from .routing_hints import read_asked
+from .upstream_client import Body, path_of, request_headers, response_headers
+
+SMALL_BYTES = 1 << 20
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Forwarded(Response):
+    """A replica's response; asks when it is sent."""
+
+    def __init__(self, parts: Parts, http: Request) -> None:
+        self.background = None
+        self._parts = parts
+        self._http = http
+        self._client_failure: HTTPException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._small_body()
+        model = await self._model(body)
+        refused: set[str] = set()
+        case = None if body is None else Case(self._parts.isolation, self._case_name, body)
+        while True:
+            await self._parts.fleet.rouse(model)
+            member = await self._next_replica(model, case, refused)
+            refused.add(member.name)
+            if case is None:
+                answered = await self._attempt(member, self._upload(), send, None)
+            else:
+                with case.attempt(member):
+                    answered = await self._attempt(member, body or b"", send, case)
+            if answered:
+                return
+
+    @property
+    def _case_name(self) -> str:
+        return f"{self._http.method} {path_of(self._http)}"
+
+    async def _next_replica(self, model: ServedModel, case: Case | None, refused: set[str]) -> Member:
+        if case is None:
+            return self._parts.fleet.choose(model, without=refused)[0]
+        await case.identify()
+        with self._parts.isolation.turn(model, case) as turn:
+            while (member := turn.take([], None, without=refused)) is None:
+                await turn.wait(LOOK_S)
+        return member
+
+    @property
+    def _is_json(self) -> bool:
+        return self._http.headers.get("content-type", "").startswith("application/json")
+
+    async def _small_body(self) -> bytes | None:
+        """The body, or None if it is one to be passed through."""
+        length = self._http.headers.get("content-length")
+        if self._http.method in _SAFE or length == "0":
+            return b""
+        if self._is_json or (length is not None and int(length) <= SMALL_BYTES):
+            return await self._http.body()
+        return None
+
+    async def _upload(self) -> AsyncIterator[bytes]:
+        """The body as it comes; that it is too large, or too slow, is no fault of the replica's."""
+        try:
+            async for data in self._http.stream():
+                yield data
+        except HTTPException as error:
+            self._client_failure = error
+            raise
+
+    async def _model(self, body: bytes | None) -> ServedModel:
+        """Of a JSON body that names one; any other request is for the first."""
+        name = (await read_asked(self._http, body)).model if self._is_json and body else None
+        return self._parts.fleet.find(name)
+
+    async def _attempt(self, member: Member, body: Body, send: Send, case: Case | None) -> bool:
+        """Ask a replica; False if it has certainly not taken the request."""
+        http, begun = self._http, False
+        headers = request_headers(http)
+        try:
+            with member.attempt() as until_lost:
+                request = self._parts.upstream.request(member, http.method, path_of(http), headers, body)
+                async with until_lost, request as response:
+                    begun = True
+                    logged_elsewhere(http.scope)
+                    await _pass(response, send)
+                    if case is not None:
+                        case.complete()
+                    return True
+        except BROKEN as error:
+            if self._client_failure is not None and not begun:
+                raise self._client_failure from None
+            self._parts.fleet.mark_broken(member)
+            if case is not None and await died_with_requests(member, error):
+                await case.record_death(member, http.scope["state"]["request_id"])
+                if not begun:
+                    case.check()
+            if begun or not (isinstance(error, UNTAKEN) or http.method in _SAFE):
+                raise EngineDeadError("The replica died under this request. Retry.") from error
+            return False
+
+
+async def _pass(response: aiohttp.ClientResponse, send: Send) -> None:
+    headers = response_headers(response.headers)
+    if (length := response.headers.get("content-length")) is not None:
+        headers.append((b"content-length", length.encode()))
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    async for data in response.content.iter_any():
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

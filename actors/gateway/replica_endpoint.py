@@ -1,0 +1,161 @@
+"""A replica's door for gateways: its application on a socket of its own, and the beats that tell of it.
+
+Serve's proxies know nothing of it. Requests must bring the token that stands in the replica's beats; so only
+who may read the cluster's directory comes in, and only there the words of `http/generation/resume_origin.py`
+mean something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...cluster.errors import UnreachableError
+from ..http.generation.resume_origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, Origin
+from ..http.middleware.api_keys import read_caller
+from ..http.wire.errors import json_error
+from .registry_records import BEAT_S, DirectoryPort, ReplicaRecord
+
+logger = logging.getLogger(__name__)
+
+# Longer than gateways keep a connection that they do not use.
+KEEP_ALIVE_S = 75
+# Of a replica that goes: until every gateway knows.
+TOLD_S = 3 * BEAT_S
+
+
+class Door:
+    """Serves an application to gateways until it is closed.
+
+    Args:
+        app: of the replica.
+        host: address of the socket.
+        describe: the replica as it is now, given the door's address, its token and the beat's number.
+        directory: told every half second.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        describe: Callable[[str, str, int], ReplicaRecord],
+        directory: DirectoryPort,
+    ) -> None:
+        self._socket = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+        port = self._socket.getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.token = secrets.token_hex(16)
+        self._describe = describe
+        self._directory = directory
+        self._server = _Server(
+            uvicorn.Config(
+                Guard(app, self.token), log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S
+            )
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_beats = 0
+        self._draining = False
+
+    async def open(self) -> None:
+        """Answer, then be known."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        self._tasks = [serving, asyncio.create_task(self._beat_forever())]
+
+    async def close(self) -> None:
+        """Be chosen no more, end what runs, then close. Idempotent."""
+        if self._draining:
+            return
+        self._draining = True
+        serving, beating = self._tasks
+        await asyncio.sleep(TOLD_S)
+        self._server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        with contextlib.suppress(UnreachableError):
+            await self._directory.leave(self._describe(self.url, self.token, self._num_beats).replica)
+
+    async def _beat_forever(self) -> None:
+        while True:
+            try:
+                await self._beat()
+            except UnreachableError as error:
+                logger.warning("%s", error)
+            except Exception:  # a task's edge: a replica that is not heard of gets no requests
+                logger.exception("a beat failed")
+            await asyncio.sleep(BEAT_S)
+
+    async def _beat(self) -> None:
+        self._num_beats += 1
+        record = self._describe(self.url, self.token, self._num_beats)
+        await self._directory.beat(replace(record, state="draining") if self._draining else record)
+
+
+class Guard:
+    """Lets in who brings the token, and hands what a gateway says of a request to the application.
+
+    As `scope["state"]["origin"]`, an `Origin`; its tokens are taken off the body. As `["caller"]` whose the
+    request is, for the application asks for no key behind a gateway.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
+                await json_error(403, "This door is for gateways.")(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = read_caller(headers.get(CALLER_HEADER))
+            if (header := headers.get(ORIGIN_HEADER)) is not None:
+                receive = await _with_origin(header, scope, receive)
+        await self._app(scope, receive, send)
+
+
+async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
+    """Read the origin; what is received from now on is the client's body alone."""
+    count, body, more = Origin.prefix_bytes(header), b"", True
+    while len(body) < count and more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    scope.setdefault("state", {})["origin"] = Origin.read(header, body[:count])
+    headers = MutableHeaders(scope=scope)
+    if length := headers.get("content-length"):
+        headers["content-length"] = str(int(length) - count)
+    if not count:
+        return receive
+    first: Message | None = {"type": "http.request", "body": body[count:], "more_body": more}
+
+    async def rest() -> Message:
+        nonlocal first
+        if first is None:
+            return await receive()
+        message, first = first, None
+        return message
+
+    return rest
+
+
+class _Server(uvicorn.Server):
+    """Signals are the replica's matter."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,87 @@
+"""What routing needs to know of a generation request: its model, its session, the beginning of its prompt.
+
+Nothing is refused here: what is wrong with a body its replica says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from ...cluster.fleet.prefix_index import hash_chain
+from ...cluster.request.caller import Caller
+from ..http.middleware.api_keys import caller_of
+from ..http.wire.json_io import parsed
+from ..http.wire.request_ids import take_request_id
+
+SESSION_HEADER = "x-session-id"
+SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+# A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
+BEFORE = ("system", "instructions")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's;
+    `num_completions` is 1 where what it says makes no sense."""
+
+    model: str | None = None
+    session: str | None = None
+    chain: list[int] = field(default_factory=list[int], repr=False)
+    num_completions: int = 1
+
+
+async def read_asked(http: Request, body: bytes) -> Asked:
+    """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
+    try:
+        found = await parsed(body)
+    except orjson.JSONDecodeError:
+        return Asked()
+    take_request_id(http.scope, found)
+    return _asked(http.headers, found, caller_of(http.scope))
+
+
+def _asked(headers: Headers, fields: Any, caller: Caller) -> Asked:  # Any: JSON.
+    if not isinstance(fields, dict):
+        return Asked()
+    named = (headers.get(SESSION_HEADER), *(fields.get(name) for name in SESSION_FIELDS))
+    session = next((name for name in named if isinstance(name, str) and name), None)
+    model, salt = fields.get("model"), fields.get("cache_salt")
+    return Asked(
+        model=model if isinstance(model, str) else None,
+        session=session,
+        chain=hash_chain(_prompt_bytes(fields), caller.salt(salt if isinstance(salt, str) else None)),
+        num_completions=_num_completions(fields),
+    )
+
+
+def _num_completions(fields: dict[str, Any]) -> int:
+    prompt, n = fields.get("prompt"), fields.get("n")
+    each = n if isinstance(n, int) and n > 0 else 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return each * len(prompt)
+    return each
+
+
+def _prompt_bytes(fields: dict[str, Any]) -> bytes:
+    """Return a prompt as bytes that begin alike where prompts do; no bytes if it is nested too deep.
+
+    orjson reads 1,024 levels and writes 254. A replica answers such a prompt; no cache helps it.
+    """
+    try:
+        return _written_prompt(fields)
+    except orjson.JSONEncodeError:
+        return b""
+
+
+def _written_prompt(fields: dict[str, Any]) -> bytes:
+    if spoken := [fields[name] for name in (*BEFORE, "input") if name in fields]:
+        return orjson.dumps([*spoken, fields.get("messages")])
+    prompt = fields.get("messages", fields.get("prompt"))
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], (int, dict)):
+        prompt = prompt[0]  # several prompts: the first stands for all
+    return prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt)

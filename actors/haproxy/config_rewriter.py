@@ -1,0 +1,286 @@
+"""HAProxy's configuration as Serve writes it, changed where operators need something else. Text in, text out.
+
+* Statistics and metrics listen on loopback, the admin socket is its owner's alone.
+* /health and /ping are 503 while no replica is there or all are to go; else one answers, ahead of its queue.
+* /metrics of several replicas is one answer (`metrics_aggregator.py`).
+* What HAProxy itself refuses, it refuses as OpenAI's clients read it, with the request's id, and Retry-After
+  where a retry helps. (Of what is no HTTP, or ends in the middle of a head, it knows no words but its own.)
+* A request must come: its head within some seconds, and so much of its body as HAProxy keeps. Where a replica
+  refuses it before the rest of the body has come, HAProxy does not wait for that.
+* Idle connections lock nobody out: they are closed after some seconds, and after each answer once half of all
+  connections are in use; one address has a part of them; and probes have some of their own, or a port.
+* A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
+  such a request has been done. A client sees it only if there is no other, as a 503. A request under which a
+  replica dies is not sent again: it may be what killed it.
+
+Serve's lines are found by what they say; if one is not there, Ray is another version than this was made for,
+and that is an error, not a silence. Called by `supervisor.py` before every start of HAProxy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .connections import Connections
+
+RETRY_HEADER = "x-manta-retry-status"
+RETRY_STATUS = 425
+# For Serve's `retry-on`: no connection, or that status. Not a connection that ends without an answer.
+RETRY_ON = f"conn-failure {RETRY_STATUS}"
+NOT_READY = "The server is loading its models. Retry."
+DRAINING = "The server is stopping. Retry elsewhere, or later."
+LOST = "The replica that had this request is gone. Retry."
+REQUEST_ID = "^[!-~]{1,256}$"  # as `http/protocol/protocol.py` has it
+RETRY_AFTER_S = 1
+# Of a head, and of as much of a body as HAProxy keeps; unless Serve was given a `timeout http-request`.
+HEAD_TIME = "10s"
+# That a connection may be idle between two requests.
+IDLE_TIME = "10s"
+# A response that says it was sent before the request's body had come. HAProxy would wait for the rest of the
+# body, as long as Serve's `timeout client` is: an hour. What it returns itself closes the connection.
+UNFINISHED_HEADER = "x-manta-unfinished"
+UNFINISHED = (401, 403, 408, 413, 431, 503)
+# All connections are in use but those that are kept for probes.
+CROWDED = "This server has as many connections as it takes. Retry."
+# What HAProxy finds by itself, and what it says then. (Where no replica has answered, who asks again gets
+# another: that is no 502 and no 504.)
+WRONG = "The request is not valid HTTP."
+SLOW = "The body came too slowly: its beginning must come within seconds."
+FAILURES = {
+    400: (400, "Bad Request", "BadRequestError", WRONG),
+    408: (408, "Request Timeout", "RequestTimeoutError", SLOW),
+    500: (500, "Internal Server Error", "InternalServerError", "Internal server error."),
+    501: (501, "Not Implemented", "NotImplementedError", "This server does not know such a request."),
+}
+FAILURES |= dict.fromkeys((502, 503, 504), (503, "Service Unavailable", "ServiceUnavailableError", LOST))
+
+_SOCKET = re.compile(r"^(\s*stats socket )(\S+) mode \S+ (.*)$", re.M)
+_METRICS = re.compile(r"^(\s*bind )(:\d+)$", re.M)
+_STATISTICS = re.compile(r"^(\s*bind )\*(:\d+)$", re.M)
+_ERROR_FILE = re.compile(r"^(\s*errorfile) 503 .*$", re.M)
+_ERROR_FILES = re.compile(r"^\s*errorfile \d+ .*\n", re.M)
+_HEAD_TIME = re.compile(r"^\s*timeout http-request (\S+)", re.M)
+_IDLE_TIME = re.compile(r"^(\s*timeout http-keep-alive ).*$", re.M)
+_MOST = re.compile(r"^(\s*maxconn )\d+$", re.M)
+_FRONTEND = re.compile(r"^frontend http_frontend\n(\s*bind )(.*):(\d+)$", re.M)
+_DEFAULTS = re.compile(r"^defaults\n", re.M)
+_SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
+_BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
+_REUSE = re.compile(r"^(\s*http-reuse) always$", re.M)
+_NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
+# What orchestrators, load balancers and Prometheus ask.
+PROBES = ("/health", "/ping", "/metrics", "/-/healthz", "/-/routes")
+_ROUTES = "    # Static routing based on path prefixes"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Files of one HAProxy.
+
+    Attributes:
+        admin: socket on which HAProxy takes commands.
+        scrape: socket on which the joined metrics are.
+        errors: folder of what HAProxy sends where it has no answer of a replica.
+        draining: list that says that the server is stopping, by having an entry (`DRAINING_ENTRY`).
+    """
+
+    admin: Path
+    scrape: Path
+    errors: Path
+    draining: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a configuration says.
+
+    Attributes:
+        text: the configuration, changed.
+        admin: the socket that Serve asks.
+        replicas: (host, port) of each.
+    """
+
+    text: str
+    admin: Path
+    replicas: tuple[tuple[str, int], ...]
+
+
+DRAINING_ENTRY = "draining"
+
+
+def rewritten(text: str, places: Places, connections: Connections) -> Front:
+    """Serve's configuration, changed as the module says.
+
+    Raises:
+        ValueError: a line that must be changed is not there.
+    """
+    found = _SOCKET.search(text)
+    if found is None:
+        raise ValueError("Serve's HAProxy configuration has no line 'stats socket ...'")
+    servers = [
+        (backend, name, host, int(port))
+        for backend, section in _backends(text)
+        for name, host, port, options in _SERVER.findall(section)
+        if not options.endswith("backup")
+    ]
+    text = _changed(_SOCKET, rf"\1{places.admin} mode 600 \3", text)
+    text = _changed(_METRICS, r"\g<1>127.0.0.1\2", text)
+    text = _changed(_STATISTICS, r"\g<1>127.0.0.1\2", text)
+    text = _changed(_MOST, rf"\g<1>{connections.total}", text)
+    text = _changed(_IDLE_TIME, rf"\g<1>{IDLE_TIME}", text)
+    text = _with_defaults(text, places)
+    if _BACKEND.search(text):
+        # A used connection to a replica that breaks would be closed without a word to the client,
+        # who may think that the request was never sent. So a client's first request has one of its own.
+        text = _changed(_REUSE, r"\1 safe", text)
+    else:
+        text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
+    if _ROUTES not in text:
+        raise ValueError(f"Serve's HAProxy configuration has no line {_ROUTES.strip()!r}")
+    names = [f"{backend}/{name}" for backend, name, _, _ in servers]
+    head_time = _HEAD_TIME.search(text)
+    assert head_time is not None, "it has been written"
+    rules = _rules(names, places, head_time[1], connections.most)
+    text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
+    text = _with_limits(text, connections)
+    replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
+    return Front(text, Path(found[2]), replicas)
+
+
+def write_error_files(folder: Path) -> None:
+    """What HAProxy sends, as it stands, for each of its own failures."""
+    folder.mkdir(exist_ok=True)
+    for found, (status, reason, kind, message) in FAILURES.items():
+        body = _body(message, status, kind)
+        head = [
+            f"HTTP/1.1 {status} {reason}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *([f"Retry-After: {RETRY_AFTER_S}"] if status == 503 else []),
+            *(["x-should-retry: false"] if status in (500, 501) else []),
+            "Connection: close",
+        ]
+        _error_file(folder, found).write_bytes("\r\n".join([*head, "", body]).encode())
+
+
+def _error_file(folder: Path, status: int) -> Path:
+    return folder / f"{status}.http"
+
+
+def _with_defaults(text: str, places: Places) -> str:
+    """With our words for all failures in place of Serve's, and a time for heads."""
+    if _ERROR_FILE.search(text) is None:
+        raise ValueError("Serve's HAProxy configuration has no line 'errorfile 503 ...'")
+    lines = [f"errorfile {status} {_error_file(places.errors, status)}" for status in FAILURES]
+    if _HEAD_TIME.search(text) is None:
+        lines.append(f"timeout http-request {HEAD_TIME}")
+    ours = "".join(f"    {line}\n" for line in lines)
+    return _changed(_DEFAULTS, f"defaults\n{ours}", _ERROR_FILES.sub("", text))
+
+
+def _backends(text: str) -> list[tuple[str, str]]:
+    """(name, section) of each application's."""
+    pieces = _BACKEND.split(text)[1:]
+    return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str:
+    ready = [f"acl manta_ready srv_is_up({server})" for server in servers] or ["acl manta_ready always_false"]
+    lines = [
+        "acl manta_probe path /health /ping",
+        "acl manta_metrics path /metrics",
+        *ready,
+        # A request has one id, also in what HAProxy answers.
+        f"acl manta_named req.fhdr(x-request-id) -m reg {REQUEST_ID}",
+        "http-request set-header x-request-id %[uuid] if !manta_named",
+        "http-request set-var(txn.manta_id) req.fhdr(x-request-id)",
+        "acl manta_said res.hdr(x-request-id) -m found",
+        "http-after-response set-header x-request-id %[var(txn.manta_id)] "
+        "if !manta_said { var(txn.manta_id) -m found }",
+        f"acl manta_crowded fe_conn gt {most}",
+        f"{_returning(CROWDED)} if manta_crowded !{{ path {' '.join(PROBES)} }}",
+        f"http-after-response set-header Connection close if {{ fe_conn gt {max(1, most // 2)} }}",
+        f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
+        f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
+        # What is kept must not be made twice; all else can be sent again if all of it is here, and fits.
+        "acl manta_kept path_beg /v1/files /v1/batches",
+        "http-request disable-l7-retry if manta_kept",
+        f"http-request wait-for-body time {head_time} if METH_POST !manta_kept",
+        f"http-response set-status 503 if {{ status {RETRY_STATUS} }}",
+        f"acl manta_unfinished res.hdr({UNFINISHED_HEADER}) -m found",
+        "http-response wait-for-body time 1s if manta_unfinished",
+        "http-response set-var(txn.manta_body) res.body if manta_unfinished",
+        *(f"{_closing(status)} if manta_unfinished {{ status {status} }}" for status in UNFINISHED),
+        # What the replica's HTTP server cannot read; the replica's own words are JSON.
+        f"http-response return status 400 content-type application/json string '{_wrong()}' "
+        "if { status 400 } { res.hdr(content-type) -m beg text/plain }",
+        "http-request set-log-level silent if manta_probe or manta_metrics",
+        f"{_returning(DRAINING)} if manta_draining !manta_metrics",
+        f"{_returning(NOT_READY)} if manta_probe !manta_ready",
+    ]
+    if len(servers) > 1:
+        lines.append("use_backend manta_scrape if manta_metrics")
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _with_limits(text: str, connections: Connections) -> str:
+    """With limits of the clients' frontend, and a frontend for probes alone where they have a port."""
+    found = _FRONTEND.search(text)
+    if found is None:
+        raise ValueError("Serve's HAProxy configuration has no frontend 'http_frontend' with its 'bind'")
+    end = text.index("\nbackend ", found.end())
+    rest = text[found.end() : end]
+    own = [
+        f"maxconn {connections.most + connections.for_probes}",
+        "stick-table type ipv6 size 64k expire 60s store conn_cur",
+        "tcp-request connection track-sc0 src",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {connections.per_source} }}",
+    ]
+    clients = f"{found[0]}\n" + "".join(f"    {line}\n" for line in own).rstrip("\n") + rest
+    if connections.probe_port is None:
+        return text[: found.start()] + clients + text[end:]
+    asks = f"{{ path {' '.join(PROBES)} }}"
+    alone = [f"maxconn {connections.for_probes}", f"http-request deny deny_status 404 if !{asks}"]
+    head = f"frontend manta_probes\n{found[1]}{found[2]}:{connections.probe_port}\n"
+    probes = head + "".join(f"    {line}\n" for line in alone).rstrip("\n") + rest
+    return f"{text[: found.start()]}{clients}\n{probes}{text[end:]}"
+
+
+def _scrape_backend(places: Places) -> str:
+    return f"\nbackend manta_scrape\n    server scrape unix@{places.scrape}\n"
+
+
+def _returning(message: str) -> str:
+    head = f"http-request return status 503 content-type application/json {_retry_after(503)}"
+    return f"{head}string '{_body(message)}'"
+
+
+def _closing(status: int) -> str:
+    """Return the replica's words as HAProxy's own answer, behind which it closes."""
+    head = f"http-response return status {status} content-type application/json {_retry_after(status)}"
+    return f"{head}lf-string '%[var(txn.manta_body)]'"
+
+
+def _retry_after(status: int) -> str:
+    return f"hdr Retry-After {RETRY_AFTER_S} " if status == 503 else ""
+
+
+def _wrong() -> str:
+    status, _, kind, message = FAILURES[400]
+    return _body(message, status, kind)
+
+
+def _body(message: str, status: int = 503, kind: str = "ServiceUnavailableError") -> str:
+    """In OpenAI's shape, as `http/wire/errors.py` has it, which would load a web framework here."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}, separators=(",", ":"))
+
+
+def _changed(pattern: re.Pattern[str], by: str, text: str) -> str:
+    text, count = pattern.subn(by, text)
+    if count == 0:
+        raise ValueError(f"Serve's HAProxy configuration has no line like {pattern.pattern}")
+    return text

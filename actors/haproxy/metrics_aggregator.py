@@ -1,0 +1,91 @@
+"""One answer of all replicas' metrics: `/metrics` behind HAProxy, where every scrape meets the same series.
+
+Each replica's series have its name in the label `replica`. A replica that does not answer in time is left out
+of that one scrape. Replicas are sent the client's key, and where all refuse it, so does the answer. Run by
+`supervisor.py`; HAProxy comes in over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
+from typing import NamedTuple
+
+TIMEOUT_S = 5.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KEY_HEADERS = ("authorization", "x-api-key")  # as `http/middleware/api_keys.py` has them
+
+
+class Answer(NamedTuple):
+    """Of a replica."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> ThreadingUnixStreamServer:
+    """A server, bound to the socket `where`, that answers every GET for all `replicas` together."""
+
+    class Scrape(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys = {name: self.headers[name] for name in KEY_HEADERS if name in self.headers}
+            answers = scraped(replicas, keys)
+            refusal = next((each for each in answers if each.status != 200), None)
+            texts = [each.body.decode() for each in answers if each.status == 200]
+            shown = refusal if refusal and not texts else Answer(200, CONTENT_TYPE, joined(texts).encode())
+            self.send_response(shown.status)
+            self.send_header("Content-Type", shown.content_type)
+            self.send_header("Content-Length", str(len(shown.body)))
+            self.end_headers()
+            self.wfile.write(shown.body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """HAProxy's log has it."""
+
+    class Server(ThreadingUnixStreamServer):
+        daemon_threads = True
+
+    return Server(str(where), Scrape)
+
+
+def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> list[Answer]:
+    """What each replica that answers says, all asked at once."""
+    if not replicas:
+        return []
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        answers = pool.map(lambda replica: _metrics_of(replica, headers), replicas)
+        return [answer for answer in answers if answer is not None]
+
+
+def _metrics_of(replica: tuple[str, int], headers: Mapping[str, str]) -> Answer | None:
+    connection = http.client.HTTPConnection(*replica, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics", headers=dict(headers))
+        response = connection.getresponse()
+        return Answer(response.status, response.headers.get("Content-Type", CONTENT_TYPE), response.read())
+    except (OSError, http.client.HTTPException):  # it has just gone
+        return None
+    finally:
+        connection.close()
+
+
+def joined(expositions: Iterable[str]) -> str:
+    """One exposition of several: each family once, with the samples of all; equal series once."""
+    heads: dict[str, dict[str, None]] = {}
+    samples: dict[str, dict[str, str]] = {}
+    for exposition in expositions:
+        family = ""
+        for line in exposition.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                heads.setdefault(family, {})[line] = None
+            elif line:
+                series = line[: line.rindex("}") + 1] if "}" in line else line.split(" ", 1)[0]
+                samples.setdefault(family, {}).setdefault(series, line)
+    lines = [line for family in heads for line in (*heads[family], *samples.get(family, {}).values())]
+    return "".join(f"{line}\n" for line in lines)

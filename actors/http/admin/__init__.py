@@ -1,0 +1,1 @@
+"""Routes for operators: health, explain, usage."""

@@ -1,0 +1,100 @@
+"""GET /explain?id=...: what became of a request, step by step; for the key that sent it. No text, no tokens.
+
+The id is the response's, or the client's own (X-Request-Id). The engine remembers its last requests
+(`cluster/records/flight_recorder.py`); a gateway asks all of its replicas. `manta logs explain` makes
+sentences of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request, Response
+
+from ....cluster.errors import NotFoundError, shown
+from ....cluster.records.request_timeline import Life, LifeStep, Stay
+from ...engine.async_engine import AsyncEngine
+from ..middleware.api_keys import caller_of
+from ..wire.json_io import JsonObject, json_response
+
+PATH = "/explain"
+
+
+def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(PATH)
+    async def explain(id: str, http: Request) -> Response:
+        """What became of a request of this key, step by step; an admin key may ask for all."""
+        caller = caller_of(http.scope)
+        lives = [life for life in engine.lives(id) if caller.may_see(life.owner)]
+        return lives_response(id, [told(life, replica) for life in lives])
+
+    return router
+
+
+def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
+    """The requests of this name, oldest first. Raises NotFoundError if there is none."""
+    if not lives:
+        raise NotFoundError(
+            f"Nothing is known (any more) of a request {shown(id)}. The last few thousand are remembered, by "
+            "the response's id or the X-Request-Id; the log has a line of each that an engine served.",
+            param="id",
+        )
+    return json_response({"object": "list", "data": sorted(lives, key=lambda life: life["arrived"])})
+
+
+def told(life: Life, replica: str) -> JsonObject:
+    """A life as JSON: times in milliseconds since its arrival, which is Unix time."""
+    since = _Since(life.arrival_s)
+    return {
+        "object": "life",
+        "id": life.request_id,
+        "request_id": life.client_id,
+        "replica": replica,
+        "arrived": round(time.time() - (time.monotonic() - life.arrival_s), 3),
+        "prompt_tokens": life.num_prompt_tokens,
+        "begun_tokens": life.num_begun,
+        "max_tokens": life.max_tokens,
+        "priority": life.priority,
+        "background": life.background,
+        "max_draft_tokens": life.max_draft_tokens,
+        "stays": [_stay(stay, since) for stay in life.stays],
+        "ended_ms": since.ms(life.ended_s),
+        "finish_reason": life.finish_reason,
+    }
+
+
+class _Since:
+    def __init__(self, begin_s: float) -> None:
+        self._begin_s = begin_s
+
+    def ms(self, at_s: float | None) -> float | None:
+        return None if at_s is None else _ms(at_s - self._begin_s)
+
+
+def _stay(stay: Stay, since: _Since) -> JsonObject:
+    return {
+        "entered_ms": since.ms(stay.entered_s),
+        "waited_ms": {reason: _ms(seconds) for reason, seconds in stay.waited.items()},
+        "cached_tokens": stay.num_cached,
+        "forgotten_steps": stay.num_forgotten,
+        "steps": [_step(step, since) for step in stay.steps],
+        "left_ms": since.ms(stay.left_s),
+        "why": stay.why,
+    }
+
+
+def _step(step: LifeStep, since: _Since) -> JsonObject:
+    """Field by field as it is, but for its times."""
+    found = asdict(step)
+    found["planned_ms"], found["ended_ms"] = since.ms(found.pop("planned_s")), since.ms(found.pop("ended_s"))
+    for part in ("draft", "verify", "sample", "inject"):
+        found[f"{part}_ms"] = _ms(found.pop(f"{part}_s"))
+    return {name.removeprefix("num_"): value for name, value in found.items()}
+
+
+def _ms(seconds: float) -> float:
+    return round(1000.0 * seconds, 3)

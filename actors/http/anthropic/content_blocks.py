@@ -1,0 +1,136 @@
+"""Content blocks of /v1/messages become messages of a chat.
+
+What tools returned stands there in messages of the user; a chat has messages of their own for it. Every block
+is read or refused; only thinking that its server has encrypted says nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....cluster.errors import RequestError
+from ..protocol.tool_outputs import output_text, readable_text
+from ..wire.json_io import JsonObject
+
+Content = str | list[dict[str, Any]]  # Any: JSON
+FAILED = "Error:"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages as a chat has them, and for errors: `messages.3` -> the body's message that it came from.
+
+    Attributes:
+        is_open: whether the last one is the beginning of the answer.
+    """
+
+    messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    is_open: bool = False
+
+    def add(self, message: JsonObject, name: str) -> None:
+        self.names[f"messages.{len(self.messages)}"] = name
+        self.messages.append(message)
+
+
+def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> Conversation:
+    """The conversation of a request.
+
+    Args:
+        messages: pairs of a role (user, assistant or system) and a content.
+    """
+    found = Conversation()
+    if system:
+        found.add({"role": "system", "content": _text_of(system, "system")}, "system")
+    for i, (role, content) in enumerate(messages):
+        at = f"messages.{i}"
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if role == "user":
+            _read_user(found, blocks, at)
+        elif role == "system":
+            found.add({"role": role, "content": _text_of(content, f"{at}.content")}, at)
+        else:
+            found.add(_read_assistant(blocks, at), at)
+    if found.messages:
+        last = found.messages[-1]
+        found.is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    return found
+
+
+def _read_user(found: Conversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
+    """Texts and what tools returned, in their order. Texts beside each other are one message."""
+    texts: list[str] = []
+
+    def say() -> None:
+        if texts:
+            found.add({"role": "user", "content": "\n".join(texts)}, at)
+            texts.clear()
+
+    for i, block in enumerate(blocks):
+        where = f"{at}.content.{i}"
+        if block.get("type") == "tool_result":
+            say()
+            found.add(_result(block, where), at)
+        else:
+            text = readable_text(block)
+            texts.append(_text(block, where) if text is None else text)
+    say()
+
+
+def _result(block: Mapping[str, Any], at: str) -> JsonObject:
+    """What a tool returned. A failure is said, for a chat's message has no place for it."""
+    content = output_text(block.get("content"), f"{at}.content")
+    if block.get("is_error"):
+        content = f"{FAILED} {content}".rstrip()
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
+
+
+def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
+    """One message. Texts beside each other stand one below the other; around a call they are one text."""
+    turn: JsonObject = {"role": "assistant", "content": ""}
+    before = None
+    for i, block in enumerate(blocks):
+        where = f"{at}.content.{i}"
+        kind = block.get("type")
+        if kind == "thinking":
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(block, kind, where)
+        elif kind == "tool_use":
+            turn.setdefault("tool_calls", []).append(_call(block, where))
+        elif kind != "redacted_thinking":
+            turn["content"] += ("\n" if before == "text" else "") + _text(block, where)
+        before = kind
+    return turn
+
+
+def _call(block: Mapping[str, Any], at: str) -> JsonObject:
+    function = {"name": _string(block, "name", at), "arguments": block.get("input")}
+    return {"id": _string(block, "id", at), "type": "function", "function": function}
+
+
+def _text_of(content: Any, at: str) -> str:  # Any: JSON.
+    """A string, or a list of blocks that are text, one below the other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise RequestError(f"{at} must be a string or a list of blocks.", param=at)
+    return "\n".join(_text(block, f"{at}.{i}") for i, block in enumerate(content))
+
+
+def _text(block: Mapping[str, Any], at: str) -> str:
+    kind = _string(block, "type", at)
+    if kind != "text":
+        raise RequestError(
+            f"{at}: a block of type {kind[:60]} cannot stand here. This model reads text: blocks of "
+            "type text, tool_use, tool_result and thinking, each where Anthropic's API has it.",
+            param=at,
+        )
+    return _string(block, "text", at)
+
+
+def _string(block: Mapping[str, Any], name: str, at: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
+    return value

@@ -1,0 +1,109 @@
+"""Failures as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}, ...}`.
+
+They arise in many places, all of which speak OpenAI's shape; on these routes their bodies are rewritten on
+the way out. The same layer takes that API's key and names its request id. Outermost, around `gate.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..wire.errors import public_error
+from ..wire.json_io import JsonObject
+from ..wire.sse import named_event
+
+ROUTES = "/v1/messages"
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, message: str, request_id: str | None = None) -> JsonObject:
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error: JsonObject = {"type": "error", "error": {"type": kind, "message": message}}
+    return error if request_id is None else {**error, "request_id": request_id}
+
+
+class LostMessage:
+    """The ending of a stream whose replica has died."""
+
+    done = b""
+
+    def failed(self, error: BaseException) -> bytes:
+        shown = public_error(error)
+        return named_event(anthropic_error(shown.status, shown.message))
+
+
+class MessagesLayer:
+    """Wraps the whole application; other routes pass untouched, but for the key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _take_key(scope)
+            if scope["path"] == ROUTES or scope["path"].startswith(ROUTES + "/"):
+                send = _Rewriting(scope, send)
+        await self._app(scope, receive, send)
+
+
+def _take_key(scope: Scope) -> None:
+    """`x-api-key` is as good as a bearer token; Anthropic's SDK lists models with it, too."""
+    headers = Headers(scope=scope)
+    if "authorization" not in headers and (key := headers.get("x-api-key")):
+        scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key.encode("latin-1"))]
+
+
+class _Rewriting:
+    """Sends a response on; of one that failed, Anthropic's body in place of OpenAI's."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._start: Message | None = None  # of a failure, kept until its body is whole
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if request_id := self._scope.get("state", {}).get("request_id"):
+                MutableHeaders(scope=message)["request-id"] = request_id
+            if message["status"] >= 400:
+                self._start = message
+                return
+        if self._start is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if not message.get("more_body", False):
+            await self._send_failure(self._start)
+
+    async def _send_failure(self, start: Message) -> None:
+        headers = MutableHeaders(scope=start)
+        body = _rewritten(self._body, start["status"], headers.get("request-id"))
+        if body is not self._body:
+            headers["content-type"] = "application/json"
+            headers["content-length"] = str(len(body))
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _rewritten(body: bytes, status: int, request_id: str | None) -> bytes:
+    """As it was, if it is no error of ours: a gateway passes on what a replica has rewritten."""
+    try:
+        found: Any = orjson.loads(body)  # Any: JSON
+    except orjson.JSONDecodeError:
+        return body
+    if not isinstance(found, dict) or "type" in found or not isinstance(found.get("error"), dict):
+        return body
+    return orjson.dumps(anthropic_error(status, str(found["error"].get("message")), request_id))

@@ -1,0 +1,215 @@
+"""Bodies of /v1/messages and of its count_tokens: which fields count, and the `ChatRequest` that they make.
+
+Fields that are not of that API (`min_p`, `seed`, `speculative`, `chat_template_kwargs` ...) mean what they
+mean in a chat and go there as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ....cluster.errors import RequestError
+from ..generation.chat_adapter import Heeds
+from ..generation.request_translation import chat_request, said_of
+from ..protocol.chat_request import ChatRequest
+from ..wire.json_io import JsonObject
+from ..wire.json_numbers import Integer, Number
+from .content_blocks import Content, Conversation, read_messages
+
+# Field -> what to do instead of using it.
+NEVER: Mapping[str, str] = {
+    "container": "This server runs no containers: run tools yourself.",
+    "mcp_servers": "This server calls no others: list their tools in `tools`, and call them yourself.",
+    "n": "A message has one answer: send several requests, or use /v1/chat/completions.",
+    "stop": "The field is called stop_sequences here.",
+    "max_completion_tokens": "The field is called max_tokens here.",
+    "response_format": "The field is called output_config.format here.",
+    "reasoning_effort": "The field is called output_config.effort here.",
+    "thinking_token_budget": "The field is called thinking.budget_tokens here.",
+    "logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "top_logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "prompt_logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "return_token_ids": "Ask /v1/chat/completions for tokens.",
+}
+# They say something about the request, or are a hosted service's; no answer depends on them.
+SILENT = frozenset(
+    {
+        *("metadata", "service_tier", "cache_control", "context_management", "inference_geo", "speed"),
+        *("diagnostics", "workspace_id", "user_profile_id", "stream_options"),
+    }
+)
+# Path in the chat -> in this body.
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "tool_choice.function": "tool_choice",
+}
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class Message(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+# Any: a validator sees raw JSON.
+def _own_tool(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None and kind != "custom":
+        raise RequestError(
+            f"tools: a tool of type {str(kind)[:60]} is run or defined by Anthropic's servers; this one "
+            "takes tools with a name and an input_schema, which the client runs.",
+            param="tools",
+        )
+    return value
+
+
+class Tool(BaseModel):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+
+    def for_chat(self) -> JsonObject:
+        function = self.model_dump(exclude_none=True, exclude={"eager_input_streaming"})
+        function["parameters"] = function.pop("input_schema")
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def for_chat(self) -> str | JsonObject:
+        if self.type != "tool":
+            return CHOICES[self.type]
+        if self.name is None:
+            raise RequestError('tool_choice.name: type "tool" needs it.', param="tool_choice.name")
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[Integer | None, Field(ge=1)] = None
+
+
+class OutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountRequest(BaseModel):
+    """What makes the prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    model: str | None = None
+    system: Content | None = None
+    tools: list[Annotated[Tool, BeforeValidator(_own_tool)]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def conversation(self) -> Conversation:
+        return read_messages(self.system, [(message.role, message.content) for message in self.messages])
+
+    def ignored(self, heeds: Heeds) -> list[str]:
+        """What a client sends whatever the model, and is not heeded."""
+        effort = self.output_config is not None and self.output_config.effort is not None
+        found = ["output_config.effort"] if effort and not heeds.effort else []
+        if self.thinking is None:
+            return found
+        if self.thinking.budget_tokens is not None and not heeds.thinks:
+            found.append("thinking.budget_tokens")
+        return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
+
+    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+        """What is asked for, as a chat. Raises RequestError, in this body's words."""
+        extra = self.model_extra or {}
+        for name, remedy in NEVER.items():
+            if extra.get(name):
+                raise RequestError(f"{name} is not supported. {remedy}", param=name)
+        known = {name: value for name, value in extra.items() if name not in NEVER and name not in SILENT}
+        with said_of({**NAMES, **conversation.names, **self._tool_names()}):
+            return chat_request({**known, **self._fields(conversation, heeds)})
+
+    @property
+    def eager_tools(self) -> frozenset[str]:
+        """Names of the tools whose arguments are to be streamed unchecked."""
+        return frozenset(tool.name for tool in self.tools or () if tool.eager_input_streaming)
+
+    def _tool_names(self) -> dict[str, str]:
+        """Chat's paths into a tool, of which this body's are flat."""
+        names: dict[str, str] = {}
+        for i in range(len(self.tools or ())):
+            names[f"tools.{i}.function"] = f"tools.{i}"
+            names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
+        return names
+
+    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        return {
+            "model": self.model,
+            "messages": conversation.messages,
+            "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": choice.for_chat() if choice else None,
+            **({"parallel_tool_calls": False} if choice and choice.disable_parallel_tool_use else {}),
+            "response_format": _response_format(config.format),
+            "reasoning_effort": config.effort if heeds.effort else None,
+            **(OPEN if conversation.is_open else {}),
+            **self._thinking_fields(heeds),
+        }
+
+    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
+        if self.thinking is None:
+            return {}
+        fields: JsonObject = {"thinking_token_budget": self.thinking.budget_tokens if heeds.thinks else None}
+        if heeds.switch:
+            own = (self.model_extra or {}).get("chat_template_kwargs") or {}
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled", **own}
+        return fields
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Annotated[Integer, Field(ge=1)]
+    stream: bool | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    stop_sequences: list[str] | None = None
+
+    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
+        return {
+            **super()._fields(conversation, heeds),
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+        }
+
+
+def _response_format(format: OutputFormat | None) -> JsonObject | None:
+    if format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": format.json_schema}}

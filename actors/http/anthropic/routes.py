@@ -1,0 +1,55 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from ..generation.chat_adapter import Heeds, answer
+from ..generation.request_run import Run
+from ..generation.request_translation import said_of
+from ..generation.server_context import Frontend
+from ..openai.chat import prepare_chat
+from ..protocol.chat_params import check_tools
+from ..protocol.chat_request import conversation
+from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
+from .errors import ROUTES
+from .event_writer import PREFIX, MessageWriter
+from .request import NAMES, CountRequest, MessagesRequest
+
+
+def message_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(ROUTES)
+    async def create_message(body: MessagesRequest, http: Request) -> Response:
+        """Anthropic's messages."""
+        read = body.conversation()
+        heeds = Heeds.of(frontend)
+        chat = body.for_chat(read, heeds)
+        with said_of({**NAMES, **read.names}):
+            work, reading = await prepare_chat(
+                frontend,
+                PREFIX,
+                chat,
+                http,
+                ignored=body.ignored(heeds),
+                resumable=False,
+                ends_with_context=True,
+            )
+            run = Run(frontend, work)
+            writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
+            return await answer(run, reading, writer, http)
+
+    @router.post(f"{ROUTES}/count_tokens")
+    async def count_tokens(body: CountRequest) -> Response:
+        """How many tokens a message would cost."""
+        read = body.conversation()
+        chat = body.for_chat(read, Heeds.of(frontend))
+        with said_of({**NAMES, **read.names}):
+            frontend.check_model(chat.model)
+            check_tools(frontend.chat, chat)
+            prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)
+            token_ids = await frontend.engine.encoder.list_tokens(prompt, MAX_VALUES)
+        return json_response({"input_tokens": len(token_ids)})
+
+    return router

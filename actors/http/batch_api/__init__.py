@@ -1,0 +1,1 @@
+"""The routes `/v1/files` and `/v1/batches`."""

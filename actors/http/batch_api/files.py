@@ -1,0 +1,166 @@
+"""/v1/files: inputs of batches come in, outputs go out. What is kept where is `batch/openai/file_store.py`'s.
+
+An upload is parsed as it comes; its content waits in a temporary file, from which the storage takes it
+without a copy in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Literal, ParamSpec, TypeVar
+
+import pyarrow as pa
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.datastructures import FormData, UploadFile
+from starlette.responses import StreamingResponse
+
+from ....cluster.errors import NotOfferedError, RequestError, StorageError, shown, shown_name
+from ...batch.openai.batch_service import BatchService
+from ...batch.openai.file_store import FileStore, Page, StoredFile
+from ..middleware.api_keys import caller_of
+from ..middleware.request_gate import FORM_BYTES
+from ..wire.json_io import JsonObject, json_response
+
+MAX_FILES_LISTED = 10_000
+MAX_FILENAME_CHARS = 255
+KNOWN_FIELDS = {"file", "purpose"}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Order = Literal["asc", "desc"]
+
+
+def needed(service: BatchService | None) -> BatchService:
+    """Raises NotOfferedError where the server has nowhere to keep files."""
+    if service is None:
+        raise NotOfferedError(
+            "Files and batches need a place to be kept, and this server has none: start it with "
+            "--batch-storage PATH_OR_URL (the setting batch_storage).",
+            param="batch_storage",
+        )
+    return service
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """What the storage does not do is no fault of the request, nor a secret."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: what is kept there is not as we wrote it
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise StorageError(
+            f"Files and batches cannot be read or written now ({why}). "
+            "Nothing that was kept is lost; try again.",
+            param="batch_storage",
+        ) from error
+
+
+async def stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a store says, asked in a thread."""
+    with storing():
+        return await asyncio.to_thread(call, *args, **kwargs)
+
+
+def file_routes(service: BatchService | None) -> APIRouter:
+    """The routes; without a service they say what is missing."""
+    router = APIRouter()
+
+    def store() -> FileStore:
+        return needed(service).files
+
+    Store = Depends(store)
+
+    @router.post("/v1/files")
+    async def upload(http: Request, files: FileStore = Store) -> Response:
+        """Keep a file of batch lines (multipart)."""
+        async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
+            file = _checked(form)
+            owner = caller_of(http.scope).owner
+            name = (file.filename or "batch.jsonl")[:MAX_FILENAME_CHARS]
+            kept = await stored(_keep, files, name, file.file, owner)
+        return json_response(kept.as_openai())
+
+    @router.get("/v1/files")
+    async def list_files(
+        http: Request,
+        files: FileStore = Store,
+        purpose: str | None = None,
+        limit: int = Query(MAX_FILES_LISTED, ge=1, le=MAX_FILES_LISTED),
+        after: str | None = None,
+        order: Order = "desc",
+    ) -> Response:
+        """The files that this key keeps."""
+        page = await stored(
+            files.list,
+            caller_of(http.scope),
+            purpose=purpose,
+            limit=limit,
+            after=after,
+            newest_first=order == "desc",
+        )
+        return json_response(listed(page))
+
+    @router.get("/v1/files/{file_id}")
+    async def retrieve(http: Request, file_id: str, files: FileStore = Store) -> Response:
+        """What is known of a file."""
+        return json_response((await stored(files.get, file_id, caller_of(http.scope))).as_openai())
+
+    @router.get("/v1/files/{file_id}/content")
+    async def content(http: Request, file_id: str, files: FileStore = Store) -> Response:
+        """The content of a file."""
+        file = await stored(files.get, file_id, caller_of(http.scope))
+        return StreamingResponse(
+            files.chunks(file),
+            media_type="application/octet-stream",
+            headers={"Content-Length": str(file.bytes)},
+        )
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete(http: Request, file_id: str) -> Response:
+        """Delete a file."""
+        await stored(needed(service).delete_file, file_id, caller_of(http.scope))
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    return router
+
+
+def listed(page: Page[Any]) -> JsonObject:  # Any: files or batches
+    """A page as OpenAI's lists look."""
+    data = [each.as_openai() for each in page.items]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": page.has_more,
+    }
+
+
+def _checked(form: FormData) -> UploadFile:
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise RequestError("file is missing: send multipart/form-data with a part `file`.", param="file")
+    if purpose != "batch":
+        raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
+    for name in form:
+        if name not in KNOWN_FIELDS:
+            name = shown_name(name)
+            raise RequestError(
+                f"{name} is not supported: files are kept until they are deleted. Leave it out.", param=name
+            )
+    return file
+
+
+def _keep(files: FileStore, filename: str, file: IO[bytes], owner: str | None) -> StoredFile:
+    return files.upload(filename, "batch", _mapped(file), owner)
+
+
+def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:
+    """The content of a temporary file; what is on the disk stays there."""
+    if getattr(file, "_rolled", True):  # a SpooledTemporaryFile says only so
+        file.flush()
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return file.read()

@@ -1,0 +1,424 @@
+"""Settings of the HTTP front, and how one flat mapping becomes them and the engine's.
+
+`ray_config.yaml` (`args:`) and the command line give one mapping; `split_settings` sorts it. Flags are made
+of the fields of `ServerSettings` (`jobs/common/engine_flags.py`). Not the settings of Serve itself (ports,
+routes): those are Serve's own keys beside `args:`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from ....cluster.config import EngineConfig, from_mapping, one_of
+from ....cluster.errors import ConfigError, did_you_mean, shown, shown_url
+from ....cluster.flag import NO_FLAG, Flag, FolderPath, Size
+from ....cluster.fleet.autoscaling import ScalingRules
+from ....cluster.metrics.bounded_labels import ANY, is_label
+from ....cluster.vllm_settings import accept
+from ...system.log_setup import LogFormat
+from ...tokenization.generation_config import GenerationDefaults
+
+UnknownParams = Literal["ignore", "warn", "reject"]
+SpeculationMetrics = Literal["none", "summary", "detailed"]
+ReasoningField = Literal["reasoning", "reasoning_content"]
+Isolation = Literal["none", "key", "tenant"]
+# One answer for all models: they cannot differ in these.
+ENDPOINT_SETTINGS = frozenset(
+    {
+        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
+        *("prefix_cache_isolation", "tenants", "categories"),
+        *("metrics_api_key", "metrics_api_key_file"),
+        *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
+        *("max_requests_per_key", "max_unread_bytes", "reader_timeout"),
+        *("log_format", "otlp_traces_endpoint"),
+    }
+)
+_NAMES = ("allowed_origins", "tenants", "categories")  # one name may stand for a list of one
+_HOOK = re.compile(r"[\w.]+:\w+")
+_KEY = re.compile(r"([\x21-\x7e]+)(?:[ \t]+(\S+))?")  # and its tenant
+LEAST = {
+    "max_request_bytes": 1024,
+    "max_stored_bytes": 1024,
+    "max_unread_bytes": 1024,
+    "max_batch_file_bytes": 1024,
+    "max_batch_lines": 1,
+    "max_metric_labels": 0,
+    "capture_max_bytes": 2**20,
+}
+
+# Requests to these need no key (`/metrics` needs one where any is set; the page `/ui` asks for the key
+# itself). They pass queues, and are neither counted nor logged.
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/", "/ui"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the OpenAI-compatible front behaves.
+
+    Attributes:
+        served_model_name: name of the model in the API; may be repeated. The first is reported. By default
+            the engine's `model`.
+        generation_config: sampling defaults: the checkpoint's generation_config.json ("auto"), OpenAI's
+            ("openai"; vLLM's name is vllm), or those of a folder.
+        override_generation_config: other values for keys of that file: '{"temperature": 0.6}'. The keys are
+            temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        unknown_params: unknown fields of a request: ignore them, answer with the header X-Ignored-Params
+            ("warn", the default), or reject the request. "warn" also writes a log line; "reject" answers 400.
+        tool_call_parser: format of the model's tool calls: hermes, qwen3_coder, llama3_json, openai, ... (see
+            actors/chat/chat_formats.py); auto (by its chat template), none.
+        reasoning_parser: format of the model's reasoning: qwen3, ...; auto (by its chat template), none.
+        enable_auto_tool_choice: requests may leave the choice of tools to the model ("auto"); by default they
+            may.
+        reasoning_field_name: field of an answer that holds its reasoning; by default both do: `reasoning`
+            (vLLM's) and `reasoning_content` (that of most others).
+        enable_per_request_metrics: responses report the request's times in `metrics`.
+        per_request_spec_decode_metrics: responses report speculation there, too: "summary", or "detailed"
+            with each step, or "none". Requests can ask for more with `speculative.return_trace`.
+        sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it is
+            set, a stream may begin (status 200) before its first token.
+        max_request_bytes: largest body of a request. Larger ones are refused with 413.
+        max_unread_bytes: memory for the part of its streams that a client has not read (4 MiB by default);
+            beyond it they end (408). It counts all streams of a request together; their slots are freed. A
+            streamed token takes about 12 bytes, with 20 log probabilities 1,600.
+        reader_timeout: seconds after which a client that reads nothing of its answer is cut off; 300 by
+            default, 0: never.
+        max_requests_per_key: completions of one API key, running and waiting, at each replica; more get 429.
+            No limit by default; a server without keys counts none.
+        api_key: key that requests must bring as a bearer token; may be repeated; other users of the machine
+            can see flags: better use api_key_file or MANTA_API_KEY. Behind a key may stand the tenant that
+            its requests count for ("KEY TENANT"), or `*` for a proxy's key whose X-Tenant is believed. Only
+            from flags and code: no YAML file may hold keys (`actors/http/middleware/api_keys.py`).
+        api_key_file: file with such keys, one a line, each followed by its tenant or *, if any. MANTA_API_KEY
+            replaces both settings.
+        admin_api_key: key for the operators' routes (/load), good for all others and for what other keys own;
+            may be repeated; also in MANTA_ADMIN_API_KEY. The routes are `keys.ADMIN_PATHS`; without such a
+            key they are guarded as the others.
+        admin_api_key_file: file with such keys, one a line.
+        metrics_api_key: key for /metrics alone; may be repeated; also in MANTA_METRICS_API_KEY; by default
+            the admin key opens it, or else any key. A scraper then needs no admin key. Without any key
+            /metrics is open.
+        metrics_api_key_file: file with such keys, one a line.
+        prefix_cache_isolation: which prompts share cached beginnings: all ("none"), those of a "key" (the
+            default with several keys), or those of a "tenant". Sharing shows in times and `cached_tokens`. A
+            key without a tenant counts as its own. A system prompt that keys have in common is then computed
+            and kept once for each.
+        allowed_origins: origin whose web pages may call (CORS); may be repeated.
+        batch_storage: folder or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all their
+            data. Every replica must reach it (in YAML: an absolute path), and no other endpoint may use it.
+            Without it those routes answer 501.
+        receipts: folder for what each tenant and category used, by day, and what speculation saved (`manta
+            receipts`). All replicas share it (in YAML: an absolute path); also `GET /receipts`.
+        max_batch_file_bytes: larger uploads are refused with 413.
+        max_stored_bytes: bytes of files and batches' outputs that one key may keep in `batch_storage` (10 GB
+            by default). Beyond it uploads and new batches are refused with 413. A file counts 4 KiB at least.
+        max_batch_lines: batches of files with more lines fail.
+        replicas: number of engines; 1:4 follows the load, 0:4 goes to none when idle, 1:1 keeps streams when
+            the engine dies. All but a plain 1 (and several models) have a gateway in front, which chooses
+            among the replicas and keeps streams alive whose replica dies.
+        shutdown_timeout: seconds that requests may go on after Ctrl-C or SIGTERM; `manta serve` has 30. The
+            same holds for each replica that is stopped, when fewer are wanted and in an update. What still
+            runs then gets an error event and `[DONE]`.
+        scaling: how eagerly the number of replicas follows the load: fields of `ScalingRules`
+            (cluster/fleet/autoscaling.py).
+        ui: serve the live page at /ui.
+        log_format: format of the log lines of all processes: text, or json, an object a line.
+        otlp_traces_endpoint: URL of a collector that gets a span of each request (OTLP over HTTP); needs
+            manta[otel]. Without it OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
+        lossless_audit: share of answers that an idle engine computes again without speculation, and compares:
+            0 (none) to 1. They are compared token by token. 0 leaves an idle engine idle.
+        capture: folder that keeps prompts and answers, as token ids, to adapt drafters to them. Made with
+            mode 0700 (in YAML: an absolute path), for `manta drafter adapt`. Requests that say `"store":
+            false` or `Cache-Control: no-store` are not kept.
+        capture_fraction: share of requests to keep: 0 to 1 (all).
+        capture_max_bytes: most bytes that the folder holds; the oldest go first. A token takes about five
+            bytes.
+        capture_redact: function that is called with each completion before it is kept; returns it, perhaps
+            changed, or None. It runs in a process of its own (`actors/capture/redaction.py`).
+        capture_prompts: keep prompts, too. False keeps answers without their prompts.
+        max_metric_labels: tenants, and categories, that metrics and receipts tell apart
+            (`actors/engine/tenant.py`), first come, first served. All others count as "other". Each is two
+            series in Prometheus. 0 tells none apart.
+        tenants: name that X-Tenant may give, told apart in metrics and receipts; may be repeated, * for any.
+            Other names count as "other", unless the request's key has a tenant, or `*`. Use * only for a port
+            that only a proxy reaches.
+        categories: name that X-Category may give; may be repeated, * for any.
+    """
+
+    served_model_name: str | tuple[str, ...] | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Any: JSON
+    unknown_params: UnknownParams = "warn"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+    reasoning_field_name: ReasoningField | None = None
+    enable_per_request_metrics: Annotated[bool, NO_FLAG] = True
+    per_request_spec_decode_metrics: Annotated[SpeculationMetrics, NO_FLAG] = "summary"
+    sse_keep_alive_interval: float = 0.0
+    max_request_bytes: Size = 32 * 1024 * 1024
+    max_unread_bytes: Size = 4 * 1024 * 1024
+    reader_timeout: float = 300.0
+    max_requests_per_key: int | None = None
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    admin_api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    metrics_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    metrics_api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    allowed_origins: tuple[str, ...] = ()
+    prefix_cache_isolation: Isolation | None = None
+    # A URL may hold secrets.
+    batch_storage: Annotated[FolderPath | None, Flag(metavar="FOLDER|URL")] = field(default=None, repr=False)
+    receipts: FolderPath | None = None
+    max_batch_file_bytes: Annotated[int, NO_FLAG] = 200 * 10**6
+    max_stored_bytes: Size = 10 * 10**9
+    max_batch_lines: Annotated[int, NO_FLAG] = 50_000
+    replicas: Annotated[int | str, Flag("--replicas --data-parallel-size -dp", metavar="N|LEAST:MOST")] = 1
+    shutdown_timeout: float = 900.0
+    scaling: Annotated[ScalingRules, NO_FLAG] = field(default_factory=ScalingRules)
+    ui: bool = True
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = field(default=None, repr=False)
+    lossless_audit: Annotated[float, Flag(metavar="SHARE")] = 0.0
+    capture: FolderPath | None = None
+    capture_fraction: Annotated[float, Flag(metavar="SHARE")] = 1.0
+    capture_max_bytes: Size = 2**30
+    capture_redact: Annotated[str | None, Flag(metavar="MODULE:FUNCTION")] = None
+    capture_prompts: bool = True
+    max_metric_labels: Annotated[int, NO_FLAG] = 64
+    tenants: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key", "admin_api_key", "metrics_api_key", *_NAMES):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        for name in _NAMES:
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
+        for name in ("api_key", "admin_api_key", "metrics_api_key"):
+            _check_keys(name, _as_tuple(getattr(self, name)))
+        for name in ("tenants", "categories"):
+            for at, value in enumerate(getattr(self, name)):
+                _check_label(f"{name}.{at}", value)
+        for name, kind in (
+            ("unknown_params", UnknownParams),
+            ("per_request_spec_decode_metrics", SpeculationMetrics),
+            ("log_format", LogFormat),
+        ):
+            one_of(name, getattr(self, name), get_args(kind))
+        GenerationDefaults().overridden(self.override_generation_config)
+        source = self.generation_config
+        if source not in ("auto", "openai") and not Path(source, "generation_config.json").is_file():
+            raise ConfigError(
+                f"generation_config={source!r} must be auto (the checkpoint's), openai (none), or a folder "
+                "that holds a generation_config.json.",
+                param="generation_config",
+            )
+        if self.prefix_cache_isolation is not None:
+            one_of("prefix_cache_isolation", self.prefix_cache_isolation, get_args(Isolation))
+        if self.reasoning_field_name is not None:
+            one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
+        for name, at_zero in (
+            ("sse_keep_alive_interval", "off"),
+            ("shutdown_timeout", "at once"),
+            ("reader_timeout", "never"),
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} must be 0 ({at_zero}) or seconds.", param=name
+                )
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
+        if self.max_requests_per_key is not None and self.max_requests_per_key < 1:
+            raise ConfigError(
+                f"max_requests_per_key={self.max_requests_per_key!r} must be at least 1; leave it out for no "
+                "limit.",
+                param="max_requests_per_key",
+            )
+        for name in ("lossless_audit", "capture_fraction"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} must be a share of all answers, from 0 (none) to 1.",
+                    param=name,
+                )
+        if self.capture is not None and not Path(self.capture).is_absolute():
+            raise ConfigError(
+                f"capture={self.capture!r} must be the absolute path of a folder.", param="capture"
+            )
+        if self.capture_redact is not None and not _HOOK.fullmatch(self.capture_redact):
+            raise ConfigError(
+                f"capture_redact={self.capture_redact!r} must name a function, like mymodule:redact.",
+                param="capture_redact",
+            )
+        if self.otlp_traces_endpoint is not None:
+            _check_collector(self.otlp_traces_endpoint)
+        if self.batch_storage is not None:
+            _check_place(self.batch_storage)
+        if self.receipts is not None and not Path(self.receipts).is_absolute():
+            raise ConfigError(
+                f"receipts={self.receipts!r} must be the absolute path of a folder that all replicas see.",
+                param="receipts",
+            )
+        parse_replicas(self.replicas)
+        if isinstance(self.scaling, Mapping):
+            object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
+
+    def model_names(self, model: str) -> tuple[str, ...]:
+        """The names under which `model` is served, the reported one first."""
+        return _as_tuple(self.served_model_name) or (model,)
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Return the keys of a setting: `api_key`, `admin_api_key` or `metrics_api_key`."""
+        return tuple(self.key_tenants(name))
+
+    def key_tenants(self, name: str) -> dict[str, str | None]:
+        """Return the same with the tenant of each: None without, ANY where requests may name any."""
+        found = (_KEY.fullmatch(entry) for entry in _as_tuple(getattr(self, name)))
+        return {entry[1]: entry[2] for entry in found if entry is not None}
+
+    @property
+    def isolation(self) -> Isolation:
+        """What `prefix_cache_isolation` is here."""
+        num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
+        return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
+
+
+def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
+    """Sort one mapping into both; an unknown key is a ConfigError that proposes the nearest known one."""
+    args = accept(args)
+    server_names = {f.name for f in fields(ServerSettings)}
+    engine_names = {f.name for f in fields(EngineConfig)}
+    if "models" in args:
+        raise ConfigError("models: only a server has several; give one `model` here.", param="models")
+    for key in args:
+        if key not in server_names | engine_names:
+            known = sorted(server_names | engine_names)
+            hint = did_you_mean(str(key), known, else_say="See ray_config.yaml for the known ones.")
+            raise ConfigError(f"Unknown setting {key}. {hint}", param=str(key))
+    if not args.get("model"):
+        raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
+    engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
+    return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
+
+
+def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSettings]]:
+    """`split_settings` for each model of one endpoint, at least one.
+
+    Several stand under `models:`, a list of mappings, each over what stands beside it.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or two models would answer to one name.
+    """
+    if "models" not in args:
+        return [split_settings(args)]
+    common = {key: value for key, value in args.items() if key != "models"}
+    found = [split_settings({**common, **entry}) for entry in _entries(args["models"], common)]
+    owners: dict[str, int] = {}
+    for i, (engine, server) in enumerate(found):
+        for name in server.model_names(engine.model):
+            if owners.setdefault(name, i) != i:
+                raise ConfigError(
+                    f"models.{i}: {name!r} is the name of another model, too. Give each a served_model_name.",
+                    param=f"models.{i}.served_model_name",
+                )
+    return found
+
+
+def wants_gateway(replicas: int | str) -> bool:
+    """Whether replicas have a gateway in front; a lone one only where it is asked for."""
+    return ":" in str(replicas) or parse_replicas(replicas) != (1, 1)
+
+
+def parse_replicas(replicas: int | str) -> tuple[int, int]:
+    """The least and the most replicas that a setting allows; equal where their number is fixed."""
+    least, _, most = str(replicas).partition(":")
+    most = most if ":" in str(replicas) else least
+    if isinstance(replicas, bool) or not (least.isdecimal() and most.isdecimal()):
+        bounds = None
+    else:
+        bounds = int(least), int(most)
+    if bounds is None or bounds[1] < 1 or bounds[0] > bounds[1]:
+        raise ConfigError(
+            f'replicas={replicas!r} must be a number of at least 1, or "least:most" like "1:4".',
+            param="replicas",
+        )
+    return bounds
+
+
+def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What stands under `models:`; what holds for the whole endpoint must not stand there."""
+    if not isinstance(models, list) or not models or not all(isinstance(each, Mapping) for each in models):
+        raise ConfigError("models must be a list of mappings, each with a `model`.", param="models")
+    for i, entry in enumerate(models):
+        for name in ENDPOINT_SETTINGS & entry.keys():
+            raise ConfigError(
+                f"models.{i}.{name} holds for the whole endpoint: write it beside `models`.",
+                param=f"models.{i}.{name}",
+            )
+    if "batch_storage" in common and len(models) > 1:
+        raise ConfigError(
+            "batch_storage is for an endpoint of one model: serve each model whose batches are to be kept "
+            "as an application of its own.",
+            param="batch_storage",
+        )
+    if common.get("capture") and len(models) > 1:
+        raise ConfigError(
+            "capture is for one model, whose tokens they are: write it under each of `models` that is to be "
+            "captured, with a folder of its own.",
+            param="capture",
+        )
+    return models
+
+
+def _check_keys(name: str, entries: tuple[str, ...]) -> None:
+    """Refuse what is no key, without repeating it."""
+    for entry in entries:
+        if (found := _KEY.fullmatch(entry)) is None:
+            raise ConfigError(
+                f"{name}: a key must be printable ASCII without spaces, and not empty; behind it may stand a "
+                "space and the tenant that its requests count for, or *.",
+                param=name,
+            )
+        if found[2] is not None:
+            _check_label(name, found[2])
+
+
+def _check_label(name: str, value: str) -> None:
+    if value != ANY and not is_label(value):
+        raise ConfigError(
+            f"{name}: {shown(value)} can be no label: it must have up to 64 letters, digits and _.:@/+-, and "
+            'not be "none" or "other"; * stands for any name.',
+            param=name,
+        )
+
+
+def _check_place(where: str) -> None:
+    """A relative path would be another one in each replica's process."""
+    if "://" not in where and not Path(where).is_absolute():
+        raise ConfigError(
+            f"batch_storage={shown_url(where)} must be an absolute path that all replicas see, or a URL.",
+            param="batch_storage",
+        )
+
+
+def _check_collector(url: str) -> None:
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint={shown_url(url)} must be a URL like http://collector:4318/v1/traces (OTLP "
+            "over HTTP; gRPC is not spoken).",
+            param="otlp_traces_endpoint",
+        )
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value

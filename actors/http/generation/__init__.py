@@ -1,0 +1,1 @@
+"""Runs a request of any API: translation, generation, streams. Start with `generation.py`."""

@@ -1,0 +1,99 @@
+"""How an endpoint that is no chat answers a `ChatRequest`: whole, or by the events of its `SectionWriter`.
+
+Called by `http/responses/routes.py` and `http/anthropic/routes.py`; the request's own way is chat's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...chat.answer_parser import Reading
+from ...chat.answer_parts import Piece
+from ...engine.output_processor import CompletionOutput
+from ..wire import sse
+from ..wire.json_io import JsonObject, json_response
+from .output_items import Events, SectionWriter
+from .request_run import Run
+from .server_context import Frontend
+
+
+@dataclass(frozen=True, slots=True)
+class Heeds:
+    """What the model can be told beside its conversation. Agents tell it whatever the model.
+
+    Attributes:
+        effort: of reasoning.
+        switch: to think, or not to.
+        thinks: its reasoning can be told from its answer.
+    """
+
+    effort: bool
+    switch: bool
+    thinks: bool
+
+    @classmethod
+    def of(cls, frontend: Frontend) -> Heeds:
+        uses = frontend.tokenizer.template_uses
+        return cls(
+            effort=uses("reasoning_effort"),
+            switch=uses("enable_thinking"),
+            thinks=frontend.chat.thinking is not None,
+        )
+
+
+async def answer(run: Run, reading: Reading, writer: SectionWriter, http: Request) -> Response:
+    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    headers = run.work.headers
+    if run.work.request.stream:
+        keep_alive_s = run.frontend.settings.sse_keep_alive_interval
+        events = _stream_events(run, reading, writer)
+        return await sse.stream(events, http, headers, keep_alive_s, _Ending(writer))
+    return json_response(await sse.unless_gone(http, _whole_body(run, reading, writer)), headers=headers)
+
+
+class _Ending:
+    """The last event of these APIs says that it is the last."""
+
+    done = b""
+
+    def __init__(self, writer: SectionWriter) -> None:
+        self._writer = writer
+
+    def failed(self, error: BaseException) -> bytes:
+        return _joined(self._writer.failed(error))
+
+
+async def _stream_events(run: Run, reading: Reading, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
+    """One piece of bytes per verified block."""
+    parts, begun = reading.answer(run.work.id, 0), False
+    async with aclosing(run.outputs()) as outputs:
+        async for _, output in outputs:
+            (completion,) = output.outputs
+            events = [] if begun else writer.begin(run.figures.usage())
+            begun = True
+            piece = parts.feed(completion.text, final=completion.finish_reason is not None)
+            events += _written(run, writer, piece, completion)
+            if events:
+                yield _joined(events)
+
+
+async def _whole_body(run: Run, reading: Reading, writer: SectionWriter) -> JsonObject:
+    ((completion,),) = [output.outputs for output in await run.answers()]
+    _written(run, writer, reading.whole(run.work.id, 0, completion.text), completion)
+    return writer.whole()
+
+
+def _written(run: Run, writer: SectionWriter, piece: Piece, completion: CompletionOutput) -> Events:
+    events = writer.feed(piece)
+    if completion.finish_reason is not None:
+        events += writer.finish(completion.finish_reason, completion.stop_reason, run.figures.usage())
+    return events
+
+
+def _joined(events: Events) -> bytes:
+    return b"".join(map(sse.named_event, events))

@@ -1,0 +1,309 @@
+"""From a parsed request to its response: whole, or a stream of events.
+
+Completions and chat differ in how a choice looks (`Shape`) and in how a prompt is made; all else is here.
+
+    request ─ prepare ─▶ Work ─ Run (run.py) ─▶ answers: one body; or outputs: one event per verified block
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....cluster.errors import RequestError
+from ....cluster.step.limits import check_room
+from ...chat.answer_parser import Answer, Reading
+from ...chat.answer_parts import Piece
+from ...engine.output_processor import CompletionOutput, RequestOutput
+from ...tokenization.prompts import EncodedPrompt
+from ..middleware.api_keys import caller_of
+from ..protocol.logprobs import token_lengths
+from ..protocol.prompt_echo import PromptParts
+from ..protocol.protocol import GenerationRequest
+from ..wire import sse
+from ..wire.json_io import JsonObject
+from ..wire.rejections import logged_elsewhere, trace_headers
+from ..wire.request_ids import new_id
+from .generation_task import Work
+from .large_responses import ChoicesBody
+from .request_run import Run
+from .resume_origin import Origin, told
+from .server_context import Frontend
+
+MAX_COMPLETIONS = 4096
+
+
+class Shape(Protocol):
+    """How choices of an endpoint look, for one request: `reading` takes their texts apart."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+    reading: Reading
+
+    def opening(self, index: int) -> JsonObject | None:
+        """The chunk before a choice's first text, if there is one."""
+        ...
+
+    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+        """A choice in a stream, at least once: what is new of it."""
+        ...
+
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        """A choice's end in a stream; nothing new comes with it."""
+        ...
+
+    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject: ...
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
+        ...
+
+
+def prepare(
+    frontend: Frontend,
+    prefix: str,
+    request: GenerationRequest,
+    http: Request,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    default_max_tokens: int | None,
+    ignored: Sequence[str] = (),
+    resumable: bool = True,
+    ends_with_context: bool = False,
+) -> Work:
+    """Check everything that can be checked before the engine is asked.
+
+    Args:
+        prefix: of the response's id.
+        default_max_tokens: None means as many as fit.
+        ignored: further names for X-Ignored-Params.
+        resumable: whether another replica could go on with the response's stream.
+        ends_with_context: a limit that the context has no room for stands for the context's end.
+    """
+    model = frontend.check_model(request.model)
+    all_ignored = [*frontend.ignored_fields(request), *ignored]
+    params = request.sampling_params(frontend.defaults, default_max_tokens)
+    params = frontend.chat.limited(params, prompts[0].text or "")
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        raise RequestError(
+            f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
+            param="n",
+        )
+    if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
+        all_ignored.append("speculative.return_trace")
+    if ends_with_context and _exceeds_context(frontend, request, prompts):
+        params = replace(params, max_tokens=None)
+    else:
+        _check_room(frontend, request, prompts)
+    caller = caller_of(http.scope)
+    asker, unheeded = frontend.asker(request, http, caller)
+    all_ignored += unheeded
+    origin: Origin | None = http.scope["state"].get("origin")
+    if origin is not None and params.seed is None:
+        params = replace(params, seed=origin.seed)
+    return Work(
+        id=new_id(prefix) if origin is None else prefix + origin.id,
+        request_id=http.scope["state"]["request_id"],
+        model=model,
+        prompts=list(prompts),
+        params=params,
+        priority=frontend.priority(request, http),
+        ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
+        request=request,
+        created_s=int(time.time()) if origin is None else origin.created_s,
+        caller=caller,
+        asker=asker,
+        may_be_kept=request.store is not False and "no-store" not in http.headers.get("cache-control", ""),
+        origin=origin,
+        resumable=resumable,
+        trace_headers=trace_headers(http.headers),
+    )
+
+
+def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions: int) -> bool:
+    """Whether the answer has a place for a trace (`Run.metrics`), and there will be one."""
+    if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
+        return False
+    options = request.stream_options
+    has_usage = not request.stream or (options is not None and options.include_usage)
+    return has_usage and request.include_metrics
+
+
+def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
+    name, limit = request.token_limit
+    check_room(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
+
+
+def _exceeds_context(
+    frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+) -> bool:
+    """Whether the limit of tokens has no room in the context."""
+    _, limit = request.token_limit
+    return limit is not None and _longest(prompts) + limit > frontend.engine.info.max_model_len
+
+
+def _longest(prompts: Sequence[EncodedPrompt]) -> int:
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
+    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
+    run = Run(frontend, work)
+    logged_elsewhere(http.scope)
+    if work.request.stream:
+        keep_alive_s = frontend.settings.sse_keep_alive_interval
+        return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
+    return await sse.unless_gone(http, whole_response(run, shape))
+
+
+async def whole_response(run: Run, shape: Shape) -> Response:
+    work, body, at = run.work, ChoicesBody(), 0
+    beside: JsonObject = {}
+    answers = (await run.answers())[::-1]
+    for prompt in work.prompts:
+        answer = answers.pop()  # to be freed in turns, too: thousands with log probabilities take long
+        parts = await run.prompt_parts(prompt, answer)
+        beside |= parts.beside()
+        for completion in answer.outputs:
+            choice = whole_choice(shape, work.id, at, completion, None)
+            if work.params.logprobs is not None:
+                choice["logprobs"] = await body.logprobs(shape, completion, work.params.logprobs)
+            choice = parts.begin(choice)
+            if work.request.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+                choice["prompt_token_ids"] = prompt.token_ids
+            await body.add(choice)
+            at += 1
+    tail = _with_metrics({"usage": run.figures.usage()} | beside, run)
+    return body.response(run.envelope(shape.whole_object), tail, work.headers)
+
+
+def whole_choice(
+    shape: Shape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
+) -> JsonObject:
+    """A choice of a whole answer, the `at`th of its response."""
+    assert completion.finish_reason is not None, "an answer ends only when all its completions have"
+    piece = shape.reading.whole(response_id, at, completion.text)
+    choice = shape.whole(at, piece, shown_reason(completion.finish_reason, called=bool(piece.calls)))
+    if num_logprobs is not None:
+        choice["logprobs"] = shape.logprobs(completion, num_logprobs, 0)
+    return {**choice, "stop_reason": completion.stop_reason}
+
+
+def shown_reason(finish_reason: str, *, called: bool) -> str:
+    """OpenAI's name for how a choice ended; one that calls tools and was not cut short waits for them."""
+    return "tool_calls" if called and finish_reason == "stop" else finish_reason
+
+
+async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
+    """One piece of bytes per verified block; opening, finish and usage chunks ride along with their block."""
+    work = run.work
+    options = work.request.stream_options
+    envelope = run.envelope(shape.chunk_object)
+    continuous = options is not None and options.continuous_usage_stats
+    with_usage = options is not None and options.include_usage
+    if with_usage and not continuous:
+        envelope["usage"] = None
+    writer, num_chars = _ChunkWriter(run, shape), work.begun.num_chars
+    async with aclosing(run.outputs()) as outputs:
+        async for prompt_index, output in outputs:
+            if continuous:
+                envelope["usage"] = run.figures.usage()
+            await writer.look_at_prompt(prompt_index, output)
+            choices = writer.choices(prompt_index, output)
+            piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
+            if work.single and output.finished and with_usage:
+                piece += _usage_event(run, envelope)
+            if work.told:
+                (completion,) = output.outputs
+                num_chars += len(completion.text)
+                piece += told(num_chars, completion.token_ids, end=output.finished)
+            if piece:
+                yield piece
+    if with_usage and not work.single:
+        yield _usage_event(run, envelope)
+
+
+def _usage_event(run: Run, envelope: JsonObject) -> bytes:
+    return sse.event(_with_metrics({**envelope, "choices": [], "usage": run.figures.usage()}, run))
+
+
+class _ChunkWriter:
+    """Turns outputs into choices of chunks; knows how far each choice has come."""
+
+    def __init__(self, run: Run, shape: Shape) -> None:
+        self._work = run.work
+        self._shape = shape
+        self._answers: dict[int, Answer] = {}
+        if run.work.begun.token_ids:
+            self._answers[0] = self._answer(0)
+            self._answers[0].feed(run.begun_text())
+        self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
+        self._run = run
+        self._echoes: dict[int, PromptParts] = {}  # by prompt
+
+    async def look_at_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Make ready what its choices begin with, before the first of them."""
+        if self._work.request.echoes and prompt_index not in self._echoes:
+            prompt = self._work.prompts[prompt_index]
+            self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
+
+    def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
+        found: list[JsonObject] = []
+        for completion in output.outputs:
+            at = prompt_index * self._work.params.n + completion.index
+            if at not in self._answers:
+                self._answers[at] = self._answer(at)
+                found.extend(self._opening(at, prompt_index))
+            found.extend(self._body(at, completion))
+        return found
+
+    def _answer(self, at: int) -> Answer:
+        return self._shape.reading.answer(self._work.id, at)
+
+    def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
+        choice, echo = self._shape.opening(at), self._echoes.get(prompt_index)
+        if echo is not None:
+            choice, self._lengths[at] = echo.opening(at), echo.num_chars
+        if choice is None:
+            return []
+        if self._work.request.return_token_ids:
+            choice["prompt_token_ids"] = self._work.prompts[prompt_index].token_ids
+        return [choice]
+
+    def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
+        """What is new of a choice; log probabilities and tokens stand in its first chunk."""
+        found: list[JsonObject] = []
+        with_ids = self._work.request.return_token_ids
+        answer = self._answers[at]
+        piece = answer.feed(completion.text, final=completion.finish_reason is not None)
+        if piece or completion.logprobs or (with_ids and completion.token_ids):
+            found = self._shape.chunks(at, piece)
+            if with_ids:
+                found[0]["token_ids"] = completion.token_ids
+            if completion.logprobs:
+                found[0]["logprobs"] = self._logprobs(at, completion)
+        if completion.finish_reason is not None:
+            choice = self._shape.end(at, shown_reason(completion.finish_reason, called=answer.called))
+            choice["stop_reason"] = completion.stop_reason
+            found.append(choice)
+        return found
+
+    def _logprobs(self, at: int, completion: CompletionOutput) -> JsonObject:
+        num_top, offset = self._work.params.logprobs, self._lengths.get(at, 0)
+        assert num_top is not None, "nobody asked for them"
+        self._lengths[at] = offset + token_lengths(completion)
+        return self._shape.logprobs(completion, num_top, offset)
+
+
+def _with_metrics(body: JsonObject, run: Run) -> JsonObject:
+    metrics = run.metrics()
+    return body if metrics is None else {**body, "metrics": metrics}

@@ -1,0 +1,120 @@
+"""The sections of an answer: stretches of reasoning, of text, and calls, one after the other.
+
+`/v1/responses` calls them output items and `/v1/messages` content blocks; both tell their clients when one
+opens, grows and closes. Here is which section a `Piece` belongs to; what is said of it is the writers' matter
+(`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ....cluster.request.request import FinishReason
+from ...chat.answer_parts import CallPiece, Piece
+from ..wire.json_io import JsonObject
+
+Kind = Literal["reasoning", "content", "call"]
+Events = list[JsonObject]
+
+
+@dataclass(slots=True)
+class Section:
+    """One of them. `at` is its place in the answer; `text` grows, of a call it is the arguments."""
+
+    kind: Kind
+    at: int
+    call_index: int | None = None
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+class SectionWriter(ABC):
+    """Turns the pieces of one answer into events.
+
+    Attributes:
+        sections: so far; the last one is open until `close`.
+    """
+
+    def __init__(self) -> None:
+        self.sections: list[Section] = []
+        self._is_open = False
+
+    def feed(self, piece: Piece) -> Events:
+        """What is new. A section ends where another begins."""
+        events: Events = []
+        for kind, call, text in _stretches(piece):
+            if not self._goes_on(kind, call):
+                events += self.close(whole=True)
+                events += self._open(kind, call)
+            if text:
+                self.sections[-1].text += text
+                events += self.grown(self.sections[-1], text)
+        return events
+
+    def close(self, *, whole: bool) -> Events:
+        """The open section has ended; not `whole` if the answer was cut off in it."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return self.closed(self.sections[-1], whole=whole)
+
+    @property
+    def has_calls(self) -> bool:
+        return any(section.kind == "call" for section in self.sections)
+
+    def ensure_content(self) -> Events:
+        """An answer without any section gets an empty text: clients look for one."""
+        return [] if self.sections else self._open("content", None)
+
+    @abstractmethod
+    def begin(self, usage: JsonObject) -> Events:
+        """The first events of a stream. `usage` as in `finish`: of the prompt, and of the first tokens."""
+
+    @abstractmethod
+    def opened(self, section: Section) -> Events: ...
+
+    @abstractmethod
+    def grown(self, section: Section, text: str) -> Events:
+        """`text` is new and is in the section already."""
+
+    @abstractmethod
+    def closed(self, section: Section, *, whole: bool) -> Events: ...
+
+    @abstractmethod
+    def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
+        """The answer is over. `usage` is OpenAI's of a chat."""
+
+    @abstractmethod
+    def failed(self, error: BaseException) -> Events:
+        """The answer to a stream cannot be ended; it may not have begun."""
+
+    @abstractmethod
+    def whole(self) -> JsonObject:
+        """The answer as one body; asked for when it has finished."""
+
+    def _goes_on(self, kind: Kind, call: CallPiece | None) -> bool:
+        if not self._is_open:
+            return False
+        last = self.sections[-1]
+        return last.kind == kind and (call is None or last.call_index == call.index)
+
+    def _open(self, kind: Kind, call: CallPiece | None) -> Events:
+        section = Section(kind, len(self.sections))
+        if call is not None:
+            section.call_index, section.call_id, section.name = call.index, call.id or "", call.name or ""
+        self.sections.append(section)
+        self._is_open = True
+        return self.opened(section)
+
+
+def _stretches(piece: Piece) -> Iterator[tuple[Kind, CallPiece | None, str]]:
+    if piece.reasoning:
+        yield "reasoning", None, piece.reasoning
+    if piece.content:
+        yield "content", None, piece.content
+    for call in piece.calls:
+        yield "call", call, call.arguments

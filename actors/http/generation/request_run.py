@@ -1,0 +1,284 @@
+"""One HTTP request on the engine: its prompts become whole answers or merged streams, counted and logged.
+
+How the outputs are shown is `generation.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+from ....cluster.errors import ENDINGS, EngineDeadError, MantaError, UnprocessableError
+from ...capture.collector import CapturedAnswers
+from ...engine.async_engine import RequestOptions
+from ...engine.output_processor import RequestMetrics, RequestOutput, begun_text
+from ...engine.unread_outputs import ReaderLimit, size_of
+from ...tokenization.prompts import EncodedPrompt
+from ..protocol.prompt_echo import PromptParts, without_answer
+from ..protocol.speculation_usage import acceptance
+from ..wire.errors import public_error
+from ..wire.json_io import JsonObject
+from ..wire.sse import cancel
+from .generation_task import Work
+from .request_stats import RequestFigures
+from .server_context import Frontend
+
+T = TypeVar("T")
+
+BEGIN_AT_ONCE = 16  # engine requests, in a turn of the loop
+MAX_ANSWER_BYTES = 1 << 30  # of an answer that is made whole; with 20 log probabilities a token is 1,600
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class Run:
+    """The engine's outputs for one `Work`, counted and logged."""
+
+    def __init__(self, frontend: Frontend, work: Work) -> None:
+        self.frontend = frontend
+        self.work = work
+        counter = work.reading.token_counter
+        self.figures = RequestFigures(len(work.prompts), work.params, work.begun.token_ids, counter)
+        self._params, self._audited = work.params, None
+        if work.single and not work.request.echoes_only:
+            told = work.request_id, work.id, work.prompts[0], work.params, work.begun
+            self._audited = frontend.audit.choose(*told)
+        if self._audited is not None:
+            self._params = self._audited.params
+        self._account = None
+        if frontend.receipts is not None:
+            begins = work.origin is None or work.origin.attempt == 0
+            self._account = frontend.receipts.account(work.asker, begins=begins)
+        self._num_bytes = 0  # of the answers that are made whole
+        self._captured: CapturedAnswers | None = None
+        if frontend.capture is not None and work.may_be_kept and not work.request.echoes_only:
+            self._captured = frontend.capture.choose(work.prompts, work.begun, work.model, work.asker)
+
+    async def outputs(self) -> Outputs:
+        """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
+        engine, work = self.frontend.engine, self.work
+        limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
+        streams = [
+            engine.add(self._engine_id(i), prompt, self._params, limit=limit, **self._options())
+            for i, prompt in enumerate(work.prompts)
+        ]
+        with self._logged():
+            async with aclosing(merge(streams)) as merged:
+                async for index, made in merged:
+                    output = self._shown(made)
+                    self._watch(index, output)
+                    yield index, output
+
+    async def answers(self) -> list[RequestOutput]:
+        """The whole answer to every prompt. The first failure, or leaving, ends all; the end is logged."""
+        with self._logged():
+            return await together(self._complete(i) for i in range(len(self.work.prompts)))
+
+    async def _complete(self, index: int) -> RequestOutput:
+        work = self.work
+        answer = await self.frontend.engine.complete(
+            self._engine_id(index),
+            work.prompts[index],
+            self._params,
+            watch=lambda output: self._watch_whole(index, self._shown(output)),
+            **self._options(),
+        )
+        return self._shown(answer)
+
+    def _watch_whole(self, index: int, output: RequestOutput) -> None:
+        self._num_bytes += sum(map(size_of, output.outputs))
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise UnprocessableError(
+                f"The answer is larger than {MAX_ANSWER_BYTES} bytes in memory. Stream it, or ask for less: "
+                "`n`, prompts, tokens, log probabilities.",
+                param="stream",
+            )
+        self._watch(index, output)
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        return without_answer(output) if self.work.request.echoes_only else output
+
+    def _watch(self, index: int, output: RequestOutput) -> None:
+        self.figures.feed(index, output, self.frontend.telemetry)
+        if self._audited is not None:
+            self._audited.feed(output)
+        if self._captured is not None:
+            self._captured.feed(index, output)
+        _refuse_aborted(output)
+
+    def _engine_id(self, index: int) -> str:
+        work = self.work
+        id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
+        return id if len(work.prompts) == 1 else f"{id}-{index}"
+
+    def begun_text(self) -> str:
+        """What the client has of the only completion, from another replica."""
+        work, tokenizer = self.work, self.frontend.engine.tokenizer
+        if tokenizer is None:
+            return ""
+        return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
+
+    async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
+        """What the answer shows of a prompt."""
+        tokenizer = self.frontend.engine.tokenizer
+        return await PromptParts.of(self.work.request, prompt, answer.prompt_told, tokenizer)
+
+    def _options(self) -> RequestOptions:
+        request = self.work.request
+        return {
+            "priority": self.work.priority,
+            "cache_salt": self.work.caller.salt(request.cache_salt),
+            "max_draft_tokens": request.speculative.max_draft_tokens,
+            "tpot_ms": request.speculative.tpot_ms,
+            "trace": self._traces or self._detailed,
+            "begun": self.work.begun,
+            "client_id": self.work.request_id,
+            "owner": self.work.caller.owner,
+            "account": self._account,
+        }
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Whatever happens inside, the request is logged with the status that it ends in. Raises
+        RateLimitError if its key has too many."""
+        status = 499
+        work = self.work
+        count = len(work.prompts) * work.params.n
+        try:
+            with self.frontend.key_shares.take(work.caller.owner, count), self.frontend.audit.online():
+                yield
+            status = 200
+        except MantaError as error:
+            status = public_error(error).status
+            if self.figures.first_token_s is None:
+                self.frontend.telemetry.count_rejection(error)
+            raise
+        except ENDINGS:
+            raise
+        except BaseException:
+            status = 500
+            raise
+        finally:
+            self._finish(status)
+
+    def _finish(self, status: int) -> None:
+        work = self.work
+        request = self.figures.finished(
+            request_id=work.request_id, response_id=work.id, model=work.model, status=status
+        )
+        self.frontend.telemetry.finish_request(request)
+        self.figures.count_drafts(work.asker, self.frontend.telemetry)
+        if self.frontend.tracing is not None:
+            self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)
+        if self._audited is not None and status == 200:
+            self.frontend.audit.submit(self._audited)
+        if self._captured is not None and self.frontend.capture is not None and status == 200:
+            self.frontend.capture.submit(self._captured)
+
+    def envelope(self, kind: str) -> JsonObject:
+        work = self.work
+        return {
+            "id": work.id,
+            "object": kind,
+            "created": work.created_s,
+            "model": work.model,
+            "system_fingerprint": self.frontend.fingerprint,
+        }
+
+    def metrics(self) -> JsonObject | None:
+        """Times and acceptance; only where they belong to one completion."""
+        settings, cost = self.frontend.settings, self.figures.cost
+        if cost is None or not (self.work.single and self.work.request.include_metrics):
+            return None
+        times = self.figures.times() if settings.enable_per_request_metrics else {}
+        if settings.per_request_spec_decode_metrics == "none" and not self._traces:
+            return times or None
+        speculates = self.work.request.speculative.max_draft_tokens != 0 and self.frontend.speculates
+        return {**times, "speculative_decoding": self._acceptance(cost) if speculates else None}
+
+    def _acceptance(self, cost: RequestMetrics) -> JsonObject:
+        return acceptance(
+            cost,
+            self.frontend.engine.info.num_speculative_tokens,
+            detailed=self._traces or self._detailed,
+            first_traced=len(self.work.begun.token_ids) if self._traces else None,
+        )
+
+    @property
+    def _traces(self) -> bool:
+        return self.work.request.speculative.return_trace
+
+    @property
+    def _detailed(self) -> bool:
+        return self.frontend.settings.per_request_spec_decode_metrics == "detailed"
+
+
+async def together(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+    """What all return, in their order; the first failure ends all."""
+    tasks: list[asyncio.Task[RequestOutput]] = []
+    try:
+        await _begin_in_turns(tasks, work)
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """Outputs of several streams as they come, each with its stream's index; the first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    # Short: as many pumps as it holds make an output each in one turn of the loop.
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=8)
+    tasks: list[asyncio.Task[None]] = []
+    begin = asyncio.create_task(
+        _begin_in_turns(tasks, (_pump(i, stream, queue) for i, stream in enumerate(streams)))
+    )
+    try:
+        running = len(streams)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        await cancel(begin)
+        await cancel(*tasks)
+
+
+async def _begin_in_turns(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
+    """Make tasks of the work. What one does as it begins is short, but is felt a thousand times over."""
+    for count, each in enumerate(work, start=1):
+        tasks.append(asyncio.create_task(each))
+        if count % BEGIN_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]],
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                await queue.put((index, output))
+    except ENDINGS:
+        raise
+    except BaseException as error:  # carried to the reader, who raises it
+        await queue.put((index, error))
+    else:
+        await queue.put((index, None))
+
+
+def _refuse_aborted(output: RequestOutput) -> None:
+    """A completion that the server ended early has no OpenAI finish reason: it is a failure."""
+    if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
+        raise EngineDeadError("The server ended this request early. Retry.")

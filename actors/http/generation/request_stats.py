@@ -1,0 +1,208 @@
+"""What one HTTP request cost: its `usage`, its times and its log line, counted as outputs come.
+
+One HTTP request may hold several prompts, and each several completions. Times of the whole are the
+earliest first token and the latest last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ....cluster.request.request import SamplingParams
+from ....cluster.speculation.acceptance_length import mean_acceptance_length
+from ...chat.reasoning_tokens import ReasoningCounter
+from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
+from ...engine.tenant import Asker
+from ...observability.telemetry import EndedCompletion, EndedPrompt, FinishedRequest, Telemetry
+from ..protocol.speculation_usage import rounded
+from ..wire.json_io import JsonObject
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Of one completion: how many there are, and when the first and the last came."""
+
+    first_s: float
+    last_s: float
+    count: int
+
+
+class RequestFigures:
+    """Counts one HTTP request. Fed by `Run` alone.
+
+    Args:
+        params: of the request.
+        begun_token_ids: output that another engine generated; it is in `usage`, not in timings.
+        new_counter: makes what counts the reasoning in a completion; None where that cannot be counted.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        params: SamplingParams,
+        begun_token_ids: Sequence[int] = (),
+        new_counter: Callable[[], ReasoningCounter | None] = lambda: None,
+    ) -> None:
+        self.started_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.num_output_tokens = 0
+        self._num_begun = len(begun_token_ids)
+        self._new_counter = new_counter
+        self._counters: dict[tuple[int, int], ReasoningCounter | None] = {}  # as `_tokens`
+        if begun_token_ids:
+            self._count_reasoning((0, 0), begun_token_ids)
+        self.finish_reasons: list[str] = []
+        self._num_prompt_tokens = [0] * num_prompts
+        self._costs: list[RequestMetrics | None] = [None] * num_prompts
+        self._params = params
+        self._tokens: dict[tuple[int, int], _Tokens] = {}  # by prompt and completion
+
+    def feed(self, prompt_index: int, output: RequestOutput, telemetry: Telemetry) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._costs[prompt_index] = output.metrics
+        for completion in output.outputs:
+            if completion.token_ids:
+                key = (prompt_index, completion.index)
+                self._count_reasoning(key, completion.token_ids)
+                self._feed_tokens(key, len(completion.token_ids), telemetry)
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
+                self._end(prompt_index, completion, output, telemetry)
+
+    def _feed_tokens(self, key: tuple[int, int], count: int, telemetry: Telemetry) -> None:
+        now_s, tokens = time.monotonic(), self._tokens.get(key)
+        if tokens is None:
+            self._tokens[key] = _Tokens(now_s, now_s, count)
+            telemetry.observe_first_token(now_s - self.started_s)
+        else:
+            telemetry.observe_tokens(count, now_s - tokens.last_s)
+            tokens.last_s, tokens.count = now_s, tokens.count + count
+        self.last_token_s = now_s
+        self.first_token_s = self.first_token_s or now_s
+        self.num_output_tokens += count
+
+    def _end(
+        self, prompt_index: int, completion: CompletionOutput, output: RequestOutput, telemetry: Telemetry
+    ) -> None:
+        """A completion has ended; perhaps it was its prompt's last. What was cut short is not observed."""
+        if completion.finish_reason in ("abort", "error"):
+            return
+        tokens = self._tokens.get((prompt_index, completion.index))
+        telemetry.end_completion(
+            EndedCompletion(
+                num_tokens=tokens.count if tokens else 0,
+                max_tokens=self._params.max_tokens,
+                queue_s=output.metrics.queue_s,
+                first_s=tokens.first_s - self.started_s if tokens else None,
+                last_s=tokens.last_s - self.started_s if tokens else None,
+            )
+        )
+        if output.finished:
+            found = [self._tokens.get((prompt_index, index)) for index in range(self._params.n)]
+            num_prompt_tokens = len(output.prompt_token_ids)
+            longest = max(each.count if each else 0 for each in found)
+            ended = EndedPrompt(num_prompt_tokens, output.metrics.num_cached_tokens, self._params.n, longest)
+            telemetry.end_prompt(ended)
+
+    def _count_reasoning(self, key: tuple[int, int], token_ids: Sequence[int]) -> None:
+        if key not in self._counters:
+            self._counters[key] = self._new_counter()
+        if counter := self._counters[key]:
+            counter.feed(token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self._num_prompt_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+    @property
+    def e2e_s(self) -> float:
+        return (self.last_token_s or time.monotonic()) - self.started_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Over all prompts and completions."""
+        num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
+        return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
+
+    def count_drafts(self, asker: Asker, telemetry: Telemetry) -> None:
+        """At the end, however it ended."""
+        costs = [cost for cost in self._costs if cost is not None]
+        num_accepted = sum(cost.num_accepted_tokens for cost in costs)
+        telemetry.count_drafts(asker, sum(cost.num_steps for cost in costs), num_accepted)
+
+    def usage(self) -> JsonObject:
+        prompt, output = self.num_prompt_tokens, self._num_begun + self.num_output_tokens
+        cached = sum(cost.num_cached_tokens for cost in self.costs)
+        cached = min(cached, prompt)  # what another engine generated may be found, too
+        return usage_of(prompt, output, cached, list(self._counters.values()))
+
+    @property
+    def costs(self) -> list[RequestMetrics]:
+        """Of each prompt that something has come of."""
+        return [cost for cost in self._costs if cost is not None]
+
+    @property
+    def cost(self) -> RequestMetrics | None:
+        """Of a request of one prompt; None before its first output."""
+        return self._costs[0]
+
+    def times(self) -> JsonObject:
+        """In vLLM's shape, for a request of one completion."""
+        first_s, last_s = self.first_token_s, self.last_token_s
+        return {
+            "time_to_first_token_ms": _ms(self.ttft_s),
+            "generation_time_ms": None if first_s is None or last_s is None else _ms(last_s - first_s),
+            "queue_time_ms": None if self.cost is None else _ms(self.cost.queue_s),
+            "mean_itl_ms": _ms(self.tpot_s),
+            "tokens_per_second": round(self.num_output_tokens / self.e2e_s, 3) if self.e2e_s else None,
+        }
+
+    def finished(self, *, request_id: str, response_id: str, model: str, status: int) -> FinishedRequest:
+        return FinishedRequest(
+            request_id=request_id,
+            id=response_id,
+            model=model,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            ttft_ms=_ms(self.ttft_s),
+            tpot_ms=_ms(self.tpot_s),
+            e2e_ms=round(self.e2e_s * 1000.0, 3),
+            mean_acceptance_length=rounded(self.mean_acceptance_length),
+            finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
+            status=status,
+        )
+
+
+def usage_of(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    counters: Sequence[ReasoningCounter | None] = (),
+) -> JsonObject:
+    """OpenAI's `usage`; how much was reasoning is told where it was counted."""
+    counted = [counter.count for counter in counters if counter is not None]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(counted)}} if counted else {}),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)

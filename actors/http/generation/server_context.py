@@ -1,0 +1,130 @@
+"""What every route needs: the engine, the settings, the names. Made once per app."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict
+
+from starlette.requests import Request
+
+from ....cluster.errors import ModelNotFoundError, RequestError, shown
+from ....cluster.request.caller import Caller
+from ...capture.collector import TrafficCapture
+from ...chat.chat_model import ChatModel
+from ...engine.async_engine import AsyncEngine
+from ...engine.lossless_audit import LosslessAudit
+from ...engine.tenant import Asker, asker_of
+from ...observability.telemetry import Telemetry
+from ...observability.usage_store import ReceiptKeeper
+from ...tokenization.generation_config import GenerationDefaults
+from ...tokenization.prompts import needed
+from ...tokenization.tokenizer import Tokenizer
+from ..config.settings import ServerSettings
+from ..middleware.key_limits import KeyShares
+from ..protocol.protocol import GenerationRequest
+from ..protocol.unsupported_fields import check_extra_fields
+from .tracing import Tracing
+
+
+class Frontend:
+    """The engine as the routes see it.
+
+    Attributes:
+        chat: how the model converses.
+        names: under which the model is served, the reported one first.
+        fingerprint: equal for equal models and engine settings.
+        created_s: Unix time of the start.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        settings: ServerSettings,
+        defaults: GenerationDefaults,
+        telemetry: Telemetry,
+        audit: LosslessAudit,
+        tracing: Tracing | None = None,
+        receipts: ReceiptKeeper | None = None,
+        capture: TrafficCapture | None = None,
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.key_shares = KeyShares(settings)
+        self.defaults = defaults
+        self.telemetry = telemetry
+        self.audit = audit
+        self.tracing = tracing
+        self.receipts = receipts
+        self.capture = capture
+        self.chat = ChatModel.of(
+            engine.tokenizer,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+            auto_calls=settings.enable_auto_tool_choice,
+        )
+        self.names = settings.model_names(engine.config.model)
+        self.created_s = int(time.time())
+        facts = json.dumps({**asdict(engine.config), "dtype": engine.info.dtype}, sort_keys=True, default=str)
+        self.fingerprint = "fp_" + hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def speculates(self) -> bool:
+        return self.engine.info.num_speculative_tokens > 0
+
+    def check_model(self, name: str | None) -> str:
+        if name is None or name in self.names:
+            return name or self.name
+        raise ModelNotFoundError(
+            f"The model {shown(name)} is not served here. Served: {', '.join(self.names)}.", param="model"
+        )
+
+    def ignored_fields(self, request: GenerationRequest) -> list[str]:
+        """Refuse what must not be ignored; returns what is (dotted names)."""
+        extra, known = request.model_extra or {}, type(request).model_fields
+        ignored = check_extra_fields(extra, known, self.settings.unknown_params)
+        if "speculative" in request.model_fields_set and request.speculative.enabled and not self.speculates:
+            ignored.append("speculative")
+        return ignored
+
+    def priority(self, request: GenerationRequest, http: Request) -> int:
+        """The body's priority, else the header's; without the policy it must not be asked for."""
+        if self.engine.config.scheduling_policy == "priority":
+            if "priority" in request.model_fields_set:
+                return request.priority
+            return _header_priority(http)
+        if request.priority != 0:
+            raise RequestError(
+                f"priority={request.priority} needs a server started with scheduling_policy=priority.",
+                param="priority",
+            )
+        return 0
+
+    def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Asker, list[str]]:
+        """Return the tenant and category of a request, and the names of ignored fields."""
+        metadata = (request.model_extra or {}).get("metadata")
+        asker, unheeded = asker_of(http.headers, metadata, caller, self.settings.tenants)
+        if unheeded is not None and self.settings.unknown_params == "reject":
+            raise RequestError(
+                f"{unheeded} names no tenant that this key may count for. Leave it out, or have the operator "
+                "add it to tenants, or write it behind the key.",
+                param=unheeded,
+            )
+        return asker, [unheeded] if unheeded is not None else []
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return needed(self.engine.tokenizer)
+
+
+def _header_priority(http: Request) -> int:
+    value = http.headers.get("x-vllm-priority") or http.headers.get("x-priority") or "0"
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError("The header X-Priority must be an integer.", param="priority") from None

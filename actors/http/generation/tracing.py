@@ -1,0 +1,288 @@
+"""Spans of OpenTelemetry: one for each request, and for each row of `/v1/batches`.
+
+What an engine served has children: queue, prefill, decode.
+
+They are made when a request has ended, of figures that are kept anyway: nothing is traced while it runs.
+Names are those of the semantic conventions for generative AI (`gen_ai.*`); what these have no word for is
+`speculation.*`. No text goes into a span. The client's `traceparent` is the parent. Without an endpoint
+nothing of OpenTelemetry is imported here (the extra `otel` brings it). Told by `request_run.py`;
+`actors/http/app.py` opens and closes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ....cluster.errors import ConfigError
+from ....cluster.speculation.acceptance_length import mean_acceptance_length
+from ...engine.output_processor import RequestMetrics, RequestOutput
+from ...observability.telemetry import EndedRow
+from ..config.settings import ServerSettings
+from ..wire.rejections import Refusal
+from .generation_task import Work
+from .request_stats import RequestFigures
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+
+logger = logging.getLogger(__name__)
+
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+_ENVIRONMENT = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PATH = "/v1/traces"  # of a collector
+Attributes = Mapping[str, str | int | float | list[str]]
+
+
+def check_tracing(settings: ServerSettings) -> None:
+    """Raise ConfigError where traces are asked for and the extra is missing."""
+    if settings.otlp_traces_endpoint is not None and not _can_export():
+        raise ConfigError(
+            "otlp_traces_endpoint: OpenTelemetry's exporter is not installed. Install it "
+            "(pip install 'manta[otel]') where the replicas run, or leave the setting out.",
+            param="otlp_traces_endpoint",
+        )
+
+
+def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
+    """The spans' way to a collector; None where none is named.
+
+    Raises:
+        ConfigError: the extra is missing.
+    """
+    check_tracing(settings)
+    if settings.otlp_traces_endpoint is not None:
+        return Tracing(_with_path(settings.otlp_traces_endpoint), replica)
+    named = [name for name in _ENVIRONMENT if os.environ.get(name)]
+    if not named:
+        return None
+    if not _can_export():  # it may be meant for others: no reason not to serve
+        logger.warning(
+            "%s is set, but OpenTelemetry's exporter is missing: pip install 'manta[otel]'", named[0]
+        )
+        return None
+    return Tracing(None, replica)
+
+
+def _can_export() -> bool:
+    try:
+        return importlib.util.find_spec(_EXPORTER) is not None
+    except ModuleNotFoundError:  # not even its parents
+        return False
+
+
+def _with_path(endpoint: str) -> str:
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _PATH
+
+
+class Tracing:
+    """Of one replica.
+
+    Args:
+        endpoint: URL of the collector's traces; None leaves it to OpenTelemetry's own variables.
+        replica: names the instance of the service.
+    """
+
+    def __init__(self, endpoint: str | None, replica: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        name = os.environ.get("OTEL_SERVICE_NAME", "manta")
+        resource = Resource.create({"service.name": name, "service.instance.id": replica})
+        self._provider: TracerProvider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("manta")
+
+    def end(self, work: Work, figures: RequestFigures, status: int, drafter: str | None) -> None:
+        """A request has ended in this status."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        clock = _WallClock()
+        span = self._tracer.start_span(
+            f"{work.operation} {work.model}",
+            context=_parent(work.trace_headers),
+            kind=SpanKind.SERVER,
+            start_time=clock.ns(figures.started_s),
+            attributes={
+                **_of_request(work),
+                **_of_response(work, figures, status),
+                **_of_speculation(figures.costs, drafter),
+            },
+        )
+        if status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        cost, first_s, last_s = figures.cost, figures.first_token_s, figures.last_token_s
+        if cost is not None and first_s is not None and last_s is not None:
+            begin_s = figures.started_s
+            self._phases(span, *map(clock.ns, (begin_s, begin_s + cost.queue_s, first_s, last_s)))
+        span.end(clock.ns(figures.started_s + figures.e2e_s))
+
+    def end_row(self, model: str, drafter: str | None, row: EndedRow) -> None:
+        """A row of a batch has its answer, or an error."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        begin_ns, answer = int(row.begin_s * 1e9), row.answer
+        operation = {} if row.operation is None else {"gen_ai.operation.name": row.operation}
+        span = self._tracer.start_span(
+            f"{row.operation or 'batch_row'} {model}",
+            kind=SpanKind.INTERNAL,
+            start_time=begin_ns,
+            attributes={
+                **operation,
+                "gen_ai.provider.name": "manta",
+                "gen_ai.request.model": model,
+                "manta.request_id": row.id,
+                **({} if row.error is None else {"error.type": row.error}),
+                **({} if answer is None else _of_answer(answer)),
+                **({} if answer is None else _of_speculation([answer.metrics], drafter)),
+            },
+        )
+        if row.error is not None:
+            span.set_status(Status(StatusCode.ERROR))
+        if answer is not None and (first_s := answer.metrics.ttft_s) is not None:
+            # The engine's clock starts when the row has been read.
+            came_ns, cost = int(row.end_s * 1e9) - int(answer.metrics.e2e_s * 1e9), answer.metrics
+            times = (int(s * 1e9) + came_ns for s in (cost.queue_s, first_s, cost.e2e_s))
+            self._phases(span, came_ns, *times)
+        span.end(int(row.end_s * 1e9))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A request has failed before an engine had it. Its span has no word of the client's but the id."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        clock, now_s = _WallClock(), time.monotonic()
+        told: dict[str, str | int | float | list[str]] = {
+            "http.request.method": refusal.method,
+            "http.response.status_code": refusal.status,
+            "error.type": str(refusal.status),
+            "manta.request_id": refusal.request_id or "",
+        }
+        optional = {
+            "http.route": refusal.route,
+            "manta.refusal.param": refusal.param,
+            "manta.refusal.reason": refusal.reason,
+        }
+        span = self._tracer.start_span(
+            f"{refusal.method} {refusal.route or 'none'}",
+            context=_parent(refusal.trace_headers),
+            kind=SpanKind.SERVER,
+            start_time=clock.ns(now_s - refusal.seconds),
+            attributes={**told, **{name: value for name, value in optional.items() if value is not None}},
+        )
+        if refusal.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(clock.ns(now_s))
+
+    def _phases(self, parent: Span, begin_ns: int, runs_ns: int, first_ns: int, last_ns: int) -> None:
+        """What the time was spent on, in Unix time: of several completions the first tokens of all, and the
+        last."""
+        from opentelemetry.trace import set_span_in_context
+
+        runs_ns = min(runs_ns, first_ns)
+        context = set_span_in_context(parent)
+        for name, from_ns, to_ns in (
+            ("queue", begin_ns, runs_ns),
+            ("prefill", runs_ns, first_ns),
+            ("decode", first_ns, last_ns),
+        ):
+            self._tracer.start_span(name, context=context, start_time=from_ns).end(to_ns)
+
+    def close(self) -> None:
+        """Send what is left; waits for the collector as long as the exporter's time-out is."""
+        self._provider.shutdown()
+
+
+class _WallClock:
+    """Unix time of what was measured on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._ahead_ns = time.time_ns() - time.monotonic_ns()
+
+    def ns(self, monotonic_s: float) -> int:
+        return self._ahead_ns + int(monotonic_s * 1e9)
+
+
+def _parent(headers: Mapping[str, str]) -> Context:
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract(headers, context=Context())
+
+
+def _of_request(work: Work) -> Attributes:
+    params, asked = work.params, work.request
+    found: dict[str, str | int | float | list[str]] = {
+        "gen_ai.operation.name": work.operation,
+        "gen_ai.provider.name": "manta",
+        "gen_ai.request.model": asked.model or work.model,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "manta.request_id": work.request_id,
+    }
+    optional = {
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.seed": asked.seed,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+    }
+    return {**found, **{name: value for name, value in optional.items() if value is not None}}
+
+
+def _of_response(work: Work, figures: RequestFigures, status: int) -> Attributes:
+    usage = figures.usage()
+    found: dict[str, str | int | float | list[str]] = {
+        "http.response.status_code": status,
+        "gen_ai.response.id": work.id,
+        "gen_ai.response.model": work.model,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+    }
+    if (details := usage.get("completion_tokens_details")) is not None:
+        found["gen_ai.usage.reasoning.output_tokens"] = details["reasoning_tokens"]
+    if figures.ttft_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = figures.ttft_s
+    if figures.finish_reasons:
+        found["gen_ai.response.finish_reasons"] = list(figures.finish_reasons)
+    if status >= 400:
+        found["error.type"] = str(status)
+    return found
+
+
+def _of_answer(answer: RequestOutput) -> Attributes:
+    """Of a row's whole answer."""
+    return {
+        "gen_ai.usage.input_tokens": len(answer.prompt_token_ids),
+        "gen_ai.usage.output_tokens": sum(len(each.token_ids) for each in answer.outputs),
+        "gen_ai.usage.cache_read.input_tokens": answer.metrics.num_cached_tokens,
+        "gen_ai.response.finish_reasons": [each.finish_reason or "" for each in answer.outputs],
+    }
+
+
+def _of_speculation(costs: Sequence[RequestMetrics], drafter: str | None) -> Attributes:
+    """Nothing without a drafter; counts of steps that verified drafts."""
+    if drafter is None:
+        return {}
+    num_steps = sum(cost.num_steps for cost in costs)
+    num_accepted = sum(cost.num_accepted_tokens for cost in costs)
+    found: dict[str, str | int | float | list[str]] = {
+        "speculation.drafter": drafter,
+        "speculation.verify_steps": num_steps,
+        "speculation.drafted_tokens": sum(cost.num_draft_tokens for cost in costs),
+        "speculation.accepted_tokens": num_accepted,
+    }
+    if (length := mean_acceptance_length(num_steps, num_accepted)) is not None:
+        found["speculation.mean_acceptance_length"] = length
+    return found

@@ -1,0 +1,1 @@
+"""What every request passes through: ids, keys, limits. Start with `request_gate.py`."""

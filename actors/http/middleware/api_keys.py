@@ -1,0 +1,197 @@
+"""Who may ask: where a server's keys come from, whether a request brings one, and what that key owns.
+
+Keys stand in flags or code, in files, or in the environment; never in a Serve config, for Serve keeps it and
+shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. They are read once,
+where the application is built, and go to the replicas with their settings (docs/decisions/keys.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....cluster.errors import ConfigError
+from ....cluster.metrics.bounded_labels import ANY
+from ....cluster.request.caller import Caller, domain_of, owner_of
+from ..config.settings import OPEN_PATHS, ServerSettings
+
+if TYPE_CHECKING:  # commands that know keys run without a web server
+    from starlette.types import Scope
+
+# Setting -> the variable that stands in for it.
+ENVIRONMENT = {
+    "api_key": "MANTA_API_KEY",
+    "admin_api_key": "MANTA_ADMIN_API_KEY",
+    "metrics_api_key": "MANTA_METRICS_API_KEY",
+}
+# Asks for a key where there is one of any kind: labels name tenants and models.
+METRICS_PATH = "/metrics"
+# What is the operators' own; all else needs a key of either kind.
+ADMIN_PATHS = frozenset({"/load"})
+# Show a key its own, and an admin key all: closed without a key wherever there is one of either kind.
+OWN_PATHS = frozenset({"/explain", "/receipts"})
+TENANT_HEADER = "x-tenant"
+
+
+def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if keys stand in a file of settings (Any: YAML), named by `where`."""
+    for name, variable in ENVIRONMENT.items():
+        if name in args:
+            raise ConfigError(
+                f"{name}: {where} is kept and shown by Serve, so no key may stand there. Write the keys "
+                f"into a file, one a line, and name it in {name}_file; or set {variable}.",
+                param=name,
+            )
+
+
+def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> ServerSettings:
+    """The settings with all keys in them: those given and those of the file, else the environment's.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds no key.
+    """
+    found: dict[str, Any] = {}  # Any: settings of two types
+    for name, variable in ENVIRONMENT.items():
+        file, flags = getattr(settings, f"{name}_file"), getattr(settings, name) or ()
+        flags = (flags,) if isinstance(flags, str) else flags
+        given = (*flags, *([] if file is None else _keys_in(file, f"{name}_file")))
+        found |= {name: given or tuple(environment.get(variable, "").split()) or None, f"{name}_file": None}
+    return replace(settings, **found)
+
+
+def behind_gateway(settings: ServerSettings) -> ServerSettings:
+    """Return the settings of a gateway's replicas, without what the gateway does for them.
+
+    It checks keys and origins, sends each request with its caller, counts a key's requests and waits for slow
+    clients.
+    """
+    return replace(
+        settings,
+        api_key=None,
+        admin_api_key=None,
+        metrics_api_key=None,
+        allowed_origins=(),
+        max_requests_per_key=None,
+        reader_timeout=0.0,
+    )
+
+
+def _keys_in(file: str, param: str) -> list[str]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{param}: {file} cannot be read: {error}.", param=param) from None
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{param}: {file} holds no key. Write one a line.", param=param)
+    return keys
+
+
+class Keys:
+    """What a server's requests must bring, as digests: comparing them tells nothing of a key."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._admin = [_digest(key) for key in settings.keys("admin_api_key")]
+        self._any = [_digest(key) for key in settings.keys("api_key")]
+        self._is_alone = len(settings.keys("api_key")) == 1
+        tenants = settings.key_tenants("admin_api_key") | settings.key_tenants("api_key")
+        self._callers = {_digest(key): self._caller(key, tenant) for key, tenant in tenants.items()}
+        self._metrics = [_digest(key) for key in settings.keys("metrics_api_key")]
+        if self._any:
+            self._any += self._admin
+        self._isolation, self._tenants = settings.isolation, settings.tenants
+
+    def _caller(self, key: str, tenant: str | None) -> Caller:
+        """Return what a key may do. The only key of a server is its operator's, and sees all."""
+        sees_all = _digest(key) in self._admin or (not self._admin and self._is_alone)
+        own = None if tenant == ANY else tenant
+        return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
+
+    def given(self, headers: Mapping[str, str]) -> bytes:
+        """Return the digest of the key that a request brings, for `caller` and `refusal`.
+
+        Headers' names are taken in lower case. Where no key is configured none is looked at.
+        """
+        return _digest(_key_in(headers)) if self._callers or self._metrics else b""
+
+    def refusal(self, path: str, given: bytes) -> tuple[int, str] | None:
+        """Return status and message where a request may not pass."""
+        if path == METRICS_PATH:
+            return self._metrics_refusal(given)
+        if path in OPEN_PATHS:
+            return None
+        known = self._any or (self._admin if path in OWN_PATHS else [])
+        if path in ADMIN_PATHS and self._admin:
+            if _among(given, self._admin):
+                return None
+            if _among(given, self._any):
+                return 403, "This route is the operators' own: send the admin API key."
+        elif not known or _among(given, known):
+            return None
+        return 401, "Send a valid API key: `Authorization: Bearer <key>`."
+
+    def _metrics_refusal(self, given: bytes) -> tuple[int, str] | None:
+        """The operators' own, with keys of its own; without those, and an admin key, any key will do."""
+        wanted = [*self._metrics, *self._admin] or self._any
+        if not wanted or _among(given, wanted):
+            return None
+        if _among(given, self._any):
+            return 403, "Metrics are the operators' own: send the metrics key, or the admin API key."
+        return 401, "Send the metrics key, or the admin API key: `Authorization: Bearer <key>`."
+
+    def caller(self, given: bytes, headers: Mapping[str, str]) -> Caller:
+        """Return the caller of a request that `refusal` lets through."""
+        found = self._callers.get(given) or Caller(sees_all=not self._callers)
+        return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
+
+    def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:
+        """Return the domain of a caller's prompts. Without keys the header is believed, as a proxy's."""
+        if self._isolation == "tenant":
+            believed = caller.names_tenants or not self._callers
+            named = headers.get(TENANT_HEADER) if believed else None
+            allowed = self._tenants if caller.owner is None else (ANY,)
+            tenant = caller.tenant or (named if named in allowed or ANY in allowed else None)
+            if tenant:
+                return domain_of("tenant", tenant)
+        return domain_of("key", caller.owner or "")
+
+
+def metrics_key(settings: ServerSettings) -> str | None:
+    """A key that opens /metrics, the least that does; None where it is open."""
+    names = ("metrics_api_key", "admin_api_key", "api_key")
+    return next((key for name in names for key in settings.keys(name)), None)
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of a request that has passed the gate."""
+    return scope["state"]["caller"]
+
+
+def told_caller(caller: Caller) -> str:
+    """Encode a caller for a header from a gateway to a replica (`http/generation/resume_origin.py`)."""
+    return json.dumps(asdict(caller))
+
+
+def read_caller(header: str | None) -> Caller:
+    """Decode the same. Without a header return a caller that owns nothing."""
+    return Caller() if header is None else Caller(**json.loads(header))
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    """As OpenAI's clients bring it, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _among(given: bytes, keys: list[bytes]) -> bool:
+    return sum(hmac.compare_digest(given, key) for key in keys) > 0  # all are compared
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

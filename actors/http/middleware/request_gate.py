@@ -1,0 +1,188 @@
+"""The outermost layer: request ids, keys, how much and how many, and an answer for whatever nobody caught.
+
+Plain ASGI, so that streams pass through untouched. It knows one endpoint: the one that takes files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ....cluster.errors import ENDINGS, TooManyRequestsError
+from ....cluster.metrics.bounded_labels import OTHER
+from ...haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER
+from ...system.log_setup import about_request
+from ..config.settings import OPEN_PATHS, ServerSettings
+from ..wire.errors import INTERNAL, json_error
+from ..wire.rejections import Refusal, ignore, log_refusal, refusal_of
+from ..wire.request_ids import ID_HEADER, acceptable_id, new_id
+from .api_keys import Keys
+from .body_limits import BUDGET_BODIES, BodyBudget, BodyLimit
+from .inflight_requests import Traffic
+from .stalled_clients import StallGuard
+
+logger = logging.getLogger(__name__)
+
+UPLOADS = "/v1/files"
+FORM_BYTES = 64 * 1024  # of an upload, beside its file
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
+
+
+class Observer(Protocol):
+    """Counts what passed."""
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None: ...
+
+
+class Gate:
+    """Wraps the application; see the module.
+
+    Args:
+        app: the application.
+        settings: of the endpoint.
+        telemetry: told of every request.
+        traffic: counts the requests under way.
+        replica: names this process in log lines.
+        echo_request_id: send X-Request-Id back; off where Serve does, which knows the header's alone.
+        max_requests: with a body that may be under way at once, whole ones: what holds back its body takes
+            nobody's place. None sets no limit here.
+        on_refusal: told of each request that has failed before an engine had it, probes aside.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        telemetry: Observer,
+        traffic: Traffic,
+        replica: str,
+        echo_request_id: bool = True,
+        max_requests: int | None = None,
+        on_refusal: Callable[[Refusal], None] = ignore,
+    ) -> None:
+        self._app = app
+        self._on_refusal = on_refusal
+        self._traffic = traffic
+        self._replica = replica
+        self.echo_request_id = echo_request_id
+        self._max_requests = max_requests
+        self._num_whole = 0
+        self._keys = Keys(settings)
+        self.reader_timeout_s = settings.reader_timeout
+        self._limit = BodyLimit.of(settings, "max_request_bytes")
+        self._bodies = BodyBudget(BUDGET_BODIES * settings.max_request_bytes)
+        self._upload_limit = self._limit
+        if settings.batch_storage is not None:
+            self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with nullcontext() if scope["path"] in OPEN_PATHS else self._traffic.request():
+            await _Exchange(self, scope, receive, send).run()
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
+        headers = Headers(scope=scope)
+        given = self._keys.given(headers)
+        if "caller" not in scope["state"]:  # a gateway has said it
+            scope["state"]["caller"] = self._keys.caller(given, headers)
+        refusal = self._refusal(scope, headers, given, limit)
+        budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
+        with ExitStack() as place:
+            arrived = partial(self._take_place, place, scope)
+            limited = place.enter_context(limit.applied(receive, arrived, budget))
+            await (refusal or self._app)(scope, limited, send)
+
+    def _take_place(self, place: ExitStack, scope: Scope) -> None:
+        """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
+        scope["state"]["has_body"] = True
+        if self._num_whole == self._max_requests:
+            # FastAPI, which reads bodies, lets no other exception through.
+            full = TooManyRequestsError(f"{self._num_whole} requests are here, and no more may be. Retry.")
+            raise HTTPException(full.status, full.message) from full
+        self._num_whole += 1
+        place.callback(self._give_place)
+
+    def _give_place(self) -> None:
+        self._num_whole -= 1
+
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        handler = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may make one up
+        self._telemetry.observe_http(handler, method, status, seconds)
+        if (refusal := refusal_of(scope, status, seconds)) is not None:
+            log_refusal(refusal, self._replica)
+            self._on_refusal(refusal)
+
+    def _refusal(self, scope: Scope, headers: Headers, given: bytes, limit: BodyLimit) -> Response | None:
+        if (stranger := self._keys.refusal(scope["path"], given)) is not None:
+            return json_error(*stranger, scope=scope)
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
+            return json_error(431, said, scope=scope)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit.max_bytes:
+            return json_error(413, limit.said, scope=scope)
+        return None
+
+
+class _Exchange:
+    """One request and its response on the way through the gate."""
+
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate = gate
+        self._scope = scope
+        self._receive = receive
+        self._guard = StallGuard(send, gate.reader_timeout_s)
+        self._status: int | None = None
+        headers = Headers(scope=scope)
+        self._sends_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        asked = acceptable_id(headers.get(ID_HEADER))
+        self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
+        self._state["request_id"] = asked or new_id()
+        self._state["may_rename"] = gate.echo_request_id
+
+    async def run(self) -> None:
+        begin_s = time.monotonic()
+        about_request(self._state["request_id"])
+        try:
+            await self._gate.serve(self._scope, self._receive, self._forward)
+        except ENDINGS:
+            raise
+        except BaseException:  # the process's edge: log once, answer properly
+            if self._guard.has_cut:
+                logger.warning(
+                    "request %s is cut off: its client took nothing for %g s (reader_timeout)",
+                    *(self._state["request_id"], self._gate.reader_timeout_s),
+                )
+                return  # the server closes the connection, for the answer is not whole
+            logger.exception("request %s failed", self._state["request_id"])
+            if self._status is None:
+                await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
+        finally:
+            self._guard.close()
+            self._gate.observe(self._scope, self._status or 499, time.monotonic() - begin_s)
+
+    async def _forward(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = MutableHeaders(scope=message)
+            del headers[ID_HEADER]  # a replica's, at a gateway
+            if self._gate.echo_request_id:
+                headers[ID_HEADER] = self._state["request_id"]
+            if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:
+                headers[UNFINISHED_HEADER] = "1"
+        await self._guard.send(message)

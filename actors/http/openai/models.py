@@ -1,0 +1,42 @@
+"""GET /v1/models and /v1/models/{id}: what is served here, under which names."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from ..generation.server_context import Frontend
+from ..wire.json_io import JsonObject, json_response
+
+
+def model_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """What is served here."""
+        return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        """One of them."""
+        return json_response(_card(frontend, frontend.check_model(name)))
+
+    return router
+
+
+def model_card(name: str, *, root: str, created_s: int, max_model_len: int | None) -> JsonObject:
+    """A model in OpenAI's shape, with vLLM's `max_model_len`; `root` is the first of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "manta",
+        "root": root,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+def _card(frontend: Frontend, name: str) -> JsonObject:
+    limit = frontend.engine.info.max_model_len
+    return model_card(name, root=frontend.name, created_s=frontend.created_s, max_model_len=limit)

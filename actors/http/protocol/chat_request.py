@@ -1,0 +1,227 @@
+"""Bodies that hold a conversation: of /v1/chat/completions, and what else takes messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ....cluster.errors import RequestError, shown
+from ....cluster.request.request import MAX_LOGPROBS
+from ...tokenization.chat_template import Message
+from ...tokenization.prompts import Chat, needed
+from ...tokenization.special_tokens import map_texts
+from ...tokenization.surrogates import without_surrogates
+from ...tokenization.tokenizer import Tokenizer
+from ..wire.json_numbers import Integer
+from .protocol import GenerationRequest
+from .tool_outputs import output_text
+from .tools import ToolOptions
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+# Any: validators see raw JSON.
+def _whether_logprobs(value: Any) -> Any:
+    """0 is no `false`: who sends a number means completions' field."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise RequestError(
+        f"logprobs={shown(value)} is not allowed: chat takes true or false, and the number of likeliest "
+        "tokens in top_logprobs.",
+        param="logprobs",
+    )
+
+
+class CalledFunction(BaseModel):
+    """`arguments` is JSON, as text (OpenAI) or as what it says. Any: `call_arguments.py` reads it."""
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(BaseModel):
+    """A call that the model has made, sent back."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**self.model_dump(exclude={"function"}, exclude_none=True), "function": function}
+
+
+class ChatMessage(BaseModel):
+    """One message; what else it carries (name, tool_call_id ...) goes to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self, at: str) -> dict[str, Any]:
+        """Its content as one string, and its reasoning under each name that templates know."""
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
+        if self.role == "tool":
+            message["content"] = output_text(self.content, f"{at}.content")
+        elif isinstance(self.content, list):
+            message["content"] = "\n".join(
+                _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
+            )
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
+
+
+class ChatTemplateOptions(ToolOptions):
+    """How messages become a prompt; the same wherever messages are taken.
+
+    Attributes:
+        add_generation_prompt: the template begins the answer.
+        continue_final_message: the answer goes on with the last message.
+        chat_template: a Jinja template; needs trust_request_chat_template.
+        chat_template_kwargs: variables for the template.
+        documents: for templates that know them.
+        reasoning_effort: for templates that know one.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_end(self) -> ChatTemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt and self._both_were_asked():
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; send one of them.",
+                param="continue_final_message",
+            )
+        return self
+
+    def _both_were_asked(self) -> bool:
+        return "add_generation_prompt" in self.model_fields_set
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatPrompt(ChatTemplateOptions):
+    """A conversation and how it becomes a prompt, given in Python."""
+
+    messages: Messages
+
+    @classmethod
+    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
+        """Return it for the engine's door, read as a body is read. Raises RequestError."""
+        try:
+            given = cls.model_validate({"messages": _as_dicts(messages), **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestError(f"{where}: {first['msg']}.", param=where) from None
+        return conversation(given, given.messages, tokenizer)
+
+
+class ChatRequest(ChatTemplateOptions, GenerationRequest):
+    """The body of /v1/chat/completions.
+
+    Attributes:
+        messages: the conversation so far.
+        logprobs: tell the log probability of each token.
+        top_logprobs: and of so many likeliest ones in its place.
+        include_reasoning: tell the reasoning, too.
+    """
+
+    messages: Messages
+    logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
+    top_logprobs: Integer | None = None
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} needs logprobs=true. Send both, or neither.",
+                param="top_logprobs",
+            )
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} is not allowed: it must be an integer from 0 to "
+                f"{MAX_LOGPROBS}.",
+                param="top_logprobs",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def continued(self) -> str | None:
+        """The text of the message that the answer is to continue, if it is."""
+        if not self.continue_final_message:
+            return None
+        return self.messages[-1].for_template(f"messages.{len(self.messages) - 1}")["content"]
+
+
+def conversation(
+    options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
+) -> Chat:
+    """A conversation for the engine's door; refused where the template would not heed it."""
+
+    def uses(variable: str) -> bool:
+        return needed(tokenizer, "messages").template_uses(variable)
+
+    variables = dict(options.chat_template_kwargs or {})
+    if options.reasoning_effort is not None:
+        if not uses("reasoning_effort"):
+            raise RequestError(
+                "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
+                param="reasoning_effort",
+            )
+        variables["reasoning_effort"] = options.reasoning_effort
+    if options.documents and not (uses("documents") or options.chat_template is not None):
+        raise RequestError(
+            "documents: this model's chat template knows no documents. Put them into a message.",
+            param="documents",
+        )
+    return Chat(
+        [message.for_template(f"messages.{i}") for i, message in enumerate(messages)],
+        options.add_generation_prompt,
+        options.continue_final_message,
+        variables,
+        tools=[tool.for_template() for tool in options.tools or ()] if options.offered else None,
+        documents=options.documents,
+        template=options.chat_template,
+    )
+
+
+def _as_dicts(messages: object) -> object:
+    """Return messages as JSON brings them; what is no list of mappings as it is, for the model to refuse."""
+    if not isinstance(messages, Sequence):
+        return messages
+    return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]
+
+
+def _text(part: Mapping[str, Any], at: str) -> str:
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise RequestError(
+            f'{at}: only parts {{"type": "text", "text": ...}} are supported; this model reads no images or '
+            "sound.",
+            param=at,
+        )
+    return text

@@ -1,0 +1,86 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainValidator
+
+from ....cluster.errors import RequestError
+from ....cluster.request.request import SamplingParams
+from ...tokenization.generation_config import GenerationDefaults
+from ...tokenization.prompts import EncodedPrompt, Prompt
+from ..wire.json_numbers import are_ids
+from .protocol import GenerationRequest, no_boolean
+
+MAX_PROMPTS = 1024
+TextOrIds = str | list[int]
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+# Any below: validators see raw JSON.
+def _prompt_list(value: Any) -> Any:
+    """One list of prompts, whichever of the four forms came: str, [str], [int], [[int]]."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, "
+            "and not empty.",
+            param="prompt",
+        )
+    prompts = [value] if are_ids(value) else value
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt: {len(prompts)} prompts in one request; at most {MAX_PROMPTS}.", param="prompt"
+        )
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and are_ids(prompt)):
+            raise RequestError(
+                "prompt: each prompt must be a string or a list of token ids, not a mixture.", param="prompt"
+            )
+    return prompts
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions.
+
+    Attributes:
+        prompt: a text, a list of token ids, or a list of either.
+        logprobs: tell the log probability of each token, and of so many likeliest ones in its place.
+        echo: the answer begins with the prompt.
+    """
+
+    prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(no_boolean("logprobs"))] = None
+
+    echo: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The echo has them, too."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def echoes_only(self) -> bool:
+        return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
+
+    def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
+        """A prompt alone is looked at by generating a token, which nobody gets to see."""
+        if not self.echoes_only:
+            return super().sampling_params(defaults, max_tokens)
+        changes = {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0}
+        return self.model_copy(update=changes).sampling_params(defaults, max_tokens)
+
+    def prompts(self) -> list[Prompt]:
+        """As the engine's door takes them; that ids are integers has been seen."""
+        return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]

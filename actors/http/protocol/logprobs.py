@@ -1,0 +1,80 @@
+"""Log probabilities in OpenAI's two shapes: chat's list of tokens, completions' parallel lists.
+
+A token's text is its own decoding, so a token that is part of a character is shown as U+FFFD, as vLLM does;
+its `bytes` are those that it stands for, and add up to the answer's text.
+Without a tokenizer tokens are called `token_id:7`.
+"""
+
+from __future__ import annotations
+
+from ...engine.output_logprobs import OutputLogprobs, PromptLogprobs
+from ...engine.output_processor import CompletionOutput
+from ..wire.json_io import JsonObject
+
+
+def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
+    """Of the tokens in `completion`, each with its `num_top` likeliest alternatives."""
+    told = _told(completion)
+    seen: dict[int, JsonObject] = {}  # the same few tokens are likely again and again
+
+    def token(token_id: int, logprob: float) -> JsonObject:
+        if (shown := seen.get(token_id)) is None:
+            text, data = told.text_of(token_id), told.bytes_of(token_id)
+            shown = seen[token_id] = {"token": text, "bytes": list(data)}
+        return {**shown, "logprob": logprob}
+
+    return {
+        "content": [
+            {
+                **token(token_id, logprob),
+                "top_logprobs": list(map(token, top_ids[:num_top], top_logprobs[:num_top])),
+            }
+            for token_id, logprob, _, top_ids, top_logprobs in told.numbers
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+    """The same in lists; `offset` is the length of the text of the tokens before."""
+    return _lists(_told(completion), num_top, offset)
+
+
+def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
+    """Of a prompt whose text has so many characters. Of its first token there is the text alone; tokens that
+    the tokenizer has put before the text begin where it does."""
+    first = prompt.first_text
+    length = len(first) + _length(prompt.told)
+    lists = _lists(prompt.told, num_top, num_chars - length + len(first))
+    begin = {"text_offset": num_chars - length, "token_logprobs": None, "tokens": first, "top_logprobs": None}
+    found = {name: [begin[name], *values] for name, values in lists.items()}
+    return found | {"text_offset": [max(offset, 0) for offset in found["text_offset"]]}
+
+
+def _lists(told: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
+    tokens: list[str] = []
+    offsets: list[int] = []
+    values: list[float] = []
+    tops: list[dict[str, float]] = []
+    for own_id, own, _, top_ids, top_logprobs in told.numbers:
+        tokens.append(told.text_of(own_id))
+        offsets.append(offset)
+        values.append(own)
+        # The token's own stands there always; of tokens that look alike the likeliest.
+        shown = zip((own_id, *top_ids[:num_top][::-1]), (own, *top_logprobs[:num_top][::-1]), strict=True)
+        tops.append({told.text_of(token_id): value for token_id, value in shown})
+        offset += len(tokens[-1])
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+
+
+def token_lengths(completion: CompletionOutput) -> int:
+    """The length of the text of all tokens in `completion`, each by itself."""
+    return _length(_told(completion))
+
+
+def _length(told: OutputLogprobs) -> int:
+    return sum(len(told.text_of(token_id)) for token_id, *_ in told.numbers)
+
+
+def _told(completion: CompletionOutput) -> OutputLogprobs:
+    return OutputLogprobs(None) if completion.logprobs is None else completion.logprobs

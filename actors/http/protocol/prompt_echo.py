@@ -1,0 +1,128 @@
+"""What a request wants to see of its prompt in the answer: `echo` and `prompt_logprobs`, in vLLM's shapes.
+
+The echo begins a completion's text, and its log probabilities those of the choice; `prompt_logprobs` stand in
+each choice of completions and beside those of a chat. Used by `actors/http/generation/generation.py` and by
+batch rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from ...engine.output_logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
+from ...engine.output_processor import RequestOutput
+from ...tokenization.prompts import EncodedPrompt
+from ...tokenization.tokenizer import Tokenizer
+from ..wire.json_io import JsonObject
+from .completion_request import CompletionRequest
+from .logprobs import echo_logprobs
+from .protocol import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """Of one prompt.
+
+    Attributes:
+        echo: its text; None where it is not to be shown.
+        num_top: of the likeliest tokens in each place of the echo; None: no log probabilities.
+        told: the prompt's log probabilities; None where they were not asked for.
+        num_told: of the likeliest tokens in each of `prompt_logprobs`; None: no such field.
+        at_root: the field stands beside the choices.
+    """
+
+    echo: str | None
+    num_top: int | None
+    told: PromptLogprobs | None
+    num_told: int | None
+    at_root: bool
+
+    @classmethod
+    async def of(
+        cls,
+        request: GenerationRequest,
+        prompt: EncodedPrompt,
+        told: PromptLogprobs | None,
+        tokenizer: Tokenizer | None,
+    ) -> PromptParts:
+        """A long prompt's log probabilities are written out beside the event loop."""
+        if told is not None:
+            await asyncio.to_thread(lambda: told.told)
+        return cls(
+            echo=_text(request, prompt, tokenizer) if request.echoes else None,
+            num_top=request.num_logprobs,
+            told=told,
+            num_told=request.prompt_logprobs,
+            at_root=not isinstance(request, CompletionRequest),
+        )
+
+    @property
+    def num_chars(self) -> int:
+        """Of the echo."""
+        return len(self.echo or "")
+
+    def opening(self, index: int) -> JsonObject:
+        """The chunk of a stream that holds the echo."""
+        return {"index": index, "text": self.echo, "logprobs": self._echo_logprobs(), "finish_reason": None}
+
+    def begin(self, choice: JsonObject) -> JsonObject:
+        """A whole choice with what belongs there."""
+        if self.echo is not None:
+            choice["text"] = self.echo + choice["text"]
+            before, behind = self._echo_logprobs(), choice["logprobs"]
+            if before is not None:
+                behind["text_offset"] = [self.num_chars + offset for offset in behind["text_offset"]]
+                choice["logprobs"] = {name: values + behind[name] for name, values in before.items()}
+        return choice if self.at_root else choice | self._field()
+
+    def beside(self) -> JsonObject:
+        """What stands beside the choices."""
+        return self._field() if self.at_root else {}
+
+    def _field(self) -> JsonObject:
+        if self.num_told is None:
+            return {}
+        assert self.told is not None, "they were asked for"
+        return {"prompt_logprobs": [_entries(place, self.num_told) for place in self.told.places]}
+
+    def _echo_logprobs(self) -> JsonObject | None:
+        if self.num_top is None or self.told is None:
+            return None
+        return echo_logprobs(self.told, self.num_top, self.num_chars)
+
+
+def without_answer(output: RequestOutput) -> RequestOutput:
+    """What came of a prompt that was only to be looked at: the engine generates a token at least."""
+    outputs = [
+        replace(
+            each,
+            text="",
+            token_ids=[],
+            logprobs=None if each.logprobs is None else OutputLogprobs(None),
+            finish_reason=None if each.finish_reason is None else "length",
+            stop_reason=None,
+        )
+        for each in output.outputs
+    ]
+    return replace(output, outputs=outputs)
+
+
+def _text(request: GenerationRequest, prompt: EncodedPrompt, tokenizer: Tokenizer | None) -> str:
+    if prompt.text is not None and request.truncate_prompt_tokens is None:
+        return prompt.text
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens)
+
+
+def _entries(place: PlaceLogprobs | None, num_top: int) -> JsonObject | None:
+    """The token itself and the likeliest ones, by id."""
+    if place is None:
+        return None
+    own = next(iter(place))
+    return {
+        str(token_id): found._asdict()
+        for token_id, found in place.items()
+        if token_id == own or found.rank <= num_top
+    }

@@ -1,0 +1,248 @@
+"""Request bodies that generate, as pydantic models: what completions and chat have in common.
+
+Written by hand, with vLLM's extensions; fields that are not here are `unsupported_fields.py`'s business. A
+wrong value ends in `RequestValidationError` or `RequestError`, both answered by `actors/http/wire/errors.py`.
+Responses are plain dictionaries (`actors/http/generation/generation.py`): they are ours to get right, and
+building models per token costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ....cluster.errors import RequestError
+from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
+from ...tokenization.generation_config import GenerationDefaults
+from ..wire.json_numbers import Integer, Number, TokenIds, no_booleans, types_of
+from ..wire.request_ids import REQUEST_ID
+from .response_format import ResponseFormat, StructuredOutputs, asked_of
+
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORD_CHARS = 256
+MAX_BIASES = 1 << 13
+
+# The first wrong element is enough: pydantic describes each of a million, and all streams wait for it.
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
+
+
+# Any: validators see raw JSON.
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _not_many_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise RequestError(f"logit_bias: {len(value)} tokens; at most {MAX_BIASES}.", param="logit_bias")
+    if isinstance(value, dict):
+        no_booleans(types_of(value.values()))
+    return value
+
+
+def _speculation(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+def no_boolean(field: str) -> Callable[[Any], Any]:
+    """A check for numbers of log probabilities: 0 is one, and `false` is what others call none."""
+
+    def check(value: Any) -> Any:
+        if value is True:
+            raise RequestError(
+                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, how many "
+                "likeliest tokens to tell in each place.",
+                param=field,
+            )
+        return None if value is False else value
+
+    return check
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculative(BaseModel):
+    """How this request is to be speculated on; the answer is the same whatever stands here.
+
+    Attributes:
+        enabled: false decodes plainly.
+        max_tokens: most drafts of a step.
+        tpot_ms: wish for a time per output token (`cluster/request/request.py`).
+        drafter: refused; an engine has one.
+        return_trace: tell where each token came from, in `metrics`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    max_tokens: Annotated[Integer | None, Field(ge=0)] = None
+    tpot_ms: Annotated[Number | None, Field(gt=0, allow_inf_nan=False)] = None
+    drafter: str | None = None
+    return_trace: bool = False
+
+    @model_validator(mode="after")
+    def _one_drafter_for_all(self) -> Speculative:
+        if self.drafter is not None:
+            raise RequestError(
+                "speculative.drafter is not supported: an engine has one drafter, for all of its requests. "
+                "Leave it out.",
+                param="speculative.drafter",
+            )
+        return self
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """As of `cluster/request/request.py`: `Request`."""
+        return self.max_tokens if self.enabled else 0
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat have in common. None means: the server's default.
+
+    Attributes:
+        model: which, of /v1/models; the first if absent.
+        stream: answer in events, one for each verified block.
+        stream_options: `include_usage` tells the usage at the end, `continuous_usage_stats` with every event.
+        max_completion_tokens: the newer name of max_tokens; wins over it.
+        include_stop_str_in_output: the stop string that ended the text is part of it.
+        response_format: OpenAI's: text, json_object, or json_schema.
+        structured_outputs: vLLM's: json, regex, choice, grammar or structural_tag.
+        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1: as many as leave room.
+        return_token_ids: tell the ids of the prompt's and the answer's tokens.
+        include_metrics: tell in `metrics` how long it took and what speculation did.
+        priority: lower goes first; needs scheduling_policy=priority.
+        cache_salt: prompts share their beginnings with those of the same salt alone.
+        request_id: stands in logs and in X-Request-Id.
+        speculative: false decodes plainly; or bounds, wishes and a trace. The answer is the same.
+        store: false: nothing of this request is captured, where a server does that (`--capture`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    n: Integer | None = None
+    seed: Integer | None = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_stop_list)] = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: Integer = 0
+    ignore_eos: bool = False
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_not_many_biases)] = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
+    thinking_token_budget: Integer | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[Integer | None, Field(ge=-1)] = None
+    return_token_ids: bool = False
+    include_metrics: bool = True
+    priority: Integer = 0
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    request_id: Annotated[str | None, Field(pattern=REQUEST_ID)] = None
+    speculative: Annotated[Speculative, BeforeValidator(_speculation)] = Speculative()
+    store: bool | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true.", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are told in whole answers alone. Leave out stream, or prompt_logprobs.",
+                param="prompt_logprobs",
+            )
+        return self
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def truncation(self, max_model_len: int) -> int | None:
+        """How many tokens are kept of a prompt's end; with -1 as many as leave room for the answer."""
+        _, limit = self.token_limit
+        if self.truncate_prompt_tokens != -1 or limit is None:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - limit)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are asked for in each place; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def echoes_only(self) -> bool:
+        """Whether nothing is to follow it."""
+        return False
+
+    def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
+        """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
+        limit_name, limit = self.token_limit
+        try:
+            return SamplingParams(
+                n=_first(self.n, 1),
+                temperature=_first(self.temperature, defaults.temperature, 1.0),
+                top_p=_first(self.top_p, defaults.top_p, 1.0),
+                top_k=_first(self.top_k, defaults.top_k, 0),
+                min_p=_first(self.min_p, defaults.min_p, 0.0),
+                seed=self.seed,
+                stop=tuple(self.stop or ()),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                max_tokens=_first(limit, defaults.max_tokens, max_tokens),
+                min_tokens=self.min_tokens,
+                ignore_eos=self.ignore_eos,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                skip_special_tokens=self.skip_special_tokens,
+                presence_penalty=_first(self.presence_penalty, 0.0),
+                frequency_penalty=_first(self.frequency_penalty, 0.0),
+                repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+                logit_bias=tuple((self.logit_bias or {}).items()),
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+                bad_words=tuple(self.bad_words or ()),
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+                thinking_token_budget=self.thinking_token_budget,
+                structured_outputs=asked_of(self.response_format, self.structured_outputs),
+            )
+        except RequestError as error:
+            if error.param != "max_tokens":
+                raise
+            raise RequestError(error.message.replace("max_tokens", limit_name, 1), param=limit_name) from None
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

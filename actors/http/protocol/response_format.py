@@ -1,0 +1,88 @@
+"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's): what an answer's text must be, in bodies.
+
+Two ways to ask for the same; one of them in a request. What they hold is read and compiled at the engine's
+door (`actors/structured_outputs/grammar_frontend.py`), which names the field that came.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ....cluster.errors import RequestError
+from ....cluster.request.structured_outputs import WAYS, StructuredOutputsParams
+
+
+class JsonSchemaFormat(BaseModel):
+    """A schema and its name. With `strict` or without, the answer is held to the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool = Field(alias="schema")  # Any: JSON
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's. Structural tags bring `structures` and `triggers` beside `type`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_said(self) -> ResponseFormat:
+        if (self.type == "json_schema") == (self.json_schema is None):
+            needs = "needs" if self.type == "json_schema" else "takes no"
+            raise RequestError(
+                f'response_format: type "{self.type}" {needs} json_schema.',
+                param="response_format.json_schema",
+            )
+        return self
+
+    def asked(self) -> StructuredOutputsParams | None:
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True, sent_as="response_format")
+        if self.json_schema is not None:
+            schema = self.json_schema.json_schema
+            return StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+        if self.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=self.model_extra or {}, sent_as="response_format")
+        return None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's; see `StructuredOutputsParams`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")  # Any: JSON
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None  # Any: JSON
+    disable_any_whitespace: bool = False
+
+    def asked(self) -> StructuredOutputsParams | None:
+        """None where nothing is set."""
+        fields = self.model_dump(by_alias=True)
+        if not fields["json_object"]:
+            del fields["json_object"]
+        is_used = any(fields.get(name) is not None for name in WAYS)
+        return StructuredOutputsParams(**fields) if is_used else None
+
+
+def asked_of(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> StructuredOutputsParams | None:
+    """What either of them asks for. Raises RequestError if both do."""
+    asked = [each.asked() for each in (response_format, structured_outputs) if each is not None]
+    wanted = [each for each in asked if each is not None]
+    if len(wanted) == 2:
+        raise RequestError(
+            "structured_outputs and response_format both say what the answer must be. Send one of them.",
+            param="structured_outputs",
+        )
+    return wanted[0] if wanted else None

@@ -1,0 +1,76 @@
+"""What a tool returned, as text: `tool` messages of chat, outputs of /v1/responses, results of /v1/messages.
+
+A client does not choose what its tools return, so no kind of part is refused: search results and documents
+give their text, and images and files are named. Parts stand one below the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....cluster.errors import RequestError
+
+MAX_KIND_CHARS = 60
+_TEXTS = ("text", "input_text", "output_text")
+_KINDS = {"image_url": "image", "input_image": "image", "input_file": "file", "input_audio": "audio"}
+
+
+# Any: JSON.
+def output_text(content: Any, at: str) -> str:
+    """Return the text of a string or a list of parts. Raises RequestError for anything else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{at} must be a string or a list of parts.", param=at)
+    return "\n".join(_part_text(part, f"{at}.{i}") for i, part in enumerate(content))
+
+
+def readable_text(part: Mapping[str, Any]) -> str | None:
+    """Return the text of a search result or a document; None where it has none to be read."""
+    if part.get("type") == "search_result":
+        return _lines(part.get("title"), part.get("source"), _plain(part.get("content")))
+    if part.get("type") == "document" and (text := _document(part.get("source"))) is not None:
+        return _lines(part.get("title"), part.get("context"), text)
+    return None
+
+
+def _part_text(part: Any, at: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"{at}: a part of a tool's output must be an object with a type.", param=at)
+    if kind in _TEXTS or kind == "tool_reference":
+        name = "tool_name" if kind == "tool_reference" else "text"
+        if not isinstance(part.get(name), str):
+            raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
+        return part[name]
+    found = readable_text(part)
+    return _placeholder(kind, part) if found is None else found
+
+
+def _placeholder(kind: str, part: Mapping[str, Any]) -> str:
+    name = part.get("title") or part.get("filename")
+    named = f" {name}" if isinstance(name, str) else ""
+    return f"[{_KINDS.get(kind, kind)[:MAX_KIND_CHARS]}{named}: left out, this model reads text only]"
+
+
+def _document(source: Any) -> str | None:
+    """The text of a document's source; None where it is a file, an address or the bytes of a PDF."""
+    if not isinstance(source, Mapping):
+        return None
+    if source.get("type") == "text" and isinstance(source.get("data"), str):
+        return source["data"]
+    return _plain(source.get("content")) if source.get("type") == "content" else None
+
+
+def _plain(content: Any) -> str:
+    """The texts of blocks within a block; other kinds are named."""
+    if isinstance(content, str):
+        return content
+    blocks = [block for block in content or () if isinstance(block, Mapping)]
+    texts = (block.get("text") or _placeholder(str(block.get("type")), block) for block in blocks)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _lines(*texts: Any) -> str:
+    return "\n".join(text for text in texts if text and isinstance(text, str))

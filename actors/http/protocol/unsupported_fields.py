@@ -1,0 +1,65 @@
+"""Request fields beyond the ones we implement: which are refused, which are ignored, which are unknown.
+
+A field that would change the answer and is not implemented yet is refused when it is set to more than its
+default: an answer without it would be wrong in silence. When one is implemented it moves from `REFUSED`
+into a request model of `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ....cluster.errors import RequestError, did_you_mean, shown_name
+from ....cluster.request.structured_outputs import WAYS
+from ..config.settings import UnknownParams
+
+# Field -> values that mean "not used"; None and absence always do.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "prompt_embeds": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "lora_path": (),
+}
+# Field -> the value that means "not used", and what to do instead of using it.
+NEVER: Mapping[str, tuple[object, str]] = {
+    "best_of": (1, "Leave it out: ask for n completions with logprobs, and choose among them."),
+    "suffix": (
+        "",
+        "Leave it out: put what is to follow into the prompt, as the model was taught.",
+    ),
+    **{f"guided_{way}": (None, f"Send structured_outputs.{way}.") for way in WAYS},
+    "guided_decoding_backend": (None, "Leave it out: there is one."),
+    "guided_whitespace_pattern": (None, "Leave it out, or send structured_outputs.disable_any_whitespace."),
+    "regex": (None, "Send structured_outputs.regex."),
+    "ebnf": (None, "Send structured_outputs.grammar."),
+}
+# Fields that say something about the request, not about the answer.
+SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "service_tier"})
+
+
+def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
+    """Refuse what must not be ignored. Returns the unknown fields, which are ignored."""
+    for name, value in extra.items():
+        if name in NEVER and value is not None and value != NEVER[name][0]:
+            raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)
+        if name in REFUSED and value is not None and value not in REFUSED[name]:
+            raise RequestError(
+                f"{name} is not supported by this server yet. Leave it out"
+                + (f" or send its default ({json.dumps(REFUSED[name][0])})." if REFUSED[name] else "."),
+                param=name,
+            )
+    unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
+    if unknown and policy == "reject":
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], else_say="Leave it out.")
+        name = shown_name(unknown[0])
+        raise RequestError(f"{name} is not a known field. {hint}", param=name)
+    return unknown

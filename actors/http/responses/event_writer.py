@@ -1,0 +1,195 @@
+"""A response of /v1/responses: its events while it grows, and the whole of it, which is what they add up to.
+
+created, in_progress
+  output_item.added
+    content_part.added, output_text.delta ..., output_text.done, content_part.done     (or reasoning_text)
+    function_call_arguments.delta ..., function_call_arguments.done
+  output_item.done
+completed | incomplete | failed
+
+Calls of tools that are no functions (`tools.py`) are told when they are whole: their item is made of all of
+their arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ....cluster.request.request import FinishReason
+from ..generation.output_items import Events, Section, SectionWriter
+from ..wire.errors import public_error
+from ..wire.json_io import JsonObject
+from .tools import ClientTools
+
+PREFIX = "resp_"
+_ITEM_PREFIXES = {
+    "reasoning": "rs_",
+    "content": "msg_",
+    "function": "fc_",
+    "custom": "ctc_",
+    "local_shell": "lsh_",
+}
+_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # of items that have a text
+_PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
+
+
+class ResponseWriter(SectionWriter):
+    """Of one request.
+
+    Args:
+        frame: all of the response that does not grow (`response_envelope.py`).
+        tools: of the request.
+        metrics: called at the end, for what stands beside `usage`.
+    """
+
+    def __init__(
+        self,
+        frame: JsonObject,
+        tools: ClientTools,
+        metrics: Callable[[], JsonObject | None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._tools = tools
+        self._response: JsonObject = {**frame, "status": "in_progress", "output": [], "usage": None}
+        self._metrics = metrics
+        self._num_events = 0
+
+    def begin(self, usage: JsonObject) -> Events:
+        return self._begin()
+
+    def _begin(self) -> Events:
+        shown = {**self._response, "output": []}
+        return [self._event(f"response.{status}", response=shown) for status in ("created", "in_progress")]
+
+    def opened(self, section: Section) -> Events:
+        if section.kind == "call":
+            return [] if self._is_told_whole(section) else [self._added(section)]
+        part = _part(section, "")
+        return [
+            self._added(section),
+            self._event("response.content_part.added", **self._place(section), part=part),
+        ]
+
+    def grown(self, section: Section, text: str) -> Events:
+        if self._is_told_whole(section):
+            return []
+        return [
+            self._event(f"{_stem(section)}.delta", **self._place(section), **_logprobs(section), delta=text)
+        ]
+
+    def closed(self, section: Section, *, whole: bool) -> Events:
+        item = self._item(section, "completed" if whole else "incomplete")
+        self._response["output"].append(item)
+        place, text = self._place(section), section.text
+        if section.kind == "call":
+            events = self._ended_call(section, item)
+        else:
+            events = [
+                self._event(f"{_stem(section)}.done", **place, **_logprobs(section), text=text),
+                self._event("response.content_part.done", **place, part=_part(section, text)),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
+
+    def _ended_call(self, section: Section, item: JsonObject) -> Events:
+        """What is said of a call before its item is done."""
+        place, events, field = self._place(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
+        stem = f"response.{item['type']}_{field}"
+        if self._is_told_whole(section):
+            added = {**item, "status": "in_progress", **({field: ""} if field else {})}
+            events.append(self._event("response.output_item.added", output_index=section.at, item=added))
+            if field:
+                events.append(self._event(f"{stem}.delta", **place, delta=item[field]))
+        if field:
+            name = {"name": item["name"]} if item["type"] == "function_call" else {}
+            events.append(self._event(f"{stem}.done", **place, **name, **{field: item[field]}))
+        return events
+
+    def _is_told_whole(self, section: Section) -> bool:
+        return section.kind == "call" and self._tools.called(section.name).kind != "function"
+
+    def _added(self, section: Section) -> JsonObject:
+        item = self._item(section, "in_progress")
+        if section.kind != "call":
+            item["content"] = []
+        return self._event("response.output_item.added", output_index=section.at, item=item)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
+        whole = reason != "length"
+        events = [*self.ensure_content(), *self.close(whole=whole)]
+        status = "completed" if whole else "incomplete"
+        self._response |= {
+            "status": status,
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "completed_at": int(time.time()) if whole else None,
+            "usage": _usage(usage),
+        }
+        if (metrics := self._metrics()) is not None:
+            self._response["metrics"] = metrics
+        return [*events, self._event(f"response.{status}", response=self._response)]
+
+    def failed(self, error: BaseException) -> Events:
+        """The server could not end it."""
+        shown = public_error(error)
+        self._response |= {
+            "status": "failed",
+            "error": {"code": "server_error", "message": shown.message},
+        }
+        begun = [] if self._num_events else self._begin()
+        return [*begun, self._event("response.failed", response=self._response)]
+
+    def whole(self) -> JsonObject:
+        return self._response
+
+    def _event(self, kind: str, **fields: object) -> JsonObject:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _place(self, section: Section) -> JsonObject:
+        place = {"item_id": self._item_id(section), "output_index": section.at}
+        return place if section.kind == "call" else {**place, "content_index": 0}
+
+    def _item_id(self, section: Section) -> str:
+        kind = self._tools.called(section.name).kind if section.kind == "call" else section.kind
+        own = self._response["id"].removeprefix(PREFIX)
+        return f"{_ITEM_PREFIXES[kind]}{own}{section.at}"
+
+    def _item(self, section: Section, status: str) -> JsonObject:
+        item = {"id": self._item_id(section), "status": status}
+        if section.kind == "call":
+            return {**item, **self._tools.called(section.name).call_item(section.call_id, section.text)}
+        content = [_part(section, section.text)]
+        if section.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+
+def _stem(section: Section) -> str:
+    return f"response.{_PARTS[section.kind]}"
+
+
+def _part(section: Section, text: str) -> JsonObject:
+    if section.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(section: Section) -> JsonObject:
+    """SDKs want the list; this API tells none."""
+    return {"logprobs": []} if section.kind == "content" else {}
+
+
+def _usage(usage: JsonObject) -> JsonObject:
+    """OpenAI's names in this API for what a chat calls prompt and completion."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,1 @@
+"""JSON, SSE, errors and request ids as bytes. Start with `sse.py`."""

@@ -1,0 +1,36 @@
+"""Request ids: the client's own where it is acceptable, else a new one; sent back in `X-Request-Id`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from starlette.types import Scope
+
+from ...system.log_setup import about_request
+
+ID_HEADER = "x-request-id"
+REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
+_REQUEST_ID = re.compile(REQUEST_ID)
+
+
+def new_id(prefix: str = "") -> str:
+    return prefix + secrets.token_hex(16)
+
+
+def acceptable_id(asked: object) -> str | None:
+    """A client's own id for its request, if that fits a header and a log line."""
+    return asked if isinstance(asked, str) and _REQUEST_ID.fullmatch(asked) else None
+
+
+def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
+    """Log and answer a request under the id in its body, which wins over its header's.
+
+    Not where others have fixed it: a gateway, which has read the body, or Serve, which echoes the header's.
+    """
+    state = scope["state"]
+    asked = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
+    if asked is not None and state["may_rename"] and "origin" not in state:
+        state["request_id"] = asked
+        about_request(asked)

@@ -1,0 +1,169 @@
+"""Server-sent events as OpenAI clients read them: `data: {json}`, errors inside, `[DONE]` always last.
+
+Newer APIs name their events and end with one of their own (`Ending`).
+
+`stream` waits for the first event before it answers, so that a failure before the first token is a real
+HTTP status. A client that leaves cancels the generator behind the stream, which frees its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ....cluster.errors import ENDINGS
+from ...system.loop_yielding import Turns
+from .errors import ClientGoneError, error_body, log_if_ours, public_error
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(payload: Mapping[str, Any]) -> bytes:  # Any: a JSON object.
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """An event whose `type` is its name, too."""
+    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
+
+
+def error_event(error: BaseException) -> bytes:
+    shown = public_error(error)
+    return b"data: " + error_body(shown.status, shown.message, shown.param, shown.kind) + b"\n\n"
+
+
+class Ending(Protocol):
+    """How an API's streams end: with `done`, behind `failed` if something went wrong."""
+
+    done: bytes
+
+    def failed(self, error: BaseException) -> bytes: ...
+
+
+class DoneEnding:
+    """Of completions and chat."""
+
+    done = DONE
+
+    def failed(self, error: BaseException) -> bytes:
+        return error_event(error)
+
+
+async def stream(
+    events: AsyncGenerator[bytes, None],
+    request: Request,
+    headers: Mapping[str, str],
+    keep_alive_s: float,
+    ending: Ending | None = None,
+) -> EventStream:
+    """Answer with `events`. Raises what they raise before the first one; later failures are events."""
+    if keep_alive_s > 0:
+        events = _with_keep_alive(events, keep_alive_s)
+    try:
+        first = await unless_gone(request, anext(events, b""))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events, headers, ending or DoneEnding())
+
+
+class EventStream(Response):
+    """The 200 and its events; ends with its API's ending whatever happens, unless the client has gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str], ending: Ending
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers}, media_type=self.media_type)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._ending = ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(scope, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await cancel(sending, gone)
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        turns = Turns()
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send(_body(self._first))
+            try:
+                async for chunk in self._rest:
+                    await send(_body(chunk))
+                    await turns.yield_if_over()  # neither sending nor the next chunk need be a wait
+            except ENDINGS:
+                raise
+            except BaseException as error:  # a stream's edge: tell the client, end properly
+                log_if_ours(error, scope)
+                await send(_body(self._ending.failed(error)))
+            await send(_body(self._ending.done))
+            await send(_body(b"", more=False))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it and raise ClientGoneError when the client leaves before it is done."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        await cancel(working, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """End them, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _with_keep_alive(
+    events: AsyncGenerator[bytes, None], interval_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The events, and a comment whenever none came for `interval_s`."""
+    pending: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            pending = asyncio.ensure_future(anext(events))
+            while not (await asyncio.wait({pending}, timeout=interval_s))[0]:
+                yield KEEP_ALIVE
+            try:
+                yield pending.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if pending is not None:
+            await cancel(pending)
+        await events.aclose()
+
+
+def _body(chunk: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": more}

@@ -1,0 +1,1 @@
+"""Metrics and logs of an engine process. Start with `telemetry.py`."""

@@ -1,0 +1,144 @@
+"""An engine's own figures by the catalogue's names: what `EngineStats` and its settings say. Reads only.
+
+What is observed as answers pass by is `telemetry.py`'s, which joins both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import exp
+from typing import Any, get_args
+
+from ...cluster.config import EngineConfig
+from ...cluster.engine.engine_core import EngineStats
+from ...cluster.fleet.canary import NO_EVIDENCE, Verdict
+from ...cluster.speculation.acceptance_length import mean_acceptance_length
+from ...cluster.step.executor import ExecutorInfo
+from ..engine.async_engine import AsyncEngine
+from ..tokenization.checkpoint_paths import drafter_commit
+from .prometheus_text import Values
+
+_ENDS = tuple(each for each in get_args(Verdict) if each != "better")  # which ends nothing
+
+
+def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values]:
+    """Figures of one engine."""
+    drafts = stats.num_drafts
+    length = mean_acceptance_length(drafts, stats.num_accepted_tokens)
+    return {
+        **_load_values(stats),
+        "vllm:prompt_tokens": stats.prompt_tokens,
+        "vllm:generation_tokens": stats.generation_tokens,
+        "vllm:request_success": _by_name(stats.finished),
+        "vllm:iteration_tokens_total": stats.step_tokens,
+        "vllm:prefix_cache_queries": stats.prefix_cache_queries,
+        "vllm:prefix_cache_hits": stats.prefix_cache_hits,
+        "vllm:prompt_tokens_cached": stats.prefix_cache_hits,
+        "vllm:num_preemptions": stats.preemptions,
+        "vllm:kv_block_lifetime_seconds": stats.page_lifetimes,
+        "vllm:kv_block_idle_before_evict_seconds": stats.page_idle_times,
+        "vllm:kv_block_reuse_gap_seconds": stats.page_reuse_gaps,
+        "vllm:spec_decode_num_drafts": drafts,
+        "vllm:spec_decode_num_draft_tokens": stats.num_draft_tokens,
+        "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+        "vllm:spec_decode_num_accepted_tokens_per_pos": _by_place(stats.accepted_per_pos),
+        "vllm:spec_decode_mean_accepted_length": _known(length),
+        "dflash:spec_proposed_tokens": stats.num_proposed_tokens,
+        "dflash:spec_trimmed_tokens": stats.num_trimmed_tokens,
+        "dflash:spec_wasted_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "dflash:target_rows": stats.target_rows,
+        "dflash:spec_calibration_error": _by_place(stats.calibration_error),
+        "dflash:spec_num_speculative_tokens": float(stats.draft_length) if stats.accepted_per_pos else {},
+        "dflash:spec_disabled_seconds": _by_name(stats.undrafted_s),
+        "dflash:spec_speculating_seconds": stats.speculating_s,
+        "dflash:spec_plain_seconds": stats.plain_s,
+        "dflash:spec_speedup_ratio": _known(speedup),
+        "dflash:steps": stats.steps,
+        "dflash:step_seconds": _by_name(stats.step_seconds),
+        "manta:experts_read": stats.experts_read,
+        "manta:routed_layers": stats.routed_layers,
+        "manta:drafter_up": float(stats.drafter_up) if stats.accepted_per_pos else {},
+        "manta:drafter_losses": stats.drafter_losses,
+        "manta:drafter_refilled_tokens": stats.drafter_refilled_tokens,
+        "manta:drafter_rests": stats.drafter_rests,
+        "manta:drafter_unwritten_tokens": stats.drafter_unwritten_tokens,
+        "manta:drafter_served_steps": stats.drafter_use.steps,
+        "manta:drafter_queue_seconds": stats.drafter_use.queue_s,
+        "manta:drafter_served_seconds": stats.drafter_use.served_s,
+    }
+
+
+def _load_values(stats: EngineStats) -> dict[str, Values]:
+    return {
+        "vllm:num_requests_running": stats.running,
+        "vllm:num_requests_waiting": stats.waiting,
+        "vllm:num_requests_waiting_by_reason": {
+            ("capacity",): stats.waiting - stats.background_waiting,
+            ("deferred",): stats.background_waiting,
+        },
+        "vllm:engine_sleep_state": {("awake",): 1, ("weights_offloaded",): 0, ("discard_all",): 0},
+        "vllm:kv_cache_usage_perc": stats.kv_usage,
+        "dflash:batch_rows_running": stats.background_running,
+        "dflash:batch_rows_waiting": stats.background_waiting,
+    }
+
+
+def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
+    """Requests that the engine itself did not let in, by reason."""
+    return {("queue_full",): 0, **_by_name(stats.rejected)}
+
+
+def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
+    """What is told by labels: how K/V is kept, what drafts."""
+    return {
+        "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
+        "dflash:drafter_info": _drafter_labels(engine, stats),
+    }
+
+
+def trial_values(engine: AsyncEngine) -> dict[str, Values]:
+    """How a candidate does beside the drafter."""
+    evidence = NO_EVIDENCE if engine.trial is None else engine.trial.evidence
+    tallies = {"incumbent": evidence.incumbent, "candidate": evidence.candidate}
+    logs = {"better": evidence.log_better, "worse": evidence.log_worse}
+    return {
+        "manta:drafter_trial_requests": _by_name({role: tally.requests for role, tally in tallies.items()}),
+        "manta:drafter_trial_steps": _by_name({role: tally.steps for role, tally in tallies.items()}),
+        "manta:drafter_trial_accepted": _by_name({role: tally.accepted for role, tally in tallies.items()}),
+        "manta:drafter_trial_evidence": _by_name({what: exp(min(log, 700.0)) for what, log in logs.items()}),
+        "manta:drafter_trials": _by_name({each: engine.verdicts[each] for each in _ENDS}),
+    }
+
+
+def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
+    """Of the pages that see everything, where windows have others."""
+    pool = next((group.pool for group in info.page_groups if group.window is None), 0)
+    told = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
+    return tuple(map(str, told))
+
+
+def _drafter_labels(engine: AsyncEngine, stats: EngineStats) -> dict[tuple[str, ...], float]:
+    spec = engine.config.speculative_config
+    if spec is None or engine.drafter is None:
+        return {}
+    told = {engine.drafter: "up" if stats.drafter_up else "down"}
+    if engine.candidate is not None:
+        told[engine.candidate] = "candidate"
+    size = str(engine.info.num_speculative_tokens + 1)
+    revisions = {name: drafter_commit(engine.config, name) if spec.method != "ngram" else "" for name in told}
+    return {
+        (name, revisions[name], spec.method, size, engine.config.model, status): 1.0
+        for name, status in told.items()
+    }
+
+
+def _by_name(counts: Mapping[Any, float]) -> dict[tuple[str, ...], float]:  # Any: names of some literal type
+    return {(name,): count for name, count in counts.items()}
+
+
+def _by_place(values: tuple[float, ...]) -> dict[tuple[str, ...], float]:
+    return {(str(i),): value for i, value in enumerate(values)}
+
+
+def _known(value: float | None) -> Values:
+    return {} if value is None else value

@@ -1,0 +1,89 @@
+"""The figures of an engine in Ray's own metrics, where they stand beside Ray's and Serve's.
+
+All of the catalogue. Ray drops names with a colon: `vllm:...` becomes `ray_vllm_...`, with a delay of about
+ten seconds. A histogram comes as the three kinds of series that Prometheus makes of one (`_bucket` by `le`,
+`_sum`, `_count`), as gauges: Ray's own histogram would take a call for each observation, which is a call
+for each token. Created in the replica, fed by `telemetry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge
+
+from ...cluster.metrics.engine_metrics import CATALOGUE
+from ...cluster.metrics.histogram import HistogramCounts
+from ...cluster.metrics.metric import SHARED_LABELS, Metric
+from .prometheus_text import Values, buckets_of
+
+Tags = dict[str, str]
+
+
+class RayMetrics:
+    """A `Mirror` into Ray.
+
+    Args:
+        model_name, replica: become the tags `model_name` and `ReplicaId`.
+    """
+
+    def __init__(self, model_name: str, replica: str) -> None:
+        tags = {"model_name": model_name, "ReplicaId": replica}
+        self._metrics = {metric.name: _made(metric, tags) for metric in CATALOGUE}
+
+    def update(self, values: Mapping[str, Values]) -> None:
+        for name, value in values.items():
+            self._metrics[name].show(value)
+
+
+class _Simple:
+    """A counter or a gauge."""
+
+    def __init__(self, metric: Metric, tags: Tags) -> None:
+        self._own = _own_labels(metric)
+        name, keys = metric.name.replace(":", "_"), (*self._own, *tags)
+        self._gauge = Gauge(name, metric.help, keys) if metric.kind == "gauge" else None
+        self._counter = Counter(f"{name}_total", metric.help, keys) if metric.kind == "counter" else None
+        for made in (self._gauge, self._counter):
+            if made is not None:
+                made.set_default_tags(tags)
+        self._shown: dict[tuple[str, ...], float] = {}
+
+    def show(self, value: Values) -> None:
+        assert not isinstance(value, HistogramCounts), "a histogram is no counter"
+        samples = value if isinstance(value, Mapping) else {(): value}
+        for own_values, each in samples.items():
+            tags = dict(zip(self._own, own_values, strict=True))
+            if self._gauge is not None:
+                self._gauge.set(each, tags)
+            elif self._counter is not None and (grown := each - self._shown.get(own_values, 0.0)) > 0.0:
+                self._counter.inc(grown, tags)
+                self._shown[own_values] = each
+
+
+class _Histogram:
+    """See the module."""
+
+    def __init__(self, metric: Metric, tags: Tags) -> None:
+        name = metric.name.replace(":", "_")
+        self._metric = metric
+        self._buckets = Gauge(f"{name}_bucket", metric.help, ("le", *tags))
+        self._sum = Gauge(f"{name}_sum", metric.help, tuple(tags))
+        self._count = Gauge(f"{name}_count", metric.help, tuple(tags))
+        for made in (self._buckets, self._sum, self._count):
+            made.set_default_tags(tags)
+
+    def show(self, value: Values) -> None:
+        assert isinstance(value, HistogramCounts), "a histogram is no number"
+        for bound, count in buckets_of(self._metric, value):
+            self._buckets.set(count, {"le": bound})
+        self._sum.set(value.sum)
+        self._count.set(value.cumulative[-1])
+
+
+def _own_labels(metric: Metric) -> tuple[str, ...]:
+    return tuple(label for label in metric.labels if label not in SHARED_LABELS)
+
+
+def _made(metric: Metric, tags: Tags) -> _Simple | _Histogram:
+    return _Histogram(metric, tags) if metric.kind == "histogram" else _Simple(metric, tags)

@@ -1,0 +1,299 @@
+"""What the outside learns about an engine: metrics, a log line per request, two lines every ten seconds.
+
+Names, buckets and meanings stand in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
+read when somebody scrapes (`engine_metrics.py`); here is observed what passes by on the event loop: requests
+as they end, HTTP, lines of batches. How it is written is `prometheus_text.py`'s. Everything of one
+`Telemetry` happens on that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Protocol, get_args
+
+from ...cluster.engine.engine_core import EngineStats
+from ...cluster.engine.speedup_meter import SpeedupMeter
+from ...cluster.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineGoneError,
+    EngineStalledError,
+    MantaError,
+    RateLimitError,
+    TooManyRequestsError,
+)
+from ...cluster.metrics.bounded_labels import ANY, LabelValues
+from ...cluster.metrics.engine_metrics import CATALOGUE
+from ...cluster.metrics.histogram import Histogram
+from ..capture.collector import CaptureResult
+from ..engine.async_engine import AsyncEngine
+from ..engine.lossless_audit import AuditResult
+from ..engine.output_processor import RequestOutput
+from ..engine.tenant import Asker
+from ..system.log_setup import Event
+from .engine_metrics import engine_values, info_values, rejection_values, trial_values
+from .log_lines import acceptance_line, engine_line
+from .prometheus_text import Exposition, Values
+
+logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("manta.requests")
+
+REPORT_INTERVAL_S = 10.0
+# Why requests are not let in, beside what the engine counts itself (its queue is full).
+REJECTIONS: Mapping[type[MantaError], str] = {
+    TooManyRequestsError: "too_many_requests",
+    DrainingError: "draining",
+    EngineDeadError: "engine_dead",
+    EngineGoneError: "engine_dead",
+    EngineStalledError: "engine_dead",
+    RateLimitError: "key_limit",
+}
+
+
+class Mirror(Protocol):
+    """Gets all figures every few seconds (Ray's metrics: `ray_metrics.py`). Called in a thread."""
+
+    def update(self, values: Mapping[str, Values]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCompletion:
+    """One of the completions of a request. Seconds are since the request arrived.
+
+    `first_s`, `last_s`: of its tokens; None where it has none. `max_tokens`: None where the context is the
+    limit.
+    """
+
+    num_tokens: int
+    max_tokens: int | None
+    queue_s: float
+    first_s: float | None
+    last_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPrompt:
+    """A prompt whose completions have all ended; `longest` is the number of tokens of one of them."""
+
+    num_tokens: int
+    num_cached_tokens: int
+    num_completions: int
+    longest: int
+
+
+class BatchLines(NamedTuple):
+    """Lines of batches that are durable now.
+
+    Attributes:
+        completed, failed: how many.
+        prompt_tokens, generation_tokens: of those that were answered.
+        by_category: verified blocks and accepted drafts.
+    """
+
+    completed: int
+    failed: int
+    prompt_tokens: int
+    generation_tokens: int
+    by_category: Mapping[str | None, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRow:
+    """A row of a batch that has its answer, or an error.
+
+    Attributes:
+        id: the engine's name of it: `<batch>/<row>`.
+        operation: OpenTelemetry's word for what is asked; None where that cannot be read.
+        begin_s, end_s: Unix time.
+        error: the error's type.
+        answer: None where there is none.
+    """
+
+    id: str
+    operation: str | None
+    begin_s: float
+    end_s: float
+    error: str | None
+    answer: RequestOutput | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """One HTTP request at its end, as it is logged. Times in milliseconds; no text of any kind."""
+
+    request_id: str
+    id: str
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float
+    mean_acceptance_length: float | None
+    finish_reason: str | None
+    status: int
+
+
+class Telemetry:
+    """All figures of one engine.
+
+    Args:
+        engine: whose counters are shown.
+        model_name: label of all metrics.
+        replica: stands in log lines, and is a label of all metrics. (Their label `engine` is vLLM's number of
+            an engine in its process: here always "0".)
+        mirror: gets the figures too.
+        max_label_values: tenants, and categories, that are told apart.
+        categories: that are told apart at all.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        model_name: str,
+        replica: str,
+        mirror: Mirror | None = None,
+        max_label_values: int = 0,
+        categories: Sequence[str] = (ANY,),
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._mirror = mirror
+        # Of the engine's own histogram the values are not observed here.
+        self._histograms = {m.name: Histogram(m.buckets) for m in CATALOGUE if m.kind == "histogram"}
+        self._http: Counter[tuple[str, ...]] = Counter()
+        self._batch_rows = Counter({("completed",): 0, ("failed",): 0})
+        self._batch_tokens = Counter({("prompt",): 0, ("generation",): 0})
+        self._rejected = Counter({(reason,): 0 for reason in REJECTIONS.values()})
+        self._audits = Counter({(result,): 0 for result in get_args(AuditResult)})
+        self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
+        self._tenants = LabelValues(max_label_values)
+        self._categories = LabelValues(max_label_values, categories)
+        self._asked: dict[str, Counter[tuple[str, ...]]] = {
+            f"dflash:spec_{what}_by_{label}": Counter()
+            for what in ("drafts", "accepted")
+            for label in ("tenant", "category")
+        }
+        self._speedup = SpeedupMeter()
+        labels = {"model_name": model_name, "engine": "0", "replica": replica}
+        self._exposition = Exposition(CATALOGUE, labels, self._values)
+
+    # What passes by.
+
+    def observe_first_token(self, since_arrival_s: float) -> None:
+        """A completion's first tokens."""
+        self._histograms["vllm:time_to_first_token_seconds"].observe(since_arrival_s)
+
+    def observe_tokens(self, count: int, gap_s: float) -> None:
+        """A completion's next tokens, `gap_s` after the ones before."""
+        self._histograms["vllm:inter_token_latency_seconds"].observe(gap_s / count, count)
+
+    def end_completion(self, ended: EndedCompletion) -> None:
+        self._histograms["vllm:request_generation_tokens"].observe(ended.num_tokens)
+        if ended.max_tokens is not None:
+            self._histograms["vllm:request_params_max_tokens"].observe(ended.max_tokens)
+        first_s, last_s = ended.first_s, ended.last_s
+        if first_s is None or last_s is None:
+            return
+        # The engine's clock starts a little later than ours.
+        queue_s = min(ended.queue_s, first_s)
+        self._histograms["vllm:e2e_request_latency_seconds"].observe(last_s)
+        self._histograms["vllm:request_queue_time_seconds"].observe(queue_s)
+        self._histograms["vllm:request_prefill_time_seconds"].observe(first_s - queue_s)
+        self._histograms["vllm:request_decode_time_seconds"].observe(last_s - first_s)
+        self._histograms["vllm:request_inference_time_seconds"].observe(last_s - queue_s)
+        if ended.num_tokens > 1:
+            per_token_s = (last_s - first_s) / (ended.num_tokens - 1)
+            self._histograms["vllm:request_time_per_output_token_seconds"].observe(per_token_s)
+
+    def end_prompt(self, ended: EndedPrompt) -> None:
+        computed = max(ended.num_tokens - ended.num_cached_tokens, 0)
+        self._histograms["vllm:request_prompt_tokens"].observe(ended.num_tokens)
+        self._histograms["vllm:request_prefill_kv_computed_tokens"].observe(computed)
+        self._histograms["vllm:request_params_n"].observe(ended.num_completions)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
+
+    def count_drafts(self, asker: Asker, num_drafts: int, num_accepted: int) -> None:
+        """Of a request that has ended, however."""
+        tenant = self._tenants.of(asker.tenant)
+        category = self._categories.of(asker.category)
+        for label, value in (("tenant", tenant), ("category", category)):
+            self._asked[f"dflash:spec_drafts_by_{label}"][value,] += num_drafts
+            self._asked[f"dflash:spec_accepted_by_{label}"][value,] += num_accepted
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        self._http[handler, method, str(status)] += 1
+        self._histograms["http_request_duration_seconds"].observe(seconds)
+
+    def count_batch_lines(self, lines: BatchLines) -> None:
+        self._batch_rows["completed",] += lines.completed
+        self._batch_rows["failed",] += lines.failed
+        self._batch_tokens["prompt",] += lines.prompt_tokens
+        self._batch_tokens["generation",] += lines.generation_tokens
+        for category, (num_drafts, num_accepted) in lines.by_category.items():
+            self.count_drafts(Asker(category=category), num_drafts, num_accepted)
+
+    def count_rejection(self, error: MantaError) -> None:
+        """A request has ended before its first token; it counts unless the request itself is wrong."""
+        if (reason := REJECTIONS.get(type(error))) is not None:
+            self._rejected[reason,] += 1
+
+    def count_audit(self, result: AuditResult) -> None:
+        """An answer has been computed once more, or will not be."""
+        self._audits[result,] += 1
+
+    def count_captured(self, result: CaptureResult) -> None:
+        """A completion has been kept, or will not be."""
+        self._captured[result,] += 1
+
+    def finish_request(self, request: FinishedRequest) -> None:
+        """Log one request, however it ended."""
+        origin = {"replica": self._replica, "drafter": self._engine.drafter}
+        request_logger.info(Event("request", **asdict(request), **origin))
+
+    # What is shown.
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return self._exposition.text()
+
+    async def report_forever(self) -> None:
+        """Log what the engine does while it does anything, and feed the mirror. Cancelled at the end."""
+        before = self._engine.stats()
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            try:
+                before = self._report(before)
+                if self._mirror is not None:
+                    # Hundreds of calls into Ray: not on the loop that streams wait for.
+                    await asyncio.to_thread(self._mirror.update, self._values())
+            except Exception:  # a task's edge: figures must not end for one failure, nor end the engine
+                logger.exception("the engine's figures could not be reported")
+
+    def _report(self, before: EngineStats) -> EngineStats:
+        now = self._engine.stats()
+        if now.steps > before.steps or now.running or now.waiting:
+            logger.info(engine_line(before, now, REPORT_INTERVAL_S))
+        if now.num_drafts > before.num_drafts:
+            logger.info(acceptance_line(before, now, REPORT_INTERVAL_S, self._speedup.ratio(now)))
+        return now
+
+    def _values(self) -> dict[str, Values]:
+        stats = self._engine.stats()
+        return {
+            **{name: histogram.counts() for name, histogram in self._histograms.items()},
+            **engine_values(stats, self._speedup.ratio(stats)),
+            "vllm:admission_rejections": {**rejection_values(stats), **self._rejected},
+            **info_values(self._engine, stats),
+            **trial_values(self._engine),
+            **{name: dict(counts) for name, counts in self._asked.items()},
+            "dflash:batch_rows": dict(self._batch_rows),
+            "dflash:batch_tokens": dict(self._batch_tokens),
+            "dflash:lossless_audit": dict(self._audits),
+            "manta:captured_completions": dict(self._captured),
+            "http_requests": dict(self._http),
+        }

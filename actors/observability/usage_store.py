@@ -1,0 +1,208 @@
+"""Receipts in a folder: an engine's spending by day, kept over restarts and kills.
+
+A process has a file of its own for each day, `2026-01-31.NAME.jsonl`, to which it adds a line for each
+account that has changed: its *totals* of that day in that process. Of lines of one account the last counts,
+so nothing is counted twice, a line that a kill cut short is passed over, and a kill loses what came in the
+seconds since the last line. A file that has grown long is written anew, a line an account. Receipts of a day
+are the sums over all files of it, so replicas share a folder. `http/admin/usage.py` and `manta receipts` ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from ...cluster.config import EngineConfig
+from ...cluster.engine.usage_report import Amounts, DeviceKind, Subject, receipt_json
+from ...cluster.errors import RequestError, shown
+from ...cluster.metrics.bounded_labels import ANY, Account, LabelValues
+from ...cluster.scheduler.usage_meter import Spent
+from ..engine.async_engine import AsyncEngine
+from ..engine.tenant import Asker
+from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_whole
+
+logger = logging.getLogger(__name__)
+
+KEEP_EVERY_S = 5.0
+_LONG = 16  # lines an account, then a file is written anew
+_FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
+
+
+class ReceiptKeeper:
+    """Of one engine.
+
+    Args:
+        engine: started.
+        folder: made if it is not there.
+        model: name of the model on receipts.
+        max_label_values: tenants, and categories, that are told apart, as in metrics.
+        clock: Unix time.
+        categories: that are told apart at all.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        folder: Path,
+        model: str,
+        max_label_values: int,
+        clock: Callable[[], float] = time.time,
+        categories: Sequence[str] = (ANY,),
+    ) -> None:
+        check_writable(folder, "receipts")
+        self.folder = folder
+        self._engine, self._model, self._clock = engine, model, clock
+        self._devices = num_devices(engine.config)
+        self._device: DeviceKind = "CPU" if engine.info.device == "cpu" else "GPU"
+        self._tenants = LabelValues(max_label_values)
+        self._categories = LabelValues(max_label_values, categories)
+        self._requests: Counter[Account] = Counter()  # grows on the event loop, is read by `keep`
+        self._name = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        # All below is guarded by it.
+        self._seen: dict[Account, Spent] = {}
+        self._seen_requests: Counter[Account] = Counter()
+        self._day = ""
+        self._amounts: dict[Account, Amounts] = {}  # of that day
+        self._unwritten: set[Account] = set()
+        self._num_lines = 0  # of the file; -1 where its end may be broken
+        self._tells_failure = True
+
+    def account(self, asker: Asker, *, begins: bool = True) -> Account:
+        """On whose receipt a request stands. On the event loop.
+
+        Args:
+            begins: False where another engine has counted it.
+        """
+        account = Account(self._tenants.of(asker.tenant), self._categories.of(asker.category))
+        self._requests[account] += begins
+        return account
+
+    async def keep_forever(self) -> None:
+        """Cancelled at the end, when all is kept once more."""
+        try:
+            while True:
+                await asyncio.sleep(KEEP_EVERY_S)
+                await asyncio.to_thread(self.keep)
+        finally:
+            self.keep()
+
+    def keep(self) -> None:
+        """Book what came since the last time on today, and write it. From any thread."""
+        with self._lock:
+            self._book()
+            if not self._unwritten:
+                return
+            try:
+                self._write()
+            except OSError as error:
+                self._num_lines = -1
+                if self._tells_failure:
+                    logger.warning("receipts cannot be written in %s: %s; trying on", self.folder, error)
+                self._tells_failure = False
+            else:
+                self._unwritten.clear()
+                self._tells_failure = True
+
+    def _book(self) -> None:
+        today = datetime.fromtimestamp(self._clock(), UTC).date().isoformat()
+        if today != self._day:  # what is unwritten of the day before could not be written for long
+            self._day, self._amounts, self._num_lines = today, {}, 0
+            self._unwritten.clear()
+        spent, requests = self._engine.spent(), self._requests.copy()
+        for account in {*spent, *requests}:
+            now, before = spent.get(account, Spent()), self._seen.get(account, Spent())
+            came = requests[account] - self._seen_requests[account]
+            if more := Amounts.grown(before, now, self._devices, came):
+                self._amounts[account] = self._amounts.get(account, Amounts()) + more
+                self._unwritten.add(account)
+        self._seen, self._seen_requests = spent, requests
+
+    def _write(self) -> None:
+        path = self.folder / f"{self._day}.{self._name}.jsonl"
+        lines = self._num_lines + len(self._unwritten)
+        if self._num_lines < 0 or lines > _LONG * len(self._amounts) + _LONG:
+            text = "".join(self._line(account) for account in self._amounts)
+            write_whole(path, lambda target: target.write_text(text, encoding="utf-8"), private=True)
+            self._num_lines = len(self._amounts)
+            return
+        handle = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        with os.fdopen(handle, "ab") as file:
+            file.write("".join(self._line(account) for account in sorted(self._unwritten)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._num_lines = lines
+
+    def _line(self, account: Account) -> str:
+        told = {"model": self._model, **account._asdict(), "device": self._device}
+        return json.dumps(told | asdict(self._amounts[account])) + "\n"
+
+
+def num_devices(config: EngineConfig) -> int:
+    """GPUs that an engine holds; a drafter that several engines share is nobody's."""
+    spec = config.speculative_config
+    return config.tensor_parallel_size + (spec is not None and spec.placement == "split")
+
+
+def read_receipts(folder: Path, day: str | None = None, tenant: str | None = None) -> list[dict[str, Any]]:
+    """All receipts of a folder, by day and name, as JSON (`receipt_json`).
+
+    Args:
+        day: YYYY-MM-DD, of UTC; None for all.
+        tenant: None for all.
+
+    Raises:
+        RequestError: that is no day.
+        OSError: the folder cannot be read.
+    """
+    if day is not None:
+        day = _checked_day(day)
+    sums: dict[tuple[Subject, str], Amounts] = {}
+    for path in sorted(folder.iterdir()):
+        found = _FILE.fullmatch(path.name)
+        if found is None or day not in (None, found[1]):
+            continue
+        for subject, device, amounts in _of_file(path, found[1]):
+            if tenant in (None, subject.tenant):
+                key = subject, device
+                sums[key] = sums.get(key, Amounts()) + amounts
+    return [receipt_json(*key, sums[key]) for key in sorted(sums)]
+
+
+def _of_file(path: Path, day: str) -> Iterator[tuple[Subject, str, Amounts]]:
+    """The last line of each account."""
+    last: dict[tuple[Subject, str], Amounts] = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            told = json.loads(line)
+            subject = Subject(day, told.pop("model"), told.pop("tenant"), told.pop("category"))
+            device = str(told.pop("device"))
+            last[subject, device] = Amounts(**told)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue  # cut short
+    for (subject, device), amounts in last.items():
+        yield subject, device, amounts
+
+
+def _checked_day(day: str) -> str:
+    try:
+        if date.fromisoformat(day).isoformat() == day:
+            return day
+    except ValueError:
+        pass
+    raise RequestError(f"day={shown(day)} must be a day like 2026-01-31 (of UTC).", param="day")

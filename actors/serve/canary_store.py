@@ -1,0 +1,91 @@
+"""Where the replicas of a deployment tell each other how a drafter's trial stands: Ray's key-value store.
+
+Serve keeps its own state there, so what is said lives as long as the application does: a replica that comes
+later, for one that has died, finds the verdict that others reached. Every replica writes under its own key;
+the first verdict stands. Calls take a round trip: not on an event loop. Used by `drafter_canary.py`'s desk,
+and by `manta drafter` (jobs/drafters/deploy.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, get_args
+
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+    internal_kv_get_gcs_client,
+)
+
+from ...cluster.fleet.canary import Evidence, Tally, Verdict
+from .drafter_canary import ReplicaReport
+
+NAMESPACE = b"manta"
+
+
+class TrialBoard:
+    """Of one deployment of one application."""
+
+    def __init__(self, application: str, deployment: str) -> None:
+        self._place = f"drafters/{application}/{deployment}/"
+
+    def wish(self) -> dict[str, Any] | None:  # Any: a user_config
+        """What is to be in `user_config`'s place where Serve was given none."""
+        found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
+        return None if found is None else json.loads(found)
+
+    def set_wish(self, user_config: dict[str, Any]) -> None:  # Any: as above
+        _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
+
+    def began_s(self, trial: str, now_s: float) -> float:
+        """Unix time at which the first replica asked this."""
+        return float(self._settle(f"{trial}/began", repr(now_s)))
+
+    def tell(self, trial: str, replica: str, report: ReplicaReport) -> None:
+        text = json.dumps(asdict(report))
+        _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
+
+    def told(self, trial: str) -> dict[str, ReplicaReport]:
+        """By replica; of those that are gone, too: what they found counts."""
+        prefix = self._key(f"{trial}/of/")
+        keys = _internal_kv_list(prefix, namespace=NAMESPACE)
+        client = internal_kv_get_gcs_client()
+        found = client.internal_kv_multi_get(keys, NAMESPACE) if keys and client is not None else {}
+        return {key[len(prefix) :].decode(): _report(json.loads(text)) for key, text in found.items()}
+
+    def verdict(self, trial: str) -> Verdict | None:
+        found = _internal_kv_get(self._key(f"{trial}/verdict"), namespace=NAMESPACE)
+        return None if found is None else _verdict(found.decode())
+
+    def settle(self, trial: str, verdict: Verdict) -> Verdict:
+        """The verdict: this one, unless another stands already."""
+        return _verdict(self._settle(f"{trial}/verdict", verdict))
+
+    def clear(self) -> None:
+        """Forget all trials of this deployment, and the wish."""
+        _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
+
+    def _settle(self, name: str, value: str) -> str:
+        key = self._key(name)
+        _internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
+        found = _internal_kv_get(key, namespace=NAMESPACE)
+        assert found is not None, "it was written, by somebody"
+        return found.decode()
+
+    def _key(self, name: str) -> bytes:
+        return (self._place + name).encode()
+
+
+def _report(told: dict[str, Any]) -> ReplicaReport:  # Any: JSON
+    found = told["evidence"]
+    logs = found["log_better"], found["log_worse"]
+    evidence = Evidence(*logs, Tally(*found["incumbent"]), Tally(*found["candidate"]))
+    return ReplicaReport(evidence, told["refused"])
+
+
+def _verdict(text: str) -> Verdict:
+    (found,) = (each for each in get_args(Verdict) if each == text)
+    return found

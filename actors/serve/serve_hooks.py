@@ -1,0 +1,176 @@
+"""What Serve's own objects know in a replica's process: whether it is to go, and a way in ahead of the queue.
+
+`ServePlace` is `replica_life.Place`. `Door` is around the HTTP server that Serve opens in a replica behind
+HAProxy, and around Serve's own proxy, where the environment of their processes names `middlewares`
+(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as `manta serve` sets it). In front of Serve's queue it answers
+what operators ask, so that probes wait for no request. What Serve itself says in plain text, it says as
+OpenAI's clients read it; a request has one id, also where Serve would give it a second one; and a refusal of
+a replica that is to go, or was dead when the request came, has the status that HAProxy asks for
+(`RETRY_HEADER`), for which it tries another replica. A request under which the engine died is not tried
+again: it may be what killed it. Neither decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray._private import worker
+from ray.serve._private import logging_utils
+from ray.serve.exceptions import RayServeException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..haproxy.config_rewriter import RETRY_HEADER
+from ..http.config.settings import OPEN_PATHS
+from ..http.wire.errors import json_error
+from ..http.wire.request_ids import ID_HEADER, acceptable_id, new_id
+
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+_ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"
+_OPENS = "add_port_to_grpc_server"
+OVERLOADED = "The queue of this server is full. Retry."
+NOT_READY = "The server is loading its models, or stopping. Retry."
+SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (503, OVERLOADED)}
+
+
+def middlewares() -> list[Middleware]:
+    """Called by Serve in each process that listens."""
+    return [Middleware(Door)]
+
+
+def door_is_there() -> bool:
+    """Whether what listens on this node has our `Door` around it: its environment says so."""
+    return os.environ.get(CALLBACK, "").endswith(f"{__name__.partition('.')[2]}:{middlewares.__name__}")
+
+
+def restore_print() -> None:
+    """Give this process Python's own `print` back.
+
+    Where RAY_SERVE_LOG_TO_STDERR is 0, as `manta serve` has it, Serve replaces it in a replica by one that
+    writes the tuple of its arguments into any other file: each traceback that is formatted is such a file.
+    Standard output and error stay Serve's.
+    """
+    builtins.print = logging_utils.buildin_print
+
+
+def listen_as_ray_does() -> None:
+    """Have Serve's channel between replicas, which unpickles calls, listen on loopback where Ray does.
+
+    Serve opens it on all interfaces once the replica is constructed; so call it in the constructor.
+    """
+    from ray.serve._private import replica
+
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        assert hasattr(replica, _OPENS), "Ray is another version than this was made for"
+        setattr(replica, _OPENS, lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0"))
+
+
+class ServePlace:
+    """The replica that this process is. Make it in the replica's constructor."""
+
+    def __init__(self) -> None:
+        process = worker.global_worker
+        self._replica: Any = process.actors[process.actor_id]._replica_impl  # Any: Serve's, not public
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._replica._shutting_down
+
+    def close_door(self) -> None:
+        self._replica._event_loop.call_soon_threadsafe(self._replica._stop_accepting_direct_ingress)
+
+    def on_sigterm(self, told: Callable[[], object]) -> None:
+        """Call `told` in place of ending at once. From any thread; it is called in the main one.
+
+        Only the main thread may set a handler, and that one is in Ray's loop for ever. So the handler stays
+        Ray's, which calls a function of its module to end the process.
+        """
+        assert hasattr(worker, _ENDS_THE_PROCESS), "Ray is another version than this was made for"
+        setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())
+
+    async def leave(self) -> None:
+        leaving = self._replica.perform_graceful_shutdown()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leaving, self._replica._event_loop))
+
+
+class Door:
+    """An ASGI application around Serve's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = _one_id(scope, send)
+        replica = _replica()
+        if replica is not None and scope["path"] in OPEN_PATHS:
+            await replica.app(scope, receive, send)
+        else:
+            await self._app(scope, receive, _Translated(scope, receive, send, replica))
+
+
+def _one_id(scope: Scope, send: Send) -> Send:
+    """Give the request an id that fits a header, and its response that one or the application's own alone."""
+    asked = acceptable_id(Headers(scope=scope).get(ID_HEADER)) or new_id()
+    MutableHeaders(scope=scope)[ID_HEADER] = asked
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[ID_HEADER] = headers.get(ID_HEADER, asked)
+        await send(message)
+
+    return sent
+
+
+def _replica() -> Any:  # Any: a class that Serve makes of ours.
+    """The replica that this process is; None in a proxy's."""
+    try:
+        return serve.get_replica_context().servable_object
+    except RayServeException:
+        return None
+
+
+class _Translated:
+    """A `send` that replaces a failure in plain text (Serve's; ours are JSON), or one that another mends."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Any) -> None:
+        self._client = (scope, receive, send)
+        self._retry = Headers(scope=scope).get(RETRY_HEADER, "")
+        self._replica = replica
+        self._lived = self._lives()
+        self._send = send
+        self._replaced = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            if _is_serves(message):
+                self._replaced = True
+                status, said = SAID.get(message["status"], (500, "Internal server error."))
+                await json_error(status, said, retryable=status == 503)(*self._client)
+            elif message["status"] == 503 and self._retry.isdecimal() and self._is_untouched():
+                message = {**message, "status": int(self._retry)}
+        if not self._replaced:
+            await self._send(message)
+
+    def _is_untouched(self) -> bool:
+        """Whether the replica does not serve, and its engine did not die under this request."""
+        serves = getattr(self._replica, "serves", True)  # a gateway's replica has no engine that could die
+        return not serves and (self._lives() or not self._lived)
+
+    def _lives(self) -> bool:
+        return getattr(self._replica, "lives", True)
+
+
+def _is_serves(start: Message) -> bool:
+    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/plain")

@@ -1,0 +1,312 @@
+"""The door for grammars: what users write becomes a `Grammar`, tried once to see that it can be held to.
+
+    structured_outputs, response_format ─▶ StructuredOutputsParams ─▶ Grammar, in one of three forms
+
+Whatever is wrong is said here, by the field it came in. Sizes are bounded. Time, memory and nesting are
+bounded by a process that may be killed, which compiles each grammar first (`grammar_validator.py`); then the
+ranks compile it beside their steps, and hold it for as long as the request is open. What llguidance does not
+know of JSON Schema is refused: an answer that heeds half a schema is wrong in silence.
+
+Used by `AsyncEngine` (`held`) and by `LLM` (`let_in`, which waits).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ...cluster.errors import OverloadedError, RequestError
+from ...cluster.request.request import SamplingParams
+from ...cluster.request.structured_outputs import Grammar, GrammarKind, StructuredOutputsParams
+from ...cluster.step.executor import ExecutorInfo
+from ...drafter.grammars.compiler import GrammarError
+from ..tokenization.tokenizer import Tokenizer
+from .grammar_validator import QUICK_S, SLOW_S, GrammarTrials
+from .json_schema import MAX_GRAMMAR_CHARS, written_schema
+from .structural_tags import lark_of_tags
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 4096
+# Two quick trials at once, and one that is slow: whoever sends slow ones holds up no others.
+NUM_QUICK, NUM_SLOW = 2, 1
+# Grammars that are not cheap, of open requests: each takes up to 128 MiB on every rank. Others wait.
+MAX_LARGE = 8
+LARGE_TIMEOUT_S = 600.0
+
+
+@runtime_checkable
+class HoldsGrammars(Protocol):
+    """An executor whose ranks compile grammars beside their steps. Any thread may call these methods."""
+
+    def hold_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar on every rank, and keep it until it is let go. Blocks; raises GrammarError."""
+        ...
+
+    def let_go_grammar(self, grammar: Grammar) -> None: ...
+
+
+class GrammarDoor:
+    """Checks the grammars of one engine's requests.
+
+    Args:
+        tokenizer: None where an engine runs without one; then every grammar is refused.
+        vocab_size, eos_token_ids: of the model.
+        holder: compiles what `held` has checked; None where steps compile, as in `LLM`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        holder: HoldsGrammars | None = None,
+    ) -> None:
+        self._trials = None
+        if tokenizer is not None and (known := tokenizer.known(eos_token_ids)):
+            self._trials = GrammarTrials(tokenizer.to_json(), vocab_size, known)
+        self._holder = holder
+        self._quick = ThreadPoolExecutor(NUM_QUICK, thread_name_prefix="manta-grammars")
+        self._slow = ThreadPoolExecutor(NUM_SLOW, thread_name_prefix="manta-slow-grammars")
+        self._large: Counter[Grammar] = Counter()
+        self._places = threading.Condition()  # guards `_large`
+        self._is_closed = False
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer | None, info: ExecutorInfo, holder: HoldsGrammars | None = None
+    ) -> GrammarDoor:
+        return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
+
+    def let_in(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the grammar that their `structured_outputs` ask for.
+
+        Raises:
+            RequestError: it cannot be held to; names the field.
+        """
+        found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
+        assert found is not None, "a slow trial answers"
+        return found
+
+    @asynccontextmanager
+    async def held(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
+        """`let_in` beside the event loop; the grammar is compiled on every rank until this is left.
+
+        Raises:
+            RequestError: it cannot be held to; names the field.
+            OverloadedError: other large grammars have been in use for too long.
+        """
+        if params.structured_outputs is None and params.grammar is None:
+            yield params
+            return
+        found = await self._beside(self._quick, QUICK_S, params)
+        if found is None:
+            found = await self._beside(self._slow, SLOW_S, params)
+        assert found is not None, "a slow trial answers"
+        try:
+            yield found
+        finally:
+            self._let_go(found)
+
+    def close(self) -> None:
+        """End the threads, and the process that tries grammars. Idempotent."""
+        with self._places:
+            self._is_closed = True
+            self._places.notify_all()
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
+
+    async def _beside(
+        self, threads: ThreadPoolExecutor, cpu_s: float, params: SamplingParams
+    ) -> SamplingParams | None:
+        future = threads.submit(self._taken, params, cpu_s)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._undo)
+            raise
+
+    def _undo(self, future: Future[SamplingParams | None]) -> None:
+        """Let go what was taken for a request that has left meanwhile."""
+        if not future.cancelled() and future.exception() is None and (found := future.result()) is not None:
+            self._let_go(found)
+
+    def _taken(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
+        """Check and hold a grammar; None where that takes longer than `cpu_s`."""
+        found = self._checked(params, cpu_s)
+        if found is None or found.grammar is None:
+            return found
+        grammar = found.grammar
+        if not grammar.is_cheap and cpu_s < SLOW_S:
+            return None
+        if not grammar.is_cheap:
+            self._wait_for_place(grammar, _field(params))
+        try:
+            if self._holder is not None:
+                self._holder.hold_grammar(grammar)
+        except BaseException as error:
+            self._forget(grammar)
+            if isinstance(error, GrammarError):
+                raise _refusal(_field(params), str(error)) from None
+            raise
+        return found
+
+    def _wait_for_place(self, grammar: Grammar, field: str) -> None:
+        """Wait until a large grammar may be compiled, and count it. Raises OverloadedError."""
+
+        def has_place() -> bool:
+            return self._is_closed or grammar in self._large or len(self._large) < MAX_LARGE
+
+        with self._places:
+            if not self._places.wait_for(has_place, LARGE_TIMEOUT_S):
+                raise OverloadedError(
+                    f"{field}: {MAX_LARGE} other large grammars have been in use for {LARGE_TIMEOUT_S:g} s. "
+                    "Retry, or make this one simpler."
+                )
+            self._large[grammar] += 1
+
+    def _let_go(self, params: SamplingParams) -> None:
+        grammar = params.grammar
+        if grammar is None:
+            return
+        self._forget(grammar)
+        if self._holder is not None:
+            try:
+                self._quick.submit(self._holder.let_go_grammar, grammar)
+            except RuntimeError:  # it was closed, and so is what holds
+                logger.debug("a grammar was let go after the end")
+
+    def _forget(self, grammar: Grammar) -> None:
+        with self._places:
+            if grammar in self._large and not grammar.is_cheap:
+                self._large[grammar] -= 1
+                self._large += Counter()  # without those that no request uses
+                self._places.notify_all()
+
+    def _checked(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
+        """The parameters with their grammar, tried; None where that takes longer than `cpu_s`."""
+        asked = params.structured_outputs
+        if params.grammar is not None:
+            kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
+        elif asked is not None:
+            (kind, text), after = written_grammar(asked), asked.after_token_ids
+        else:
+            return params
+        grammar = self._tried(kind, text, after, _field(params), cpu_s)
+        return None if grammar is None else replace(params, grammar=grammar)
+
+    def _tried(
+        self, kind: str, text: str, after: tuple[int, ...], field: str, cpu_s: float
+    ) -> Grammar | None:
+        if self._trials is None:
+            raise RequestError(
+                f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
+                "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
+                param=field,
+            )
+        _check_size(text, field)
+        tried = self._trials.ask(kind, text, cpu_s)
+        if tried.is_slow and cpu_s < SLOW_S:
+            return None
+        if tried.refusal is not None:
+            raise _refusal(field, tried.refusal)
+        written: GrammarKind = "lark" if kind == "grammar" else kind  # type: ignore[assignment]
+        return Grammar(
+            written, text if tried.text is None else tried.text, after, tried.is_cheap, tried.forces
+        )
+
+
+_Kind = GrammarKind | Literal["grammar"]
+
+
+def written_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    """Return what is asked for in llguidance's words, or in EBNF that may have to become Lark ("grammar").
+
+    Raises:
+        RequestError: for what is seen without compiling.
+    """
+    return _READERS[asked.way](asked)
+
+
+def _field(params: SamplingParams) -> str:
+    return "grammar" if params.structured_outputs is None else params.structured_outputs.field
+
+
+def _of_schema(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    schema = _parsed(asked.json, asked.field)
+    return "json_schema", written_schema(schema, asked.field, whitespace=not asked.disable_any_whitespace)
+
+
+def _of_any_object(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    return _of_schema(replace(asked, json={"type": "object"}, json_object=None))
+
+
+def _of_regex(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    return "regex", _text(asked.regex, asked.field)
+
+
+def _of_choice(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    choice: tuple[object, ...] = asked.choice or ()
+    if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
+        raise _refusal(asked.field, f"choices are 1 to {MAX_CHOICES} texts")
+    # One terminal: of rules' alternatives llguidance takes 2,000.
+    return "lark", "start: CHOICE\nCHOICE: " + " | ".join(
+        json.dumps(text, ensure_ascii=False) for text in choice
+    )
+
+
+def _of_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    return "grammar", _text(asked.grammar, asked.field)
+
+
+def _of_tags(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
+    tags = _parsed(asked.structural_tag, asked.field)
+    if not isinstance(tags, Mapping):
+        raise _refusal(asked.field, "structural tags are an object")
+    return "lark", lark_of_tags(tags, asked.field)
+
+
+_READERS: Mapping[str, Callable[[StructuredOutputsParams], tuple[_Kind, str]]] = {
+    "json": _of_schema,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "grammar": _of_grammar,
+    "json_object": _of_any_object,
+    "structural_tag": _of_tags,
+}
+
+
+def _parsed(value: Any, field: str) -> Any:  # Any: JSON
+    """JSON that may have come as text."""
+    if not isinstance(value, str):
+        return value
+    _check_size(value, field)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(field, f"it is no JSON: {error}") from None
+
+
+def _text(value: object, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _refusal(field, "a text is needed, and not an empty one")
+    return value
+
+
+def _check_size(text: str, field: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _refusal(field, f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+
+
+def _refusal(field: str, reason: str) -> RequestError:
+    return RequestError(f"{field}: {reason}.", param=field)

@@ -1,0 +1,196 @@
+"""Tries grammars in a process that may be killed (`drafter/grammars/compile_sandbox.py`), and remembers the
+answers.
+
+The process starts with the first grammar, which waits for it, and again after it was killed. It ends with
+`close`, and when this process ends. Called by `grammar_frontend.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import OverloadedError
+
+MAX_KEPT = 256  # answers; of grammars in EBNF they hold the text
+ANSWER_TIMEOUT_S = 60.0  # of a machine that is very busy, the start of the process included
+QUICK_S, SLOW_S = 0.1, 1.0  # time of a core
+# What compiles as fast, and into as little memory, may be compiled anew in the middle of an answer.
+CHEAP_S, CHEAP_BYTES = 0.05, 16 << 20
+NICENESS = 5  # of the process, its start included: steps on a CPU go first
+_MODULE = "drafter.grammars.trial"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The outcome of a trial.
+
+    Attributes:
+        text: of the grammar, if it is to be compiled in other words than it was sent in: EBNF as Lark.
+        is_cheap, forces: as of `Grammar`.
+        refusal: why it cannot be held to, as a sentence's end; None where it can.
+        is_slow: it took longer than it was given.
+    """
+
+    text: str | None = None
+    is_cheap: bool = False
+    forces: bool = False
+    refusal: str | None = None
+    is_slow: bool = False
+
+
+class GrammarTrials:
+    """Tries grammars for one model's tokens. Threads may share one.
+
+    Args:
+        tokenizer_json, vocab_size, eos_token_ids: as of `GrammarCompiler`.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        model = {"tokenizer_json": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
+        self._model = json.dumps(model).encode()
+        self._kept: OrderedDict[bytes, Tried] = OrderedDict()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process, or None where none runs."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, kind: str, text: str, cpu_s: float) -> Tried:
+        """Try a grammar; blocks for as long as it takes, or as long as it may take.
+
+        Raises:
+            OverloadedError: there was no answer.
+        """
+        key = _key(kind, text)
+        with self._lock:
+            tried = self._kept.get(key)
+            if tried is not None:
+                self._kept.move_to_end(key)
+                return tried
+        answer = self._answer({"kind": kind, "text": text, "cpu_s": cpu_s})
+        tried = _tried(answer, cpu_s, text)
+        if not tried.is_slow or cpu_s >= SLOW_S:
+            with self._lock:
+                self._kept[key] = tried
+                while len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return tried
+
+    def close(self) -> None:
+        """End the process. Idempotent; the next question starts another."""
+        with self._lock:
+            self._end()
+
+    def _answer(self, question: Mapping[str, object]) -> Mapping[str, Any]:
+        sent = json.dumps(question).encode()
+        for _ in range(2):  # the process may have been killed
+            with self._lock:
+                control = self._running()
+            with suppress(OSError):
+                if received := _exchange(control, sent):
+                    return json.loads(received)
+            with self._lock:
+                if self._control is control:
+                    self._end()
+        raise OverloadedError("The process that tries grammars does not answer. Retry.")
+
+    def _running(self) -> socket.socket:
+        """Return the way to the process; start it unless it runs."""
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._end()
+        self._control, theirs = socket.socketpair()
+        model = os.memfd_create("manta-grammars")
+        try:
+            _write_all(model, self._model)
+            os.lseek(model, 0, os.SEEK_SET)
+            package = __name__.split(".")[0]
+            root = Path(__file__).absolute().parent.parent.parent
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{package}.{_MODULE}", str(theirs.fileno()), str(model)],
+                pass_fds=(theirs.fileno(), model),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+            )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.nice(0) + NICENESS)
+        finally:
+            os.close(model)
+            theirs.close()
+        return self._control
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+def _exchange(control: socket.socket, sent: bytes) -> bytes:
+    """Send a question on a connection of its own; return the answer, or b"" where the process has ended."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            socket.send_fds(control, [b"?"], [theirs.fileno()])
+        ours.settimeout(ANSWER_TIMEOUT_S)
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        with ours.makefile("rb") as stream:
+            return stream.readline()
+
+
+def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
+    if "signal" in answer:
+        return _killed(answer["signal"], cpu_s)
+    if "error" in answer:
+        return Tried(refusal=answer["error"])
+    is_cheap = answer["cpu_s"] <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
+    other = None if answer["text"] == text else answer["text"]
+    return Tried(other, is_cheap, answer["forces"])
+
+
+def _killed(by: int, cpu_s: float) -> Tried:
+    """Return the refusal of a grammar for which a signal ended the process."""
+    match by:
+        case signal.SIGPROF:
+            reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"
+        case signal.SIGABRT | signal.SIGKILL:
+            reason = "compiling it takes more than the memory limit"
+        case signal.SIGSEGV | signal.SIGBUS:
+            reason = "it is nested deeper than the limit: parts in parts, or references to references"
+        case _:
+            reason = f"compiling it ends with signal {by}"
+    return Tried(refusal=f"{reason}. Make it simpler", is_slow=by == signal.SIGPROF)
+
+
+def _key(kind: str, text: str) -> bytes:
+    return hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

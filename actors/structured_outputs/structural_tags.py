@@ -1,0 +1,311 @@
+"""Structural tags as llguidance's Lark: free text in which triggers open structures, and what composes them.
+
+    {"structures": [{"begin": "<fn=f>", "schema": {..}, "end": "</fn>"}], "triggers": ["<fn="]}
+    {"format": {"type": "triggered_tags", "triggers": ["<fn="],
+                "tags": [{"begin": "<fn=f>", "content": {"type": "json_schema", ..}, "end": "</fn>"}]}}
+
+The older form of OpenAI-compatible servers, and XGrammar's, which holds formats in formats (source:
+XGrammar's "Structural Tag Usage"). Either way a tag belongs to the shortest trigger that its `begin` starts
+with, for there the free text before it ends. Free text ends at the first place where what ends it stands; so
+the end of a tag is handed down to the last thing inside. Where nothing ends it, nothing can follow it, and a
+format that has something there is refused. Called by `grammar_frontend.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ...cluster.errors import RequestError
+from .json_schema import MAX_GRAMMAR_CHARS, check_size, written_schema
+
+MAX_PARTS = 256  # of a list
+MAX_DEPTH = 16  # of formats in formats
+_ANY_TEXT = r"/(.|\n)*/"
+_REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or what Lark would read as its own
+_TAG_FIELDS = ("begin", "content", "end")
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema",),
+    "regex": ("pattern",),
+    "any_text": ("excludes",),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "optional": ("content",),
+    "plus": ("content",),
+    "star": ("content",),
+    "tag": _TAG_FIELDS,
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+_COUNTS = {"optional": "?", "plus": "+", "star": "*"}
+Json: TypeAlias = Mapping[str, Any]  # Any: JSON.
+# What follows a part: texts of which one ends it, none where it must end by itself; None behind the last.
+_Ends: TypeAlias = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    begin: str
+    content: Json
+    ends: tuple[str, ...]
+    field: str
+
+
+def lark_of_tags(tags: Json, field: str) -> str:
+    """Raises RequestError, naming a part of `field`."""
+    check_size(tags, field)
+    writer = _Writer()
+    if "format" in tags:
+        body = writer.part(_object(tags["format"], f"{field}.format"), f"{field}.format", None)
+    else:
+        structures = _list(tags, "structures", field, dict)
+        found = [_structure(each, f"{field}.structures.{i}") for i, each in enumerate(structures)]
+        body = writer.triggered(_list(tags, "triggers", field, str), found, None)
+    return "\n".join([f"start: {body}", *writer.rules])
+
+
+class _Writer:
+    """Rules, and expressions of them."""
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+        self._depth = 0
+        self._num_chars = 0
+
+    def part(self, form: Json, field: str, ends: _Ends) -> str:
+        """An expression of a format and of what ends it.
+
+        Raises:
+            RequestError: there is no such format, or it is not complete.
+        """
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise RequestError(f"{field}: formats stand in formats {MAX_DEPTH} deep at most.", param=field)
+        found = self._written(form, field, ends)
+        self._depth -= 1
+        self._num_chars += len(found)  # what ends a part is written behind each of its endings
+        if self._num_chars > MAX_DEPTH * MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"{field}: as a grammar it is too long; at most {MAX_GRAMMAR_CHARS} characters are taken.",
+                param=field,
+            )
+        return found
+
+    def _written(self, form: Json, field: str, ends: _Ends) -> str:
+        kind: Any = form.get("type")
+        if not isinstance(kind, str) or kind not in _FIELDS:
+            raise RequestError(
+                f"{field}.type={json.dumps(kind)} is not supported: {', '.join(_FIELDS)} are.",
+                param=f"{field}.type",
+            )
+        _check_fields(form, field, _FIELDS[kind])
+        match kind:
+            case "const_string":
+                return _ended(_quoted(_text(form, "value", field)), ends)
+            case "json_schema":
+                schema = written_schema(form.get("json_schema", {}), f"{field}.json_schema")
+                return _ended(f"%json {schema}", ends)
+            case "regex":
+                return _ended(_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
+            case "any_text":
+                return self._free(self._text_without(form, field), self._must_end(ends, field))
+            case "sequence":
+                elements = list(self._elements(form, field))
+                return " ".join(
+                    self.part(each, name, ends if i == len(elements) - 1 else ())
+                    for i, (each, name) in enumerate(elements)
+                )
+            case "or":
+                return _either(self.part(each, name, ends) for each, name in self._elements(form, field))
+            case "tag":
+                return _ended(self._tag(_tag(form, field)), ends)
+            case "triggered_tags":
+                return self.triggered(
+                    _list(form, "triggers", field, str),
+                    _tags(form, field),
+                    self._must_end(ends, field),
+                    text=self._text_without(form, field),
+                    first=_flag(form, "at_least_one", field),
+                    only=_flag(form, "stop_after_first", field),
+                )
+            case "tags_with_separator":
+                return _ended(self._separated(form, field), ends)
+            case _:
+                content = self.part(_object(form.get("content"), f"{field}.content"), f"{field}.content", ())
+                return _ended(f"({content}){_COUNTS[kind]}", ends)
+
+    def triggered(
+        self,
+        triggers: Sequence[str],
+        tags: Sequence[_Tag],
+        ends: _Ends,
+        *,
+        text: str = _ANY_TEXT,
+        first: bool = False,
+        only: bool = False,
+    ) -> str:
+        """Free text with tags in it.
+
+        Args:
+            text: what may stand between them, as Lark.
+            first: it begins with a tag.
+            only: it ends with its first tag.
+        """
+        by_trigger: dict[str, list[str]] = {}
+        for tag in tags:
+            trigger = min(
+                (each for each in triggers if each and tag.begin.startswith(each)), key=len, default=""
+            )
+            if not trigger:
+                raise RequestError(
+                    f"{tag.field}.begin={json.dumps(tag.begin)} starts with none of the triggers.",
+                    param=f"{tag.field}.begin",
+                )
+            by_trigger.setdefault(trigger, []).append(self._tag(tag, len(trigger)))
+        opened = [
+            f"{self._until(text, (trigger,))} {_either(rests)}" for trigger, rests in by_trigger.items()
+        ]
+        later = self._named(_either(opened))
+        rest = self._free(text, ends)
+        begun = _either(f"{_quoted(trigger)} {_either(rests)}" for trigger, rests in by_trigger.items())
+        if only:
+            return _ended(begun, ends) if first else _either([_ended(later, ends), rest])
+        return f"{begun} {later}* {rest}" if first else f"{later}* {rest}"
+
+    def _tag(self, tag: _Tag, begun: int = 0) -> str:
+        """A tag of which so many characters are there."""
+        content = self.part(tag.content, f"{tag.field}.content", tag.ends)
+        return self._named(f"{_quoted(tag.begin[begun:])} {content}")
+
+    def _free(self, text: str, ends: _Ends) -> str:
+        return self._until(text, ends) if ends else self._named(text, terminal=True)
+
+    def _text_without(self, form: Json, field: str) -> str:
+        """Any but what a format excludes."""
+        if not form.get("excludes"):
+            return _ANY_TEXT
+        excluded = _either(map(_quoted, _list(form, "excludes", field, str)))
+        return f"{_ANY_TEXT} & ~({_ANY_TEXT} {excluded} {_ANY_TEXT})"
+
+    def _separated(self, form: Json, field: str) -> str:
+        tag = _either(self._tag(each) for each in _tags(form, field))
+        if not _flag(form, "stop_after_first", field):
+            tag = f"{tag} ({_quoted(_text(form, 'separator', field))} {tag})*"
+        return tag if _flag(form, "at_least_one", field) else f"({tag})?"
+
+    def _elements(self, form: Json, field: str) -> Iterator[tuple[Json, str]]:
+        for i, each in enumerate(_list(form, "elements", field, dict)):
+            yield each, f"{field}.elements.{i}"
+
+    def _must_end(self, ends: _Ends, field: str) -> _Ends:
+        """What ends free text. Raises RequestError where something follows that cannot."""
+        if ends == ():
+            raise RequestError(
+                f"{field}: free text has no end here, so nothing can follow it. Put it last, or into a tag.",
+                param=field,
+            )
+        return ends
+
+    def _until(self, text: str, ends: tuple[str, ...]) -> str:
+        """Text up to the first of its ends, which is taken too."""
+        name = self._named(text, terminal=True)
+        return self._named(f"{name} {_either(map(_quoted, ends))}", lazy=True)
+
+    def _named(self, body: str, *, terminal: bool = False, lazy: bool = False) -> str:
+        number = len(self.rules)
+        name = f"TEXT_{number}" if terminal else f"part_{number}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+
+def _structure(structure: Json, field: str) -> _Tag:
+    """Of the older form, as a tag."""
+    begin, end = structure.get("begin"), structure.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise RequestError(
+            f"{field}: a structure holds begin and end (texts) and schema (a JSON schema).", param=field
+        )
+    content = {"type": "json_schema", "json_schema": structure.get("schema", {})}
+    return _Tag(begin, content, (end,), field)
+
+
+def _tags(form: Json, field: str) -> list[_Tag]:
+    return [_tag(each, f"{field}.tags.{i}") for i, each in enumerate(_list(form, "tags", field, dict))]
+
+
+def _tag(form: Json, field: str) -> _Tag:
+    _check_fields(form, field, _TAG_FIELDS)
+    end: Any = form.get("end")
+    ends: list[Any] = end if isinstance(end, list) and end else [end]
+    if not all(isinstance(each, str) for each in ends):
+        raise RequestError(
+            f"{field}.end is needed: a text, or a list of texts, that ends it.", param=f"{field}.end"
+        )
+    content = _object(form.get("content"), f"{field}.content")
+    return _Tag(_text(form, "begin", field), content, tuple(ends), field)
+
+
+def _check_fields(form: Json, field: str, known: tuple[str, ...]) -> None:
+    for name in form.keys() - {"type", *known}:
+        raise RequestError(
+            f"{field}.{name} is not supported; {', '.join(known)} are.", param=f"{field}.{name}"
+        )
+
+
+def _ended(body: str, ends: _Ends) -> str:
+    return f"{body} {_either(map(_quoted, ends))}" if ends else body
+
+
+def _either(bodies: Iterator[str] | Sequence[str] | map[str]) -> str:
+    return f"({' | '.join(bodies)})"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(pattern: str, field: str) -> str:
+    """Return the pattern between the slashes of Lark: a slash means a slash, escaped or not."""
+
+    def written(piece: re.Match[str]) -> str:
+        char = piece[0] if piece[1] is None else piece[1]
+        if not char:
+            raise RequestError(f"{field}: it ends in a backslash that escapes nothing.", param=field)
+        return {"/": r"\/", "\n": r"\n"}.get(char, piece[0])
+
+    return f"/{_REGEX_PIECES.sub(written, pattern)}/"
+
+
+def _object(value: object, field: str) -> Json:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{field} is needed: a format, an object with a type.", param=field)
+    return value
+
+
+def _text(form: Json, name: str, field: str) -> str:
+    value = form.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{field}.{name} is needed: a text.", param=f"{field}.{name}")
+    return value
+
+
+def _flag(form: Json, name: str, field: str) -> bool:
+    value = form.get(name, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"{field}.{name} must be true or false.", param=f"{field}.{name}")
+    return value
+
+
+def _list(tags: Json, name: str, field: str, kind: type) -> list[Any]:
+    value = tags.get(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PARTS:
+        raise RequestError(f"{field}.{name} is needed: a list of 1 to {MAX_PARTS}.", param=f"{field}.{name}")
+    if not all(isinstance(each, kind) for each in value):
+        raise RequestError(
+            f"{field}.{name} holds {'objects' if kind is dict else 'texts'} alone.", param=f"{field}.{name}"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""The host: files, control groups, threads, logging."""

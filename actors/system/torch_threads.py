@@ -1,0 +1,121 @@
+"""How many threads PyTorch has where steps run on a CPU: fewer while other processes take their cores.
+
+A parallel loop of PyTorch ends with its slowest thread, and one that has no core is slow by a scheduler's
+quantum; a step is some hundred such loops. So a process that is interrupted often gives up threads; after a
+rest, threads that look at the clock try whether there are cores for more. The same idea as in
+`drafter/compute/cpu_fused/threads/thread_team_size.py`, whose own threads note their waits themselves; here
+the system's count of interruptions tells. Used by `actors/engine/uniproc_executor.py` and
+`workers/base/worker_base.py` around their steps.
+
+Only for fp32: there a product's bits do not depend on the number of threads (tested); oneDNN's in bf16 do.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+
+import torch
+
+from ...cluster.step.executor import ExecutorInfo
+
+WINDOW_S = 0.1  # between two looks at the count
+_OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine has up to 40 on two threads
+_SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
+
+
+class TorchThreads:
+    """As many as PyTorch has when this is made, or fewer.
+
+    Args:
+        adapts: give up threads where cores are scarce; else the number stays.
+    """
+
+    def __init__(self, *, adapts: bool) -> None:
+        self._most = self._size = torch.get_num_threads()
+        self._adapts = adapts and self._most > 1
+        self._seen_s, self._seen = time.monotonic(), _interruptions()
+        self._rest_s = _SHORTEST_REST_S
+        self._trial_s = 0.0  # when the next trial may begin
+        self._trial: _Trial | None = None
+
+    @classmethod
+    def of(cls, info: ExecutorInfo) -> TorchThreads:
+        """For steps of this executor."""
+        return cls(adapts=info.device == "cpu" and info.dtype == "float32")
+
+    @property
+    def size(self) -> int:
+        """Threads at present."""
+        return self._size
+
+    def use(self) -> None:
+        """Before a step: set them, whoever has changed the number since (another engine, the user)."""
+        if self._adapts:
+            self._adapt(time.monotonic())
+        if torch.get_num_threads() != self._size:
+            torch.set_num_threads(self._size)
+
+    def _adapt(self, now_s: float) -> None:
+        if self._size < self._most and now_s > self._trial_s:
+            self._try_more(now_s)
+        spent_s = now_s - self._seen_s
+        if spent_s < WINDOW_S:
+            return
+        seen = _interruptions()
+        often = (seen - self._seen) / spent_s > _OFTEN + _OFTEN_PER_THREAD * self._size
+        self._seen_s, self._seen = now_s, seen
+        if self._size > 1 and often:
+            self._size -= _step(self._size - 1)
+            self._rest_longer(now_s)
+        elif self._size == self._most:
+            self._rest_s = max(self._rest_s / 2, _SHORTEST_REST_S)
+
+    def _try_more(self, now_s: float) -> None:
+        step = min(_step(self._size), self._most - self._size)
+        self._trial = self._trial or _Trial(step)
+        passed = self._trial.passed()
+        if passed is None:
+            return
+        self._trial = None
+        if passed:
+            self._size += step
+            self._seen_s, self._seen = now_s, _interruptions()
+        else:
+            self._rest_longer(now_s)
+
+    def _rest_longer(self, now_s: float) -> None:
+        self._trial_s = now_s + self._rest_s
+        self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+
+
+class _Trial:
+    """Threads that look whether there are cores for them, beside the work."""
+
+    def __init__(self, count: int) -> None:
+        self._found: list[bool] = []
+        self._threads = [threading.Thread(target=self._look, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _look(self) -> None:
+        from ...drafter.compute.cpu_numba.thread_clock import finds_a_core
+
+        self._found.append(finds_a_core())
+
+    def passed(self) -> bool | None:
+        """None while it goes on; a thread that broke has not passed."""
+        if any(thread.is_alive() for thread in self._threads):
+            return None
+        return len(self._found) == len(self._threads) and all(self._found)
+
+
+def _step(size: int) -> int:
+    """How many threads come or go at once."""
+    return max(1, size // 8)
+
+
+def _interruptions() -> int:
+    """How often the system took a core from a thread of this process that wanted to go on."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

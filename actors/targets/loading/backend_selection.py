@@ -1,0 +1,170 @@
+"""Chooses the compute backend: the one that the settings name if it runs here, else the fastest.
+
+This is the only place that chooses: each backend's module has a `why_not(spec, machine)` that says whether it
+can run a model. Backends of another kind of device are not imported for this, so a GPU process needs neither
+Numba nor LLVM, and a CPU process no Triton. "torch" means PyTorch's operators, with compiled loops between
+them where `operator_factory.py` finds them. Called by `load_plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.errors import ConfigError
+from ....drafter.compute.backend import Backend, Machine, StackSpec
+from ....drafter.compute.batch_invariance import rows_are_invariant
+
+_FIRST_WITH_E4M3 = (8, 9)
+BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
+
+
+def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: Machine) -> BackendName:
+    """Return the backend to use.
+
+    Raises:
+        ConfigError: the backend or option in the settings cannot run here; says why.
+    """
+    wanted = config.attention_backend
+    if wanted == "auto":
+        best = "triton" if machine.device.type == "cuda" else "compiled"
+        reason = why_not(best, models, machine)
+        chosen = "torch" if reason else best
+    else:
+        chosen, reason = wanted, why_not(wanted, models, machine)
+        if reason is not None:
+            raise ConfigError(
+                f"attention_backend={wanted!r} {reason}. Leave it out, or set it to torch.",
+                param="attention_backend",
+            )
+    if config.batch_invariant:
+        _check_can_be_invariant(chosen, reason, machine)
+    _check_quantization(config, chosen, machine)
+    return chosen
+
+
+def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Machine) -> None:
+    """Raise ConfigError if rows cannot be batch-invariant here, as far as is known without measuring.
+
+    Args:
+        reason: why the device's best backend was not chosen, if it was not.
+    """
+    obstacle = None
+    if machine.num_ranks > 2:  # a sum of two terms has a single order
+        obstacle = (
+            f"tensor_parallel_size={machine.num_ranks}: sums over more than two ranks are added in an order "
+            "that depends on their place. Set it to 1 or 2"
+        )
+    elif chosen == "flash_attn" or (machine.device.type == "cuda" and chosen != "triton"):
+        obstacle = f"attention_backend={chosen!r} on this device" + (
+            f": triton {reason}" if reason else ". Leave it out, or set it to triton"
+        )
+    if obstacle is not None:
+        raise ConfigError(f"batch_invariant does not hold with {obstacle}.", param="batch_invariant")
+
+
+def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Machine) -> None:
+    spec, field = config.speculative_config, "quantization" if config.quantization else None
+    if field is None and spec is not None and spec.quantization:
+        field = "speculative_config.quantization"
+    if field is None:
+        return
+    problem = None
+    if chosen not in ("triton", "flash_attn"):
+        problem = (
+            f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {machine.device.type}"
+        )
+    elif (
+        machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
+    ):
+        problem = "needs a GPU that knows e4m3 (capability 8.9, as Ada or Hopper)"
+    if problem is not None:
+        raise ConfigError(f"{field}='fp8' {problem}. Leave it out.", param=field)
+
+
+def choose_dtype(
+    config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine
+) -> torch.dtype:
+    """Return the dtype to compute in: the setting, or one chosen for the device.
+
+    By default a GPU uses the checkpoint's dtype, and a CPU bf16 where rows are exact in it, else fp32.
+
+    Args:
+        checkpoint: the target's dtype.
+        machine: its dtype is the one that a CPU prefers.
+    """
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if machine.device.type == "cuda":
+        return getattr(torch, checkpoint)
+    wanted = config.attention_backend
+    if wanted in ("auto", "compiled") and why_not("compiled", models, machine) is None:
+        return torch.bfloat16
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
+        return torch.float32
+    from ....drafter.compute.cpu_numba.backend import CpuBackend
+
+    routed = any("routed experts" in model.features for model in models)
+    exact = rows_are_invariant(CpuBackend(), torch.bfloat16, machine.device, routed=routed)
+    return torch.bfloat16 if exact else torch.float32
+
+
+def why_not(name: str, models: Sequence[StackSpec], machine: Machine) -> str | None:
+    """Return why a backend cannot run one of the models, in words that follow its name, or None."""
+    try:
+        why_not_model = _why_not_of(name)
+    except ModuleNotFoundError as error:  # the backend's folder or a package that it needs is missing
+        return (
+            f"needs the package {error.name}"
+            if error.name in _PACKAGES
+            else "is not part of this installation"
+        )
+    return next((reason for model in models if (reason := why_not_model(model, machine))), None)
+
+
+_PACKAGES = ("triton", "numba")
+
+
+def take_cpu(name: BackendName) -> Backend:
+    """Return a CPU backend with compiled loops on PyTorch's number of threads.
+
+    The compiled backend takes these threads over: PyTorch keeps one.
+    """
+    if name == "compiled":
+        from ....drafter.compute.cpu_fused.backend import CompiledBackend
+
+        backend = CompiledBackend(torch.get_num_threads())
+        torch.set_num_threads(1)  # idle spinning threads of one pool would take cores from the other
+        return backend
+    from ....drafter.compute.cpu_numba.backend import CpuBackend
+
+    return CpuBackend()
+
+
+def instructions_of_passes() -> str | None:
+    """Return this CPU's instructions for compiled passes, as in MANTA_CPU_INSTRUCTIONS; None without any."""
+    try:
+        from ....drafter.compute.cpu_numba.cpu_features import bf16_instructions
+    except ModuleNotFoundError:  # Numba is not installed
+        return None
+    kind = bf16_instructions()
+    return kind.value if kind else None
+
+
+def _why_not_of(name: str) -> Callable[[StackSpec, Machine], str | None]:
+    """Return a backend's own `why_not`."""
+    match name:
+        case "triton":
+            from ....drafter.compute.gpu_triton import backend as module
+        case "flash_attn":
+            from ....drafter.compute.gpu_triton import flash_attention as module
+        case "compiled":
+            from ....drafter.compute.cpu_fused import backend as module
+        case "loops":
+            from ....drafter.compute.cpu_numba import backend as module
+        case _:
+            from ....drafter.compute.eager import backend as module
+    return module.why_not

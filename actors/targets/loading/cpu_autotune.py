@@ -1,0 +1,213 @@
+"""Chooses a CPU's fastest backend and dtype, measured at an engine's first start and cached on disk.
+
+A *way* is a backend and a dtype. Ways whose rows have the same bits in any batch are timed on a medium-sized
+block with one row, a draft block's rows and a prompt's rows. The fastest one that the model and the settings
+allow is chosen. The default of `backend_selection.py` stays if nothing was measured or no other way is
+clearly faster: dtypes differ in their last bits, and timing noise must not decide which tokens come out.
+
+    executor.py ──try_ways──▶ a file per CPU, instructions, threads, code ──choose_way──▶ plan.py
+
+Legend: N rows, H hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.disk_cache import Kept
+from ....drafter.compute.backend import Backend, Machine, StackSpec
+from ....drafter.compute.batch_invariance import TrialBlock, rows_are_invariant
+from ...system.host_resources import cpu_name, owned_cores
+from .backend_selection import (
+    BackendName,
+    choose_backend,
+    choose_dtype,
+    instructions_of_passes,
+    take_cpu,
+    why_not,
+)
+
+logger = logging.getLogger(__name__)
+
+_HIDDEN, _INNER = 768, 2048
+_CASES = ((300, 1), (300, 16), (0, 256))  # (context tokens, rows)
+# timed rounds of each way, and seconds after which they stop; the first run compiles
+_ROUNDS, _MAX_S = 5, 0.2
+_MAX_RELATIVE_TIME = 0.9  # a way must take less than this share of the default's seconds to replace it
+# Weights of a target with more bytes than this are not widened: each step reads them from memory, while those
+# of the timed block come from a cache.
+_MAX_WIDENED_BYTES = 2**30
+_TRIAL_SPEC = StackSpec(name="trial", sizes=frozenset({_HIDDEN, _INNER}), head_dims=frozenset({64}))
+
+
+class Way(NamedTuple):
+    """A backend and a dtype as settings name them; "torch" includes compiled loops between products."""
+
+    backend: BackendName
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.dtype_name}"
+
+    def runs(self, models: Sequence[StackSpec], machine: Machine) -> bool:
+        """Return whether it can compute these models."""
+        backend = "loops" if self.backend == "torch" else self.backend
+        return why_not(backend, models, replace(machine, dtype=self.dtype)) is None
+
+
+WAYS = (Way("compiled", torch.bfloat16), Way("torch", torch.bfloat16), Way("torch", torch.float32))
+
+
+def choose_way(
+    config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine, num_values: int
+) -> Way:
+    """Return the way to compute: the one in the settings, or else the fastest.
+
+    Args:
+        checkpoint: the target's dtype.
+        machine: its dtype is the one that a CPU prefers.
+        num_values: number of the target's weights.
+    """
+    dtype = choose_dtype(config, models, checkpoint, machine)
+    default = Way(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
+    if default not in WAYS or machine.device.type != "cpu" or config.needs_ray:
+        return default  # workers must agree, and each one would measure its own machine
+
+    def is_possible(way: Way) -> bool:
+        allowed = config.attention_backend in ("auto", way.backend) and config.dtype in (
+            "auto",
+            way.dtype_name,
+        )
+        widened = way.dtype.itemsize > dtype.itemsize
+        fits = not widened or way.dtype.itemsize * num_values <= _MAX_WIDENED_BYTES
+        return allowed and fits and way != default and way.runs(models, machine)
+
+    others = [way for way in WAYS if is_possible(way)]
+    return fastest(default, others, measured(config.num_threads or owned_cores())) if others else default
+
+
+class Timed(NamedTuple):
+    """Seconds of a block, and whether a row's bits are known not to depend on its batch."""
+
+    seconds: float
+    exact: bool
+
+
+def fastest(default: Way, others: Collection[Way], timings: Mapping[Way, Timed]) -> Way:
+    """Return the fastest of these ways as measured; `default` unless one is clearly faster."""
+    if default not in timings:
+        return default
+    exact = [way for way in others if way in timings and timings[way].exact]
+    best = min(exact, key=lambda way: timings[way].seconds, default=default)
+    return best if timings[best].seconds < _MAX_RELATIVE_TIME * timings[default].seconds else default
+
+
+def measured(num_threads: int) -> dict[Way, Timed]:
+    """Return the cached timings; empty if there are none or they are invalid."""
+    value = _disk_cache(num_threads).read()
+    if not isinstance(value, Mapping) or not all(map(_is_valid, value.values())):
+        return {}
+    return {way: Timed(*value[way.name]) for way in WAYS if way.name in value}
+
+
+def try_ways(num_threads: int) -> None:
+    """Time all ways and cache the result, unless that was done before. Restores the number of threads."""
+    if measured(num_threads):
+        return
+    machine = Machine(torch.device("cpu"), torch.float32, page_size=16, num_ranks=1)
+    seconds = {way: time_way(way, num_threads) for way in WAYS if way.runs([_TRIAL_SPEC], machine)}
+    slowest = max(seconds.values(), default=0.0)
+    # A way that is not faster than another is never chosen. Whether it is exact takes longer to find out than
+    # all the rest here, so that is skipped.
+    timings = {
+        way.name: Timed(taken, taken < _MAX_RELATIVE_TIME * slowest and is_exact(way, num_threads))
+        for way, taken in seconds.items()
+    }
+    times = ", ".join(f"{name} {1e3 * timed.seconds:.2f} ms" for name, timed in timings.items())
+    logger.info(
+        "measured once for this machine: a block of a model on %d threads takes %s", num_threads, times
+    )
+    if not measured(num_threads):  # otherwise another process was first, and its result is used
+        _disk_cache(num_threads).write(timings)
+
+
+def is_exact(way: Way, num_threads: int) -> bool:
+    """Return whether a row's bits do not depend on its batch."""
+    if way.backend == "compiled":  # by construction; a loaded rank checks it in any case
+        return True
+    with _open_backend(way, num_threads) as backend:
+        return rows_are_invariant(backend, way.dtype, "cpu")
+
+
+def time_way(way: Way, num_threads: int) -> float:
+    """Return the seconds of a block: the geometric mean over `_CASES` of the fastest run."""
+    with torch.inference_mode(), _open_backend(way, num_threads) as backend:
+        block = TrialBlock(backend, way.dtype, "cpu", hidden=_HIDDEN, inner=_INNER)
+        inputs = [block.random(rows, _HIDDEN) for _, rows in _CASES]
+        least = [math.inf] * len(_CASES)
+        end_s = math.inf
+        for round_ in range(1 + _ROUNDS):
+            if time.perf_counter() > end_s:
+                break
+            for i, ((known, rows), x_NH) in enumerate(zip(_CASES, inputs, strict=True)):
+                begin_s = time.perf_counter()
+                block.run(x_NH, [known], [rows])
+                if round_:  # the first round compiles
+                    least[i] = min(least[i], time.perf_counter() - begin_s)
+            end_s = min(end_s, time.perf_counter() + _MAX_S)
+    return math.prod(least) ** (1 / len(least))
+
+
+@contextmanager
+def _open_backend(way: Way, num_threads: int) -> Iterator[Backend]:
+    """Open the backend of a way, and restore PyTorch's number of threads afterwards."""
+    try:
+        yield take_cpu(way.backend)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _disk_cache(num_threads: int) -> Kept:
+    subject = {
+        "cpu": cpu_name(),
+        "instructions": instructions_of_passes(),
+        "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "threads": num_threads,
+        "code": _code(),
+        "torch": torch.__version__,
+    }
+    return Kept("cpu-ways", subject)
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that computes, so that timings of other code are not used."""
+    folder = Path(__file__).parents[3] / "drafter" / "compute"
+    text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(text).hexdigest()
+
+
+def _is_valid(value: object) -> bool:
+    match value:
+        case [float(seconds), bool()]:
+            return 0.0 < seconds < math.inf
+        case _:
+            return False

@@ -1,0 +1,148 @@
+"""Replaces a running engine's drafter, or runs a candidate drafter next to it for a trial.
+
+To swap, the new drafter is loaded next to the old one and then takes its place. On trial, a candidate drafts
+for some requests, and both drafters get the context of all. Pages, taps and steps that were planned for the
+old drafter stay, so the new one must have the same shape. That is checked before a weight is read, and the
+old one drafts until the new one is loaded. Called between steps by `executor.InProcessExecutor` and
+`workers/target_worker.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ....cluster.errors import ConfigError
+from ....drafter.dflash.config import DrafterConfig
+from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
+from ..runners.runner_interface import Drafter, Runner, TriesDrafters
+from .load_plan import DraftConfig, LoadPlan, read_drafter
+from .operator_factory import make_drafter_backend
+from .rank_loader import Checkpoints
+
+FIELD = "speculative_config.model"
+
+
+class RemoteSide(Protocol):
+    """A rank's connection to a drafter in another process."""
+
+    def load(self, plan: LoadPlan) -> None:
+        """Load another drafter in that process, next to the one in use."""
+        ...
+
+    def use(self) -> None:
+        """Switch to the loaded drafter."""
+        ...
+
+
+class DrafterExchange:
+    """Loads and swaps the drafters of one rank.
+
+    Args:
+        remote: given if the drafter is in another process.
+    """
+
+    def __init__(self, plan: LoadPlan, runner: Runner, remote: RemoteSide | None = None) -> None:
+        self._plan, self._runner, self._remote = plan, runner, remote
+        self._next_plan: LoadPlan | None = None
+        self._next_drafter: Drafter | None = None
+        self._candidate: LoadPlan | None = None  # the plan with the candidate on trial
+
+    @torch.inference_mode()
+    def load(self, model: str) -> None:
+        """Load a drafter next to the current one.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit; nothing has changed.
+        """
+        plan = _plan_with_drafter(self._plan, model)
+        if self._remote is not None:
+            self._remote.load(plan)
+        else:
+            target = self._runner.model
+            backend = make_drafter_backend(plan, target.backend)
+            self._next_drafter = Checkpoints().drafter(plan, target.lends, backend)
+        self._next_plan = plan
+
+    @torch.inference_mode()
+    def use(self) -> None:
+        """Switch to the loaded drafter."""
+        assert self._next_plan is not None, "call load() first"
+        if self._remote is not None:
+            self._remote.use()
+        elif self._next_drafter is not None:
+            self._runner.exchange(self._next_drafter)
+        self._plan = self._next_plan
+        self.forget()
+
+    @torch.inference_mode()
+    def begin_trial(self, model: str) -> None:
+        """Load a candidate that then drafts next to the current drafter.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit, or this runner cannot draft with two drafters.
+        """
+        assert self._candidate is None, "one candidate at a time"
+        runner = self._trial_runner()
+        plan = _plan_with_drafter(self._plan, model)
+        target = self._runner.model
+        runner.begin_trial(
+            Checkpoints().drafter(plan, target.lends, make_drafter_backend(plan, target.backend))
+        )
+        self._candidate = plan
+
+    def end_trial(self, *, promoted: bool) -> None:
+        """Drop the candidate, or the old drafter if `promoted`. Does nothing if no trial is running."""
+        if self._candidate is None:
+            return
+        self._trial_runner().end_trial(promoted=promoted)
+        if promoted:
+            self._plan = self._candidate
+        self._candidate = None
+
+    def _trial_runner(self) -> TriesDrafters:
+        if self._remote is None and isinstance(self._runner, TriesDrafters):
+            return self._runner
+        reason = "has a process of its own" if self._remote is not None else "is part of the GPU's graphs"
+        raise ConfigError(
+            "user_config.candidate: a trial needs a colocated drafter and steps that the "
+            f"host drives, but this drafter {reason}. Set user_config.drafter to swap it instead.",
+            param="user_config.candidate",
+        )
+
+    def forget(self) -> None:
+        """Drop the loaded drafter."""
+        self._next_plan = self._next_drafter = None
+
+
+def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
+    """Return the plan with another drafter.
+
+    Raises:
+        CheckpointError, ConfigError: it does not fit.
+    """
+    config = with_drafter(plan.config, model)
+    assert plan.drafter is not None, "a swap needs a drafter"
+    folder = drafter_folder(config, model)
+    new = read_drafter(config, folder, plan.facts)
+    _check_same_shape(plan.drafter, new, plan)
+    return replace(plan, config=config, drafter_folder=folder, drafter=new)
+
+
+def _check_same_shape(old: DraftConfig, new: DraftConfig, plan: LoadPlan) -> None:
+    for name in ("target_layer_ids", "hidden_size", "layers", "num_kv_heads", "head_dim", "rms_norm_eps"):
+        old_value, new_value = getattr(old, name), getattr(new, name)
+        if old_value != new_value:
+            raise ConfigError(
+                f"{FIELD}: {new.file} has {name}={new_value}, but the running drafter has {old_value}. Use a "
+                "drafter of the same shape, or restart the engine.",
+                param=FIELD,
+            )
+    if isinstance(new, DrafterConfig) and new.max_drafts < plan.num_speculative_tokens:
+        raise ConfigError(
+            f"{FIELD}: {new.file} proposes at most {new.max_drafts} tokens, and the engine was started with "
+            f"num_speculative_tokens={plan.num_speculative_tokens}. Restart it with fewer.",
+            param=FIELD,
+        )

@@ -1,0 +1,289 @@
+"""Resolves settings against checkpoints and checks them, without reading a weight.
+
+Reports every mistake that config files, tensor headers and settings can show. Called by `rank_loader.py`, and
+by the worker of a split drafter, which loads by the same plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ....cluster.config import EngineConfig, SpeculativeConfig
+from ....cluster.errors import CheckpointError, ConfigError
+from ....cluster.pages.kv_cache_groups import PagePlan, plan_pages
+from ....drafter.compute.backend import Machine, StackSpec
+from ....drafter.dflash.checkpoint import check_drafter
+from ....drafter.dflash.config import DrafterConfig
+from ....drafter.dflash.target_features import TargetFacts
+from ....drafter.eagle3.checkpoint import check_eagle3
+from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
+from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
+from ...tokenization.token_ids import TokenIds
+from ..families import end_tokens_file, read_model
+from ..model.model_spec import ModelSpec
+from ..model.tensor_parallel import Sharding
+from ..model.weights import open_checkpoint, target_shapes
+from .backend_selection import BackendName
+from .cpu_autotune import choose_way
+
+logger = logging.getLogger(__name__)
+
+NGRAM_DRAFTS = 8  # default number of drafts of prompt lookup
+
+DraftConfig = DrafterConfig | Eagle3Config
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The same on all ranks, but for the device's number.
+
+    Attributes:
+        target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
+        facts: what the drafter must fit.
+        num_speculative_tokens: most drafts per request and step.
+        attention_backend: of target and drafter.
+        page_size: tokens per K/V page.
+        pages: which layers' K and V share pages, and where they lie.
+        doubts: sentences about checkpoints that are odd, and no errors.
+    """
+
+    config: EngineConfig
+    target_folder: Path
+    target: ModelSpec
+    drafter_folder: Path | None
+    drafter: DraftConfig | None
+    facts: TargetFacts
+    device: torch.device
+    dtype: torch.dtype
+    num_speculative_tokens: int
+    attention_backend: BackendName
+    page_size: int
+    pages: PagePlan
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[StackSpec]:
+        """Requirements of the models on a backend."""
+        return _stack_specs(self.target, self.drafter, self.device)
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(self.device, self.dtype, self.page_size, self.config.tensor_parallel_size)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.facts.max_model_len
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        return self.drafter.target_layer_ids if self.drafter else ()
+
+    @property
+    def split(self) -> bool:
+        """Whether the drafter runs in a process of its own."""
+        spec = self.config.speculative_config
+        return spec is not None and spec.placement != "colocated"
+
+
+def plan_load(config: EngineConfig) -> LoadPlan:
+    """Resolve and check the settings.
+
+    Raises:
+        CheckpointError, ConfigError: names the field and the remedy.
+    """
+    folder, draft_folder, drafter = target_folder(config), None, None
+    target = read_model(folder, config.hf_overrides)
+    Sharding(target, 0, config.tensor_parallel_size)
+    if config.load_format == "auto":
+        open_checkpoint(folder, target)
+    target, doubts = _with_end_token(config, folder, target)
+    if (spec := config.speculative_config) is not None and spec.model is not None:
+        draft_folder = drafter_folder(config, spec.model)
+        drafter = _read_config(spec, draft_folder, target.num_layers)
+    length = find_max_model_len(config, target, drafter)
+    plan = plan_models(config, folder, target, draft_folder, drafter, length)
+    if draft_folder is not None:
+        read_drafter(config, draft_folder, plan.facts)
+    return replace(plan, doubts=doubts)
+
+
+def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
+    """Return the config of a drafter after checking that it fits and, if they are to be read, has all its
+    tensors.
+
+    Raises:
+        CheckpointError: it does not fit, or a tensor is missing.
+    """
+    spec = config.speculative_config
+    assert spec is not None, "only speculation has a drafter"
+    if config.load_format == "auto":
+        check = check_eagle3 if spec.method == "eagle3" else check_drafter
+        return check(folder, facts, spec.hf_overrides)
+    drafter = _read_config(spec, folder, facts.num_layers)
+    drafter.check_fits(facts)
+    return drafter
+
+
+def _read_config(spec: SpeculativeConfig, folder: Path, num_target_layers: int) -> DraftConfig:
+    if spec.method == "eagle3":
+        return Eagle3Config.load(folder, num_target_layers, spec.hf_overrides)
+    return DrafterConfig.load(folder, spec.hf_overrides)
+
+
+def plan_models(
+    config: EngineConfig,
+    target_folder: Path,
+    target: ModelSpec,
+    drafter_folder: Path | None,
+    drafter: DraftConfig | None,
+    max_model_len: int,
+) -> LoadPlan:
+    """Return the plan for models whose shapes are known. Does not read the folders."""
+    device = _device(config)
+    models = _stack_specs(target, drafter, device)
+    page_size = config.page_size or _page_size(config, device)
+    preferred = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
+    num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
+    way = choose_way(config, models, target.dtype, preferred, num_values)
+    if device.type == "cpu" and way.dtype is torch.float16:
+        logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
+    geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
+    draft_windows = [layer.window for layer in drafter.layers] if drafter else []
+    return LoadPlan(
+        config=config,
+        target_folder=target_folder,
+        target=target,
+        drafter_folder=drafter_folder,
+        drafter=drafter,
+        facts=TargetFacts(
+            target.hidden_size, target.num_layers, target.vocab_size, max_model_len, target.embed_scale
+        ),
+        device=device,
+        dtype=way.dtype,
+        num_speculative_tokens=_num_speculative_tokens(config, drafter),
+        attention_backend=way.backend,
+        page_size=page_size,
+        pages=plan_pages(target.windows, draft_windows, max_model_len, geometries),
+    )
+
+
+def _stack_specs(target: ModelSpec, drafter: DraftConfig | None, device: torch.device) -> list[StackSpec]:
+    """Return what the models require of a backend.
+
+    An EAGLE-3 drafter on a CPU is left out: it runs in Python by operators that every backend has there.
+    """
+    if drafter is None or (isinstance(drafter, Eagle3Config) and device.type == "cpu"):
+        return [target.of_backend()]
+    return [target.of_backend(), drafter.of_backend()]
+
+
+def _with_end_token(
+    config: EngineConfig, folder: Path, target: ModelSpec
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Return the target with the tokenizer's end token added, as in vLLM and SGLang, and warnings about
+    oddities.
+
+    Raises:
+        CheckpointError: the tokenizer has ids without an embedding in the target.
+    """
+    if config.skip_tokenizer_init:
+        return target, ()
+    source = tokenizer_folder(config)
+    tokens = TokenIds.read(source)
+    if tokens is None:  # loading the tokenizer reports why
+        return target, ()
+    if (largest := max(tokens.known, default=-1)) >= target.vocab_size:
+        raise CheckpointError(
+            f"tokenizer: {source} makes token ids up to {largest}, but the target's vocab_size is "
+            f"{target.vocab_size}. Set `tokenizer` to the one that the target was trained with.",
+            param="tokenizer",
+        )
+    named_in = end_tokens_file(folder, config.hf_overrides)
+    doubts = tuple(
+        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {source}: it "
+        "ends an answer, but no grammar can wait for it."
+        for token_id in target.eos_token_ids
+        if token_id not in tokens.known
+    )
+    ends = (*target.eos_token_ids, *([] if tokens.end is None else [tokens.end]))
+    return replace(target, eos_token_ids=tuple(dict.fromkeys(ends))), doubts
+
+
+def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
+    """Return the setting, or the shorter of both models' limits if it is not set.
+
+    A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
+    published drafters state their training length (2048 for targets of 128k), which is not a limit.
+
+    Raises:
+        ConfigError: the setting exceeds a limit.
+    """
+    ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
+    limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
+    trained = None
+    if isinstance(drafter, DrafterConfig):
+        trained = drafter.rope.scaling.get("max_position_embeddings")
+    if drafter is not None and isinstance(trained, int):
+        limits["the drafter"] = max(trained, drafter.rope.max_positions)
+    limiting_model, limit = min(limits.items(), key=lambda item: item[1])
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        remedy = ", or drop speculative_config" if limiting_model == "the drafter" else ""
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is longer than {limiting_model}'s limit ({limit}: "
+            f"max_position_embeddings, or yarn's factor x original length). "
+            f"Set max_model_len to at most {limit}{remedy}.",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _num_speculative_tokens(config: EngineConfig, drafter: DraftConfig | None) -> int:
+    if (spec := config.speculative_config) is None:
+        return 0
+    wanted = spec.num_speculative_tokens
+    if drafter is None:  # prompt lookup finds as many as requested
+        return wanted or NGRAM_DRAFTS
+    if isinstance(drafter, Eagle3Config):  # a chain of single drafts has no maximum
+        return wanted or DEFAULT_DRAFTS
+    most = drafter.max_drafts
+    if wanted is None:
+        return most
+    if wanted > most:
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: of its "
+            f"block's {drafter.block_size} slots the first holds the last known token, so {most} is the most "
+            "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
+            f"{drafter.block_size} is {most} here).",
+            param="speculative_config.num_speculative_tokens",
+        )
+    return wanted
+
+
+def _page_size(config: EngineConfig, device: torch.device) -> int:
+    """Return the default page size.
+
+    On a GPU a tile of keys is read from one page. On a CPU smaller pages waste less and are shared by more
+    sequences.
+    """
+    if config.attention_backend == "flash_attn":
+        return 256  # the only size that the package supports
+    return 64 if device.type == "cuda" else 16
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            'device="cuda": PyTorch sees no CUDA device. Set device="cpu", or install a CUDA build of '
+            "PyTorch and check the driver.",
+            param="device",
+        )
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,155 @@
+"""Computes how many K/V pages and recurrent states a rank can have, from the settings and the free memory.
+
+It also allocates the states. The page memory is `drafter/compute/memory/kv_cache.py`'s, and
+`cluster/kv_cache/kv_cache_manager.py` and `states.py` hand pages and states out. Called by `rank_loader.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.errors import ConfigError
+from ....cluster.pages.kv_cache_groups import KVGeometry, LayerPlace, plane_width, share_pages
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.compute.memory.recurrent_state_cache import StateMemory
+from ....drafter.eagle3.config import Eagle3Config
+from ...system.host_resources import free_ram_bytes
+from ..model.tensor_parallel import Sharding
+from .load_plan import LoadPlan
+
+_CPU_SHARE = 0.25  # of free memory
+_CPU_CAP_BYTES = 4 * 2**30
+_STATES_PER_REQUEST = 2  # the one being computed, and a saved one
+_STATES_SHARE = 0.5  # of the memory for pages and states
+
+
+def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
+    """Return the bytes of a page in each pool, on a rank that holds these models."""
+    pages, sizes = plan.pages, [0] * plan.pages.num_pools
+    models: list[tuple[Sequence[LayerPlace], Sequence[KVGeometry]]] = []
+    if target:
+        sharding = Sharding(plan.target, 0, plan.config.tensor_parallel_size)
+        models.append((pages.target, sharding.kv_geometries()))
+    if drafter and plan.drafter is not None:
+        models.append((pages.drafter, [plan.drafter.kv_geometry] * plan.drafter.num_layers))
+    for places, geometries in models:
+        width = plane_width(places, geometries)
+        for pool in range(pages.num_pools):
+            planes = pages.num_planes(places, pool)
+            sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.dtype)
+    if drafter and isinstance(plan.drafter, Eagle3Config):  # it keeps a feature per page
+        pool = pages.groups[pages.drafter[0].group].pool
+        sizes[pool] += plan.drafter.hidden_size * plan.dtype.itemsize
+    return tuple(sizes)
+
+
+def state_bytes(plan: LoadPlan) -> int:
+    """Return the bytes of a state over all recurrent layers of a rank, with the records of its drafts."""
+    if plan.target.states is None:
+        return 0
+    count, geometry = plan.target.states
+    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
+    return StateMemory.bytes_per_slot(count, geometry_of_rank, plan.num_speculative_tokens, plan.dtype)
+
+
+def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | None:
+    """Allocate a rank's recurrent states; None if the target has none."""
+    if plan.target.states is None or num_states is None:
+        return None
+    count, geometry = plan.target.states
+    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
+    return StateMemory(
+        count, geometry_of_rank, num_states, plan.num_speculative_tokens, plan.dtype, plan.device
+    )
+
+
+def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
+    """Return the number of states of a rank; None if the target has no recurrent layers.
+
+    Args:
+        budget_bytes: memory for pages and states, see `affordable_pages`.
+    """
+    config, size = plan.config, state_bytes(plan)
+    if not size or config.num_states is not None:
+        return config.num_states if size else None
+    if config.kv_cache_memory_bytes is not None:
+        budget_bytes = config.kv_cache_memory_bytes
+    elif budget_bytes is None:
+        budget_bytes = _cpu_budget_bytes(size, config)
+    most = int(budget_bytes * _STATES_SHARE) // size
+    return max(1, min(most, _STATES_PER_REQUEST * config.max_num_seqs))
+
+
+def affordable_pages(
+    plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int | None, taken_bytes: int = 0
+) -> tuple[int, ...]:
+    """Return the number of pages in each of a rank's pools.
+
+    Args:
+        sizes: `page_bytes` of the models that the rank holds.
+        budget_bytes: measured free memory; None where only settings and RAM decide (CPU).
+        taken_bytes: the part of it that recurrent states take.
+
+    Raises:
+        ConfigError: the memory does not hold one sequence of `max_model_len`.
+    """
+    config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
+    if config.num_pages is not None:
+        return (config.num_pages,) * pages.num_pools
+    rows = config.max_num_batched_tokens
+
+    def bytes_of(num_tokens: int) -> int:
+        """Return the largest number of bytes that a sequence takes."""
+        held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
+        return sum(count * size for count, size in zip(held, sizes, strict=True))
+
+    needed = bytes_of(max_model_len)
+    if config.kv_cache_memory_bytes is not None:
+        budget_bytes = config.kv_cache_memory_bytes - taken_bytes
+    elif budget_bytes is None:
+        free = _cpu_budget_bytes(needed + taken_bytes, config) - taken_bytes
+        budget_bytes = min(needed * config.max_num_seqs, free)
+    else:
+        budget_bytes -= taken_bytes
+    if budget_bytes < needed:
+        fits = bisect_right(range(1, max_model_len + 1), budget_bytes, key=bytes_of)
+        raise ConfigError(
+            f"max_model_len={max_model_len} needs {needed} bytes of K/V pages, but memory holds "
+            f"{max(budget_bytes, 0)}{_states_note(taken_bytes)}. Set max_model_len to at most {fits}, or "
+            "raise kv_cache_memory_bytes (or, on a GPU, gpu_memory_utilization).",
+            param="max_model_len",
+        )
+    shape = (plan.page_size, rows, config.max_num_seqs, max_model_len)
+    return share_pages(pages, *shape, sizes, budget_bytes)
+
+
+def _states_note(taken_bytes: int) -> str:
+    return f" next to {taken_bytes} bytes of recurrent states" if taken_bytes else ""
+
+
+def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:
+    """Return a share of free RAM, capped, but never less than one whole sequence."""
+    share = int(free_ram_bytes() * _CPU_SHARE) // config.tensor_parallel_size
+    return min(share, max(_CPU_CAP_BYTES, sequence_bytes))
+
+
+def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
+    """Return the bytes that `gpu_memory_utilization` leaves for pages once weights are loaded.
+
+    Args:
+        step_bytes: the peak that steps take in addition to the pages (`warm_up.measure_step_bytes`).
+    """
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - used_gpu_bytes(device) - step_bytes
+
+
+def used_gpu_bytes(device: torch.device) -> int:
+    """Return the bytes of the device in use by any process, including PyTorch's reserve."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,64 @@
+"""Creates a plan's operators: those of a forward pass (`Backend`) and those of a step (`StepOperators`).
+
+Only what the plan chooses is imported, so a GPU process has neither Numba nor LLVM, and a CPU process no
+Triton. Called by `rank_loader.py`, and by the worker of a split drafter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....cluster.config import Quantization
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
+from .backend_selection import take_cpu, why_not
+from .load_plan import LoadPlan
+
+
+def make_backend(plan: LoadPlan) -> Backend:
+    """Create the target's backend, which may take over PyTorch's threads."""
+    return _backend(plan, plan.config.quantization)
+
+
+def make_drafter_backend(plan: LoadPlan, target_backend: Backend | None = None) -> Backend:
+    """Return the drafter's backend: the target's if it is given and quantized alike, else a new one."""
+    spec = plan.config.speculative_config
+    assert spec is not None, "only speculation needs a drafter's backend"
+    if target_backend is not None and spec.quantization == plan.config.quantization:
+        return target_backend
+    return _backend(plan, spec.quantization)
+
+
+def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
+    if plan.attention_backend == "compiled" or (plan.attention_backend == "torch" and _has_loops(plan)):
+        return take_cpu(plan.attention_backend)
+    if plan.attention_backend == "torch":
+        return TorchBackend()
+    from ....drafter.compute.gpu_triton.backend import TritonBackend
+
+    if plan.config.batch_invariant:  # these flags are for GEMMs outside of layers
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if plan.attention_backend == "triton":
+        invariant = plan.config.batch_invariant
+        return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantization is not None)
+    from ....drafter.compute.gpu_triton.flash_attention import FlashAttention
+
+    return TritonBackend(plan.device, FlashAttention(), quantised=quantization is not None)
+
+
+def make_step_operators(plan: LoadPlan) -> StepOperators:
+    """Return the operators of steps that the host drives; a GPU drives its own with kernels."""
+    if not _has_loops(plan):
+        return DEFINITION
+    from ....drafter.step.cpu_numba.step_ops import LOOPS
+
+    return LOOPS
+
+
+def _has_loops(plan: LoadPlan) -> bool:
+    """Return whether compiled loops run here: on a CPU, with a dtype that they support."""
+    if plan.device.type != "cpu":
+        return False  # do not import Numba to find out
+    return why_not("loops", plan.models, plan.machine) is None

@@ -1,0 +1,407 @@
+"""Loads a target rank that can run steps.
+
+    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
+                 ─▶ warm-up ─▶ Runner, ExecutorInfo
+
+Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.pages.kv_cache_groups import LayerPlace, PagePlan
+from ....cluster.request.logits_processors import RuleLimits
+from ....cluster.step.executor import ExecutorInfo
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
+from ....drafter.dflash.proposer import Proposer
+from ....drafter.dflash.target_features import LentWeights, TargetLends
+from ....drafter.eagle3.checkpoint import eagle3_shapes, load_eagle3, make_eagle3
+from ....drafter.eagle3.config import Eagle3Config
+from ....drafter.eagle3.model import Eagle3Drafter
+from ....drafter.eagle3.proposer import ChainProposer
+from ....drafter.ngram.proposer import LookUpProposer
+from ....drafter.step.recurrent_states import RecurrentStates
+from ....drafter.step.request_states import RequestStates
+from ....drafter.step.sampling.step_ops import StepOperators
+from ..model.decoder import Decoder
+from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
+from ..model.weights import TargetWeights, target_shapes
+from ..runners.colocated_drafter import LocalDrafts
+from ..runners.cpu_runner import DraftSource, StepRunner
+from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
+from .batch_invariance_check import check_invariance
+from .grammar_loading import make_grammars
+from .load_plan import LoadPlan, plan_load
+from .memory_budget import (
+    affordable_pages,
+    affordable_states,
+    gpu_budget_bytes,
+    make_state_memory,
+    page_bytes,
+    state_bytes,
+)
+from .operator_factory import make_backend, make_drafter_backend, make_step_operators
+from .warmup import measure_step_bytes, warm_up
+
+__all__ = [
+    "LoadPlan",
+    "ModelSource",
+    "device_room",
+    "lent_weights",
+    "load_runner",
+    "plan_load",
+    "runs_ahead",
+    "runs_on_device",
+    "start_runner",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteSource(DraftSource, RemoteDrafter, Protocol):
+    """Drafts from another process, for steps driven by the host or by the device."""
+
+
+# Creates a rank's source of drafts where the drafter runs in a process of its own.
+RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
+
+
+class ModelSource(Protocol):
+    """A source of the weights of a plan's models."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter: ...
+
+
+class Checkpoints:
+    """Reads the models from the plan's folders, or (`load_format`) makes random weights of their shapes."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
+        source = (
+            plan.target_folder if _reads_weights(plan) else _random_tensors(plan, target_shapes(plan.target))
+        )
+        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter:
+        spec = plan.config.speculative_config
+        assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
+            "called only for plans with a drafter"
+        )
+        common = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
+        if isinstance(plan.drafter, Eagle3Config):
+            if _reads_weights(plan):
+                return load_eagle3(plan.drafter_folder, *common, overrides=spec.hf_overrides)
+            return make_eagle3(plan.drafter, _random_tensors(plan, eagle3_shapes(plan.drafter)), *common)
+        scale = spec.input_embedding_scale
+        if not _reads_weights(plan):
+            tensors = _random_tensors(plan, drafter_shapes(plan.drafter, plan.facts))
+            return make_drafter(plan.drafter, tensors, *common, input_embedding_scale=scale)
+        folder, overrides = plan.drafter_folder, spec.hf_overrides
+        return load_drafter(folder, *common, overrides=overrides, input_embedding_scale=scale)
+
+
+def _reads_weights(plan: LoadPlan) -> bool:
+    return plan.config.load_format == "auto"
+
+
+def _random_tensors(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
+    return RandomTensors(shapes, plan.dtype, plan.device)
+
+
+@torch.inference_mode()
+def load_runner(
+    config: EngineConfig,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[Runner, ExecutorInfo]:
+    """Load one rank of the target, and the drafter if it is colocated.
+
+    Uses CUDA's current device and the process's number of threads.
+
+    Args:
+        communicator: of the target's ranks; a single rank by default.
+        remote_drafts: makes the source of drafts if the drafter is split off.
+
+    Raises:
+        CheckpointError, ConfigError: before weights are read, except for a lack of memory.
+    """
+    return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
+
+
+@torch.inference_mode()
+def start_runner(
+    plan: LoadPlan,
+    models: ModelSource,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[Runner, ExecutorInfo]:
+    """Load one rank by a plan, as `load_runner` does; `models` provides the weights."""
+    assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
+    rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
+    check_invariance(plan, rank.backend)
+    num_pages, num_states = rank.affordable_room()
+    runner = rank.runner(num_pages, num_states)
+    warm_up(runner, plan, num_pages)
+    runner.prepare()
+    info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
+    logger.info("%s", _describe(info, plan))
+    for doubt in plan.doubts:
+        logger.warning("%s", doubt)
+    if plan.config.quantization is not None:
+        logger.warning(
+            "The target is quantised (%s): outputs differ from those of the unquantized model.",
+            plan.config.quantization,
+        )
+    return runner, info
+
+
+def _describe(info: ExecutorInfo, plan: LoadPlan) -> str:
+    pages = " + ".join(f"{count:,}" for count in info.num_pages)
+    drafts = (
+        f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
+    )
+    return (
+        f"loaded on {info.device} in {info.dtype} ({plan.attention_backend} kernels): sequences of up to "
+        f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens, {drafts}"
+    )
+
+
+def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
+    """Return the target's whole embedding and head, for a drafter in another process."""
+    unsharded = Sharding(plan.target, 0, 1)
+    weights = Checkpoints().target(plan, unsharded)
+    embedding_VH = weights.embedding()
+    head_VH = embedding_VH if plan.target.tied_head else weights.head()
+    return LentWeights(embedding_VH, backend.head(head_VH))
+
+
+def _info(
+    plan: LoadPlan, num_pages: tuple[int, ...], num_states: int | None, *, has_grammars: bool
+) -> ExecutorInfo:
+    return ExecutorInfo(
+        num_pages=num_pages,
+        num_states=num_states,
+        page_groups=plan.pages.groups,
+        page_size=plan.page_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.target.vocab_size,
+        eos_token_ids=plan.target.eos_token_ids,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        device=plan.device.type,
+        max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
+        halves=plan.split,
+        max_stop_token_ids=_max_stop_token_ids(plan),
+        has_grammars=has_grammars,
+        rule_limits=_rule_limits(plan),
+        row_buckets=_row_buckets(plan),
+    )
+
+
+def runs_on_device(plan: LoadPlan) -> bool:
+    """Return whether requests' state is on the device, which then drives the steps."""
+    return plan.attention_backend in ("triton", "flash_attn")
+
+
+def device_room(plan: LoadPlan) -> tuple[int, int]:
+    """Return the largest number of requests in a step, and of rows that sample a token."""
+    config = plan.config
+    rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
+    budget = config.max_num_batched_tokens
+    return min(config.max_num_seqs, budget), min(rows, budget)
+
+
+def _max_stop_token_ids(plan: LoadPlan) -> int | None:
+    if not runs_on_device(plan):
+        return None
+    from ....drafter.step.gpu_triton.request_states import MAX_STOP_TOKEN_IDS
+
+    return MAX_STOP_TOKEN_IDS
+
+
+def _rule_limits(plan: LoadPlan) -> RuleLimits | None:
+    if not runs_on_device(plan):
+        return None
+    from ....drafter.step.gpu_triton.sampling.logits_processor_tables import RULE_LIMITS
+
+    return RULE_LIMITS
+
+
+def _row_buckets(plan: LoadPlan) -> tuple[int, ...] | None:
+    if not runs_on_device(plan):
+        return None
+    from ..runners.cuda_graphs import StepKinds
+
+    max_requests, _ = device_room(plan)
+    return StepKinds(max_requests, plan.num_speculative_tokens, plan.config.max_num_batched_tokens).rows
+
+
+def runs_ahead(plan: LoadPlan) -> bool:
+    """Return whether a step starts before the last one ends: as set, or if a GPU drives the steps."""
+    if plan.config.async_scheduling is not None:
+        return plan.config.async_scheduling
+    return plan.device.type == "cuda" and runs_on_device(plan)
+
+
+class _Rank:
+    """Loads a rank's models and builds runners for them with any number of pages and states."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        models: ModelSource,
+        communicator: Communicator,
+        remote_drafts: RemoteDrafts | None,
+    ) -> None:
+        self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
+        sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
+        weights = models.target(plan, sharding)
+        self.backend = backend = make_backend(plan)
+        places = plan.pages.target
+        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
+        self.grammars = make_grammars(plan)
+        self._drafter: Drafter | None = None
+        if plan.drafter is not None and not plan.split:
+            drafter_backend = make_drafter_backend(plan, backend)
+            self._drafter = models.drafter(plan, self._model.lends, drafter_backend)
+
+    def affordable_room(self) -> tuple[tuple[int, ...], int | None]:
+        """Return the pages of each pool and the states that every rank can afford."""
+        plan, config, budget = self._plan, self._plan.config, None
+        is_set = config.num_pages is not None or config.kv_cache_memory_bytes is not None
+        if plan.device.type == "cuda" and not is_set:
+            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
+        num_states = affordable_states(plan, budget)
+        if num_states is not None:
+            num_states = smallest(num_states, self._communicator, plan.device)
+        sizes, state_bytes_taken = (
+            page_bytes(plan, drafter=not plan.split),
+            (num_states or 0) * state_bytes(plan),
+        )
+        local_pages = affordable_pages(plan, sizes, budget, state_bytes_taken)
+        return tuple(smallest(pages, self._communicator, plan.device) for pages in local_pages), num_states
+
+    def runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
+        if runs_on_device(self._plan):
+            return self._device_runner(num_pages, num_states)
+        return self._step_runner(num_pages, num_states)
+
+    def _remote(self) -> RemoteSource | None:
+        """Connect to a drafter in a process of its own, if the plan has one."""
+        return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
+
+    def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
+        from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
+        from ....drafter.step.gpu_triton.request_states import DeviceStates
+        from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
+        from ..runners.eagle3_chains import DeviceChains
+        from ..runners.gpu_runner import DeviceRunner
+        from ..runners.grammar_masks import DeviceGuide
+        from ..runners.target_pass import DeviceModels
+
+        plan, config = self._plan, self._plan.config
+        max_requests, num_rows = device_room(plan)
+        drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
+        if isinstance(drafter, Eagle3Drafter):
+            assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
+            drafter, draft_cache, chains = None, None, DeviceChains.of(drafter, draft_cache)
+        state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
+        states, memory = (
+            DeviceStates(*state_args, plan.device, plan.pages),
+            make_state_memory(plan, num_states),
+        )
+        pages = pages_of(plan.pages, plan.pages.target, num_pages)
+        models = DeviceModels(
+            target=self._model,
+            cache=self._model.new_cache(pages, plan.page_size, memory),
+            drafter=drafter,
+            draft_cache=draft_cache,
+            chains=chains,
+            states=states,
+            recurrent=None if memory is None else DeviceRecurrent(memory, states.states_S, states.tables),
+            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
+            communicator=self._communicator,
+            hidden=torch.empty(
+                num_rows, plan.target.hidden_size, dtype=self._model.dtype, device=plan.device
+            ),
+            remote=self._remote(),
+            lookup_lengths=_lookup_lengths(config),
+        )
+        guide = None
+        if self.grammars is not None:
+            guide = DeviceGuide(self.grammars, models.states, forces=models.remote is None)
+        return DeviceRunner(
+            models,
+            max_requests,
+            plan.num_speculative_tokens,
+            config.max_num_batched_tokens,
+            guide,
+            # a split drafter's part would have to be in the graphs
+            captures=plan.device.type == "cuda" and not plan.split,
+        )
+
+    def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> StepRunner:
+        plan, page_size = self._plan, self._plan.page_size
+        operators = make_step_operators(plan)
+        drafts: DraftSource | None = self._remote()
+        if self._drafter is not None:
+            cache = self._draft_cache(num_pages)
+            assert cache is not None, "a drafter has pages"
+            drafts = LocalDrafts(_make_proposer(self._drafter, cache, operators), self._communicator)
+        elif (lengths := _lookup_lengths(plan.config)) is not None:
+            drafts = LookUpProposer(*lengths)
+        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
+        batch, memory = self.backend.attention_batch, make_state_memory(plan, num_states)
+        recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
+        states = RequestStates(
+            *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
+        )
+        cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size, memory)
+        return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
+
+    def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
+        pages, page_size = self._plan.pages, self._plan.page_size
+        if self._drafter is None:
+            return None
+        return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
+
+    def _step_bytes(self) -> int:
+        """Return the peak bytes of steps in addition to weights, pages and states.
+
+        Runs the largest steps with a minimal number of pages and states, whose own bytes are subtracted.
+        """
+        plan, pages = self._plan, (1,) * self._plan.pages.num_pools
+        states = plan.config.max_num_seqs if plan.target.states is not None else None
+        measured = measure_step_bytes(lambda: self.runner(pages, states), plan)
+        minimal_cache = sum(page_bytes(plan, drafter=not plan.split)) + (states or 0) * state_bytes(plan)
+        return max(measured - minimal_cache, 0)
+
+
+def _lookup_lengths(config: EngineConfig) -> tuple[int, int] | None:
+    spec = config.speculative_config
+    return spec.lookup_lengths if spec is not None and spec.method == "ngram" else None
+
+
+def _make_proposer(
+    drafter: Drafter, cache: PagedKVCache, operators: StepOperators
+) -> Proposer | ChainProposer:
+    if isinstance(drafter, Eagle3Drafter):
+        return ChainProposer(drafter, cache, operators)
+    return Proposer(drafter, cache, operators)
+
+
+def pages_of(plan: PagePlan, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
+    """Return the number of pages in the pool that a model's layers use."""
+    return num_pages[plan.groups[places[0].group].pool]

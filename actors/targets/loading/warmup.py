@@ -1,0 +1,122 @@
+"""Runs dummy steps: to pay for first calls before the first request, and to measure memory.
+
+They write to the first slots and pages, which are overwritten once they are allocated. Called by
+`rank_loader.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ....cluster.pages.page_pool import pages_for
+from ....cluster.request.logits_processors import TokenRules
+from ....cluster.request.structured_outputs import Grammar, SlotGrammar
+from ....cluster.step.dummy_steps import GREEDY, made_up_plan, made_up_trim
+from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
+from ..runners.runner_interface import Runner
+from .load_plan import LoadPlan
+from .memory_budget import used_gpu_bytes
+
+_PROMPT_TOKENS = 8
+_ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
+_GRAPH_BYTES = 2**20  # a CUDA graph beside the memory that all share: its nodes, some hundred kernels
+
+
+def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
+    """Run a small prefill, a step with drafts that may be cut, and one without, in each way of choosing.
+
+    Loops and kernels of a way that no step has taken would be compiled in the first request that asks for
+    it, while all streams wait.
+    """
+    pools = [group.pool for group in plan.pages.groups]
+    capacity = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
+    length = min(capacity, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
+    prompt = min(_PROMPT_TOKENS, length - 2)
+    if prompt < 1:
+        return
+    pages = [pages_for(length, plan.page_size)]
+    for sampling in _ways_of_choosing(runner, prompt):
+        runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
+        for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
+            step = made_up_plan([prompt], [drafts + 1], [drafts])
+            runner.execute(replace(step, trim=made_up_trim(step)) if drafts else step)
+
+
+def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
+    """Return ways that take other loops and kernels: rules make logits fp32, and noise and masks have theirs.
+
+    Plain greedy sampling is the last, for its traces stay in the slot.
+    """
+    grammar = None if runner.grammars is None else SlotGrammar(_ANY_WORDS, prompt)
+    return [
+        *(
+            replace(GREEDY, temperature=temperature, rules=rules, grammar=grammar)
+            for rules in (TokenRules(prompt_length=prompt, presence=0.1), None)
+            for temperature in (1.0, 0.0)
+        ),
+        GREEDY,
+    ]
+
+
+def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
+    """Return the peak GPU bytes that steps take in addition to pages.
+
+    This covers states and workspaces, the largest prefill, the logits of as many prompts as can end in a
+    step, the largest decoding step, and graphs. All of them run once. Nothing is freed in between, so the
+    reading holds the peak of each; everything is freed at the end. Only the graphs of the largest steps are
+    captured, as all graphs share one pool; the others get an allowance. Pages cannot be allocated before
+    this, as graphs hold their address, so these steps write to the scratch page. Memory that the process
+    takes outside PyTorch's allocator (kernels, NCCL, graphs) counts as well.
+    """
+    torch.cuda.empty_cache()  # else the runner would reuse memory that loading freed
+    used_before = used_gpu_bytes(plan.device)
+    runner = make_runner()
+    for lengths in (_longest_prompts(plan), _most_prompts(plan)):
+        runner.execute(_prefill(plan, lengths))
+    num_other_graphs = runner.rehearse(_largest_decoding(plan))
+    taken = used_gpu_bytes(plan.device) - used_before
+    del runner
+    gc.collect()
+    return taken + num_other_graphs * _GRAPH_BYTES
+
+
+def _longest_prompts(plan: LoadPlan) -> list[int]:
+    """Return the lengths of the longest prompts that fit a step together."""
+    config = plan.config
+    length = min(plan.max_model_len, config.max_num_batched_tokens)
+    return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
+
+
+def _most_prompts(plan: LoadPlan) -> list[int]:
+    """Return the lengths of as many prompts as fit a step."""
+    config = plan.config
+    count = min(config.max_num_seqs, config.max_num_batched_tokens)
+    return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count
+
+
+def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
+    """Return the largest decoding step, for the requests of the prompts above."""
+    config = plan.config
+    drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
+    return made_up_plan([1] * count, [1 + drafts] * count, [drafts] * count)
+
+
+def _prefill(
+    plan: LoadPlan,
+    lengths: list[int],
+    num_pages: list[int] | None = None,
+    sampling: SlotSampling = GREEDY,
+) -> SchedulerOutput:
+    """Admit prompts into the first slots, with so many consecutive pages each, and compute them."""
+    none = [0] * len(lengths)
+    prompts = [np.zeros(n, np.int32) for n in lengths]
+    groups = plan.pages.groups
+    return made_up_plan(
+        none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups, sampling=sampling
+    )

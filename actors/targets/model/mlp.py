@@ -1,0 +1,77 @@
+"""Builds a layer's MLP from its tensors: a backend's projections, split between ranks, with one all-reduce.
+
+Called by `decoder.py`, at load.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....drafter.compute.backend import Backend, Beside, DenseMLP, Routed
+from ....drafter.compute.layers.linear import RMSNorm
+from .mlp_spec import BesideMLP, GatedMLP, RoutedMLP
+from .mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
+from .model_spec import LayerSpec
+from .tensor_parallel import Communicator, row_linear
+
+
+def make_mlp(
+    layer: LayerSpec,
+    tensors: MlpTensors,
+    communicator: Communicator,
+    backend: Backend,
+    eps: float,
+    dtype: torch.dtype,
+) -> DenseMLP | Routed | Beside:
+    """Build a layer's MLP.
+
+    Args:
+        eps: epsilon of the norms of parallel MLPs (`BesideMLP`).
+        dtype: dtype to compute in.
+    """
+    match layer.mlp, tensors:
+        case GatedMLP(), DenseTensors():
+            return _dense(layer.mlp, tensors, communicator, backend)
+        case RoutedMLP(), RoutedTensors():
+            return _routed(layer.mlp, tensors, communicator, backend, dtype)
+        case BesideMLP(), BesideTensors():
+            return Beside(
+                dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
+                dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),
+                routed_norm=RMSNorm(tensors.routed_norm_H, eps),
+                routed=_routed(layer.mlp.routed, tensors.routed, communicator, backend, dtype),
+                routed_out_norm=RMSNorm(tensors.routed_out_norm_H, eps),
+            )
+        case _:
+            raise AssertionError("tensors do not match the layer's specification")
+
+
+def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, backend: Backend) -> DenseMLP:
+    return DenseMLP(
+        gate_up=backend.linear(tensors.gate_up_IH, tensors.gate_up_bias_I),
+        activation=mlp.activation,
+        down=row_linear(tensors.down_HI, tensors.down_bias_H, communicator, backend),
+    )
+
+
+def _routed(
+    mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend, dtype: torch.dtype
+) -> Routed:
+    shared = tensors.shared
+    assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
+    weight_1H = tensors.shared_weight_1H
+    experts = tensors.experts if backend.packed_experts else tensors.experts.dequantised(dtype)
+    return Routed(
+        route=backend.route(tensors.router),
+        experts=backend.experts(experts),
+        shared=None
+        if mlp.shared is None or shared is None
+        else DenseMLP(
+            gate_up=backend.linear(shared.gate_up_IH, shared.gate_up_bias_I),
+            activation=mlp.shared.activation,
+            # summed over ranks together with the experts
+            down=backend.linear(shared.down_HI, shared.down_bias_H),
+        ),
+        shared_gate=None if weight_1H is None else backend.linear(weight_1H),
+        all_reduce=None if communicator.world_size == 1 else communicator.all_reduce,
+    )

@@ -1,0 +1,262 @@
+"""A target as data: the decoder runs any `ModelSpec`, and each family reads its config.json into one.
+
+Plain values, known before a weight is read. For a family with a new feature, add a field or a kind of mixer
+or MLP here and implement it in the decoder.
+
+    ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention (attention.py) | DeltaNet (delta_net.py)
+                                    └ mlp: GatedMLP | RoutedMLP | BesideMLP (feed_forward.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....drafter.compute.backend import Feature, StackSpec
+from ....drafter.compute.checkpoint.safetensors_reader import FLOATS
+from ....drafter.compute.quantization.int4 import WORD
+from ....drafter.compute.quantization.packed_4bit import BLOCK
+from .attention import Attention, AttentionAxis, attention_axis_size, is_attention_axis
+from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
+from .mlp_spec import EXPERT_FORMS, MLP, GatedMLP, MLPAxis, RoutedMLP, is_mlp_axis, mlp_axis_size, mlp_parts
+
+CheckpointDType = Literal["float32", "bfloat16", "float16"]
+# Dimensions of tensors. "one" has size 1. "_blocks" count blocks of packed weights
+# (`drafter/compute/quantization/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
+# that store INT4.
+Axis = (
+    Literal["hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]
+    | AttentionAxis
+    | MLPAxis
+    | DeltaAxis
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One block: x += mixer(norm x), then x += mlp(norm x).
+
+    Attributes:
+        sandwich: what is added to x is normed, too.
+        scalar: x is multiplied by a scalar of the layer at the end.
+    """
+
+    mixer: Attention | DeltaNet
+    mlp: MLP
+    sandwich: bool = False
+    scalar: bool = False
+
+    @property
+    def dense(self) -> GatedMLP | None:
+        return self.mlp.dense
+
+    @property
+    def routed(self) -> RoutedMLP | None:
+        return self.mlp.routed
+
+    @property
+    def inner_sizes(self) -> frozenset[int]:
+        dense, routed = self.dense, self.routed
+        mlps = [dense, routed, None if routed is None else routed.shared]
+        return frozenset(mlp.inner_size for mlp in mlps if mlp is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A function of a tensor with its first arguments bound; equal to another one with equal arguments."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]  # Any: whatever the function takes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.function(*self.arguments, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRule:
+    """Location of a tensor in a checkpoint, and how a rank reads it.
+
+    Attributes:
+        name: after the checkpoint's own prefix (`weights.py`), with {layer} for the layer's index, and
+            {expert} if each expert has a tensor.
+        axes: its dimensions, which determine its shape and a rank's slice.
+        stored: dtypes in which a checkpoint may store it, as safetensors names them.
+        transform: applied at load to the rank's slice (of one expert if each has a tensor). A result in fp32
+            stays fp32.
+        first_rank: only rank 0 has it, since the ranks' results are summed.
+        beside_body: named outside of the body's prefix (the head).
+        constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    stored: tuple[str, ...] = FLOATS
+    constant: float | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+    first_rank: bool = False
+    beside_body: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The specification of a target.
+
+    Attributes:
+        architecture: Hugging Face's class name.
+        out_norm_eps: epsilon of the norms of what a block adds (`sandwich`); None for `rms_norm_eps`.
+        embed_scale: factor of the embedding before the first block; the drafter borrows the unscaled
+            embedding.
+        embed_norm: the embedding is RMS-normed without a weight before the first block; not for the drafter.
+        tied_head: the head is the embedding.
+        logit_multiplier, logit_cap: logits are cap tanh(multiplier z / cap); None for no cap. The drafter
+            borrows the head without them.
+        fp32_norms: norm weights stay in fp32, whatever the dtype.
+        tensors: part -> where it is. Parts that a layer lacks are not looked up, and of several
+            `EXPERT_FORMS` the checkpoint has one.
+        dtype: dtype of the checkpoint.
+        fp8_block: rows and columns that share a scale, where the checkpoint stores matrices in FP8; they are
+            computed in `dtype`.
+        eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float
+    out_norm_eps: float | None = None
+    embed_scale: float = 1.0
+    embed_norm: bool = False
+    tied_head: bool
+    logit_multiplier: float = 1.0
+    logit_cap: float | None = None
+    fp32_norms: bool = False
+    tensors: Mapping[str, TensorRule]
+    max_position_embeddings: int
+    dtype: CheckpointDType
+    fp8_block: tuple[int, int] | None = None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Attention mixers of the layers with K/V, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def delta_nets(self) -> tuple[DeltaNet, ...]:
+        """Mixers of the layers with a recurrent state instead, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer with K/V; None for full attention."""
+        return tuple(mixer.window for mixer in self.attentions)
+
+    @property
+    def states(self) -> tuple[int, StateGeometry] | None:
+        """Number and geometry of layers with recurrent states, over all ranks together; None without any."""
+        mixers = self.delta_nets
+        return (len(mixers), mixers[0].geometry) if mixers else None
+
+    def of_backend(self) -> StackSpec:
+        """Return what this model requires of a backend."""
+        return StackSpec(
+            name="target",
+            sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
+            head_dims=frozenset(mixer.tile_dim for mixer in self.attentions),
+            features=self._features(),
+        )
+
+    def _features(self) -> frozenset[Feature]:
+        """Return the features it has beyond a plain block."""
+        mixers = self.attentions
+        mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
+        heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
+        present: dict[Feature, bool] = {
+            "norms behind attention and MLP": any(layer.sandwich for layer in self.layers),
+            "routed experts": any(layer.routed for layer in self.layers),
+            "GELU": any(mlp.activation == "gelu_tanh" for mlp in mlps),
+            "norm weights in fp32": self.fp32_norms,
+            "normed values": any(mixer.v_norm for mixer in mixers),
+            "scaled residuals": any(layer.scalar for layer in self.layers),
+            "layers that rotate differently": any(mixer.rope != mixers[0].rope for mixer in mixers),
+            "layers without rotation": any(mixer.rope is None for mixer in mixers),
+            "gate behind attention": any(mixer.gate for mixer in mixers),
+            "norm of whole queries and keys": any(mixer.row_norm for mixer in mixers),
+            "values of another size than keys": any(
+                mixer.value_dim != mixer.head_dim for mixer in mixers if mixer.latent is None
+            ),
+            "layers whose heads differ": len(heads) > 1,
+            "attention sinks": any(mixer.sinks for mixer in mixers),
+            "latent attention": any(mixer.latent for mixer in mixers),
+            "recurrent states": bool(self.delta_nets),
+        }
+        return frozenset(feature for feature, is_present in present.items() if is_present)
+
+    def layer_parts(self, layer: int) -> list[str]:
+        """Return the parts of a layer, as keys of `tensors`."""
+        spec = self.layers[layer]
+        norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
+        match spec.mixer:
+            case Attention():
+                mixer = spec.mixer.parts()
+            case DeltaNet():
+                mixer = delta_parts(self.tensors)
+        return [*norms, *mixer, *mlp_parts(spec.mlp, self.expert_forms), *(["scalar"] * spec.scalar)]
+
+    def qkv_parts(self, layer: int) -> tuple[str, ...]:
+        """Return the parts of the block's first product: attention's, or a delta net's projections."""
+        mixer = self.layers[layer].mixer
+        return projections(self.tensors) if isinstance(mixer, DeltaNet) else mixer.qkv_parts()
+
+    @property
+    def expert_forms(self) -> list[tuple[str, ...]]:
+        """The forms in `EXPERT_FORMS` for which the family has tensor names."""
+        return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
+
+    def in_form(self, form: tuple[str, ...]) -> ModelSpec:
+        """Return this model for a checkpoint that stores its experts in this form."""
+        others = {part for other in self.expert_forms if other != form for part in other}
+        tensors = {part: rule for part, rule in self.tensors.items() if part not in others}
+        return replace(self, tensors=tensors)
+
+    def axis_size(self, axis: Axis, layer: int) -> int:
+        """Return the full size of a dimension."""
+        match axis:
+            case "one":
+                return 1
+            case "hidden":
+                return self.hidden_size
+            case "hidden_blocks":
+                return self.hidden_size // BLOCK
+            case "hidden_words":
+                return self.hidden_size // WORD
+            case "block_bytes":
+                return BLOCK // 2
+            case "vocab":
+                return self.vocab_size
+            case _ if is_attention_axis(axis):
+                return attention_axis_size(axis, self.attention(layer))
+            case _ if is_delta_axis(axis):
+                return delta_axis_size(axis, self.delta_net(layer).geometry)
+            case _:
+                assert is_mlp_axis(axis), "all other axes belong to MLPs"
+                return mlp_axis_size(axis, self.layers[layer].mlp)
+
+    def attention(self, layer: int) -> Attention:
+        mixer = self.layers[layer].mixer
+        assert isinstance(mixer, Attention), "the layer has no attention"
+        return mixer
+
+    def delta_net(self, layer: int) -> DeltaNet:
+        mixer = self.layers[layer].mixer
+        assert isinstance(mixer, DeltaNet), "the layer has no delta net"
+        return mixer

@@ -1,0 +1,219 @@
+"""One decoding step on one target rank, driven by the host: draft, verify, accept, inject.
+
+The plan makes all decisions. The runner only holds its model, pages, request states and source of drafts.
+Ranks run the same steps on the same plans; their choices are rank 0's, by broadcast. Called by
+`executor.InProcessExecutor` and `workers/target_worker.py`.
+
+    plan ─▶ apply ─▶ drafts [R, K] ─▶ trim ─▶ rows [N] ─▶ target ─┬─▶ hidden [X] ─▶ equal-noise choice ─▶ ..
+                         ▲                                        └─▶ taps [N, m] ─▶ inject ─┐
+                         └────────────────── drafter's context K/V, in pages ◀───────────────┘
+
+Legend: N rows, X sampled rows, R requests, K most drafts, W = K + 1, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.request.logprobs import StepLogprobs
+from ....cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.step.inputs.proposals import Proposals
+from ....drafter.step.inputs.row_layout import Ints, StepRows
+from ....drafter.step.request_states import RequestStates
+from ....drafter.step.sampling.draft_trimming import take_out
+from ....drafter.step.sampling.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
+from ....drafter.step.sampling.sampler import sample_rows
+from ....drafter.step.sampling.step_ops import StepOperators
+from ..model.decoder import Decoder
+from ..model.tensor_parallel import Communicator
+from .colocated_drafter import LocalDrafts
+from .runner_interface import Clock, Drafter, ReadsMeter
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.matchers import GrammarStates
+
+
+class DraftSource(Protocol):
+    """Provides drafts and receives the target's features, on every rank."""
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        """Return drafts, equal on all ranks; K = 0 if no request drafts."""
+        ...
+
+    def inject(
+        self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
+    ) -> None:
+        """Write the drafter's context from taps and committed tokens; called if the plan writes context."""
+        ...
+
+
+class StepRunner:
+    """A loaded rank whose steps the host drives.
+
+    Args:
+        states: this rank's copy of the running requests' state.
+        drafts: None decodes plainly, without taps.
+        operators: operators that sample and accept.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        states: RequestStates,
+        drafts: DraftSource | None,
+        communicator: Communicator,
+        operators: StepOperators,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.states = states
+        self.drafts = drafts
+        self._communicator = communicator
+        self._operators = operators
+        self._results: deque[StepResult] = deque()
+        self._expert_reads = ReadsMeter(model)
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        return self.states.grammars
+
+    def prepare(self) -> None:
+        """Do nothing: there are no graphs to capture."""
+
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Run this step and return 0: there are no graphs."""
+        self.execute(largest)
+        return 0
+
+    def exchange(self, drafter: Drafter) -> None:
+        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        self.drafts.exchange(drafter)
+
+    def begin_trial(self, candidate: Drafter) -> None:
+        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        self.drafts.begin_trial(candidate)
+
+    def end_trial(self, *, promoted: bool) -> None:
+        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        self.drafts.end_trial(promoted=promoted)
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Run one step and keep its result for `collect`."""
+        self._results.append(self.execute(plan))
+
+    def is_ready(self) -> bool:
+        return bool(self._results)
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        clock = Clock(self.model.device)
+        self.states.apply(plan)
+        proposals = self._propose(plan)
+        clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
+        plan, drafts_RK = self._trim(plan, proposals)
+        self.states.place_drafts(plan, drafts_RK)
+        rows = self.states.lay_out_rows(plan)
+        hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
+        all_sampled = len(rows.sampled_X) == len(hidden_NH)
+        hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
+        clock.mark()
+        prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
+        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.asked_rows(plan))
+        token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        if len(non_finite_N := self._non_finite_rows(hidden_NH)):
+            token_ids_RW[torch.from_numpy(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
+        self.states.advance(plan, token_ids_RW, num_tokens_R)
+        clock.mark()
+        if self.drafts is not None and plan.writes_context:
+            self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
+        clock.mark()
+        return StepResult(
+            plan.step,
+            token_ids=token_ids_RW.cpu().numpy().astype(np.int32),
+            num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
+            timings=StepTimings(*clock.seconds()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_drafts=plan.num_drafts,
+            margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
+            expert_reads=self._expert_reads.take(),
+        )
+
+    def _non_finite_rows(self, values: Tensor) -> Ints:
+        """Return the indices of rows that contain NaN or infinity; none unless the model is broken."""
+        return np.flatnonzero(~self._operators.are_numbers(values).cpu().numpy())
+
+    def _propose(self, plan: SchedulerOutput) -> Proposals:
+        """Get drafts, and let grammars edit them."""
+        if self.drafts is None:
+            assert not plan.num_draft_tokens, "drafts were planned, but there is no drafter"
+            proposals = Proposals.none(plan.num_requests, self.model.device)
+        else:
+            proposals = self.drafts.propose(plan, self.states)
+        return self.states.guide(plan, proposals)
+
+    def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
+        """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
+        drafts_RK, margins_RK = proposals.drafts_RK, proposals.margins_RK
+        if not drafts_RK.shape[1]:
+            return plan, drafts_RK
+        if margins_RK is None:  # a source without margins may have found fewer drafts than planned
+            found_RK = np.cumprod(drafts_RK.cpu().numpy() >= 0, axis=1, dtype=np.int32)
+            return plan.verifying(found_RK.sum(axis=1, dtype=np.int32)), drafts_RK
+        if plan.trim is None:
+            return plan, drafts_RK
+        cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
+        # Ranks on different kinds of processors may differ in the last digits, so rank 0's result is used.
+        num_drafts_R = self._communicator.broadcast(cut.to(drafts_RK.device))
+        return plan.verifying(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
+
+    def _choose(
+        self, hidden_XH: Tensor, rows: StepRows, asked: AskedRows | None
+    ) -> tuple[Tensor, StepLogprobs | None]:
+        """Return each sampled row's token, and the log probabilities that were requested."""
+        if not len(hidden_XH):
+            return rows.sampled_X, None  # an empty tensor
+        logits_XV = self.model.logits(hidden_XH)
+        logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
+        non_finite_X = self._non_finite_rows(logits_XV)  # before rules and masks hide some
+        chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
+        if len(non_finite_X):
+            chosen_X[torch.from_numpy(non_finite_X).to(chosen_X.device)] = NOT_A_NUMBER
+        chosen_X = self._communicator.broadcast(chosen_X)
+        if asked is None or logprobs_YV is None:
+            return chosen_X, None
+        chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
+        return chosen_X, read_told(
+            tell(logprobs_YV, chosen_Y.clamp(min=0), asked.num_top).cpu().numpy(), asked
+        )
+
+    def _prompt_logprobs(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
+        """Return the requested log probabilities of prompt tokens."""
+        asked = self.states.asked_prompt_rows(plan)
+        if asked is None:
+            return None
+        hidden_YH = hidden_NH[torch.from_numpy(asked.rows()).to(hidden_NH.device)]
+        next_ids_Y = self.states.tokens_behind(plan, asked)
+        told_YE = tell_in_chunks(hidden_YH, next_ids_Y, self.model.logits, asked.num_top)
+        return read_told(told_YE.cpu().numpy(), asked)
+
+
+def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
+    """Return the requests whose known tokens are in these rows.
+
+    Caches store 0 for NaN and infinity, so later rows of such a request may look sound. Drafts are judged by
+    their logits instead.
+    """
+    ends_R = np.cumsum(plan.num_rows)
+    places_N = np.searchsorted(ends_R, non_finite_N, side="right")
+    return np.unique(places_N[non_finite_N < (ends_R - plan.num_drafts)[places_N]])

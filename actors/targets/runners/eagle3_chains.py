@@ -1,0 +1,152 @@
+"""EAGLE-3 chains (arXiv:2503.01840) driven by the device, the counterpart of `drafter/eagle3/proposer.py`.
+
+Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
+writes the entries of the target's rows. All indices are computed on the device from the participating
+requests, so that no step waits for the host and a step's chain is captured in one graph, as a block is. Rows
+after the last used one are padding: their K/V go to the skip slot, their features to the skip page. Called by
+`draft_pass.py` and `target_pass.py`.
+
+    x of the page before ─▶ [link 1] ─▶ token, x ─▶ [link 2] ─▶ token, x ─▶ ..   while any request drafts
+    requests   a  b  c      rows a b c              rows a c .                   (b had one draft)
+
+Legend: R requests, N rows, P pages, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.eagle3.model import Eagle3Drafter
+from ....drafter.step.gpu_triton.inputs.row_layout import (
+    SlotTables,
+    StepRequests,
+    StepRows,
+    lay_out_rows,
+    place_drafts,
+)
+from .tp_sampling import Choosers, choose_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChains:
+    """An EAGLE-3 drafter, its pages, and the newest feature stored for each page.
+
+    Attributes:
+        features_PH: the last row is the skip page's.
+    """
+
+    drafter: Eagle3Drafter
+    cache: PagedKVCache
+    features_PH: Tensor
+
+    @classmethod
+    def of(cls, drafter: Eagle3Drafter, cache: PagedKVCache) -> DeviceChains:
+        shape = cache.num_pages + 1, drafter.config.hidden_size
+        return cls(drafter, cache, torch.zeros(shape, dtype=drafter.dtype, device=drafter.device))
+
+    def draft(self, models: Choosers, requests: StepRequests, *, filters: bool) -> None:
+        """Write drafts after the known tokens, and their margins into the workspace."""
+        tables, num_requests = models.states.tables, len(requests.slots_R)
+        first_R, begins_R = requests.cu_rows_R1[:-1], _slots(requests)
+        x_RH = self._previous_features(tables, requests, tables.num_computed.index_select(0, begins_R))
+        x_RH = torch.cat((x_RH, x_RH[:1]))  # a row for padding
+        for depth in range(requests.max_drafts):
+            link = _requests_at_depth(requests, depth)
+            at = replace(tables, num_computed=tables.num_computed + depth)
+            rows, owners_N = lay_out_rows(link, at), _owners(link)
+            x_NH, normed_NH = self.drafter.forward(
+                rows.token_ids_N, x_RH.index_select(0, owners_N), rows, self.cache
+            )
+            next_rows = replace(rows, positions_N=rows.positions_N + 1)
+            head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
+            chosen_N, margins_N = choose_drafts(
+                models, _WholeHead(self.drafter), *head_inputs, filters=filters
+            )
+            place_drafts(chosen_N, next_rows, tables)
+            x_RH = x_RH.index_copy(0, owners_N, x_NH)
+            # An anchor's margin is unused, so padding's margins are written to the first anchor's.
+            places_N = first_R.index_select(0, owners_N.clamp(max=num_requests - 1)).long() + 1 + depth
+            places_N = places_N.masked_fill(owners_N == num_requests, 0)
+            models.workspace.margins_N.index_copy_(0, places_N, margins_N)
+
+    def inject(
+        self,
+        requests: StepRequests,
+        rows: StepRows,
+        taps_NmH: Tensor,
+        num_tokens_R: Tensor,
+        tables: SlotTables,
+    ) -> None:
+        """Write entries of the target's rows, and keep the newest features.
+
+        Args:
+            requests: with the drafts that were verified.
+            num_tokens_R: tokens that the step produced; the requests have already advanced.
+        """
+        g_NH, first_R = self.drafter.features(taps_NmH), requests.cu_rows_R1[:-1].long()
+        positions_R = rows.positions_N.index_select(0, first_R.clamp(max=len(g_NH) - 1))
+        before_NH = torch.cat((g_NH[:1], g_NH))  # feature of the row before; the last one is unused
+        firsts_R = first_R.masked_fill(requests.cu_rows_R1.diff() == 0, len(g_NH))
+        before_NH.index_copy_(0, firsts_R, self._previous_features(tables, requests, positions_R))
+        self.drafter.write_entries(rows.token_ids_N, before_NH[:-1], rows, self.cache)
+        self._store_features(g_NH, requests, rows, num_tokens_R)
+
+    def _previous_features(self, tables: SlotTables, requests: StepRequests, first_R: Tensor) -> Tensor:
+        """Return the features [R, H] of the position before each request's first row; zeros at the start."""
+        before_R, pages = first_R.long() - 1, tables.page_tables[self.cache.group(0)]
+        pages_R = pages[_slots(requests), before_R.clamp(min=0) // tables.page_size]
+        found_RH = self.features_PH.index_select(0, pages_R)
+        return found_RH.masked_fill((before_R < 0).unsqueeze(1), 0.0)
+
+    def _store_features(
+        self, g_NH: Tensor, requests: StepRequests, rows: StepRows, num_tokens_R: Tensor
+    ) -> None:
+        """Store the feature of each page's newest committed position among these rows."""
+        num_verified_R = requests.samples_R * (1 + requests.num_drafts_R)
+        num_committed_R = requests.cu_rows_R1.diff() - num_verified_R + num_tokens_R
+        owners_N = _owners(replace(requests, num_rows=len(g_NH)))
+        is_real_N = owners_N < len(num_committed_R)
+        owners_N = owners_N.clamp(max=len(num_committed_R) - 1)
+        place_N = torch.arange(len(g_NH), device=g_NH.device) - requests.cu_rows_R1[:-1][owners_N]
+        slots_N, size = rows.kv_slots[self.cache.group(0)], self.cache.page_size
+        ends_N = (slots_N % size == size - 1) | (place_N == num_committed_R[owners_N] - 1)
+        is_stored_N = is_real_N & ends_N & (place_N < num_committed_R[owners_N])
+        pages_N = torch.where(is_stored_N, slots_N // size, self.cache.num_pages)
+        self.features_PH.index_copy_(0, pages_N, g_NH)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeHead:
+    """A drafter's head as `choosing.Head`: every rank gets all logits."""
+
+    drafter: Eagle3Drafter
+    is_split = False
+
+    def logits(self, hidden_XH: Tensor, /) -> Tensor:
+        return self.drafter.logits(hidden_XH)
+
+    def local_logits(self, hidden_XH: Tensor, /) -> tuple[Tensor, int]:
+        raise AssertionError("only split heads have local logits")
+
+
+def _requests_at_depth(requests: StepRequests, depth: int) -> StepRequests:
+    """Return requests with one row for each that has more than `depth` drafts, and none for the others."""
+    is_real_R = requests.cu_rows_R1.diff() > 0
+    drafts_on_R = (is_real_R & (requests.num_drafts_R > depth)).int()
+    cu_rows_R1 = torch.nn.functional.pad(drafts_on_R.cumsum(0, dtype=torch.int32), (1, 0))
+    return replace(requests, cu_rows_R1=cu_rows_R1, num_rows=len(drafts_on_R), max_rows=1)
+
+
+def _owners(requests: StepRequests) -> Tensor:
+    """Return the index of each row's request, int64 [N]; R for padding."""
+    rows_N = torch.arange(requests.num_rows, device=requests.slots_R.device, dtype=torch.int32)
+    return torch.searchsorted(requests.cu_rows_R1[1:].contiguous(), rows_N, right=True)
+
+
+def _slots(requests: StepRequests) -> Tensor:
+    """Return the requests' slots, int64 [R]; slot 0 for padding."""
+    return requests.slots_R.long().clamp(min=0)

@@ -1,0 +1,326 @@
+"""Steps on a GPU, launched without waiting, with decoding steps as CUDA graphs; results are collected later.
+
+The counterpart of `cpu_runner.py` (for CPUs) with the same results. Decoding requests replay two graphs
+(`cuda_graphs.py`): one drafts, one verifies. Prompt rows are launched after them, kernel by kernel, while the
+graphs run. Neither waits for the previous step or the host.
+
+    submit(plan): the plan's arrays ─▶ [draft] ─▶ [trim ─▶ verify ─▶ sample ─▶ inject]  decoding requests
+                  (one copy)           [verify ─▶ sample ─▶ inject]                     prompts
+                                       [log probabilities]  requested rows (`logprobs.py`)
+                                       ─▶ outcomes ─▶ host (one copy)
+    collect():    wait for that copy
+
+On a CPU, where tests run these kernels in Triton's interpreter, everything but the graphs is the same.
+
+Legend: R requests, G requests of one iteration, W most tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....cluster.request.request import MAX_LOGPROBS
+from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepResult, StepTimings
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
+from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.step.gpu_triton.draft_trimming import TrimLists
+from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, StepRequests, pack
+from ....drafter.step.gpu_triton.inputs.upload import Upload
+from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
+from ....drafter.step.sampling.logprobs import num_told
+from ..model.decoder import Decoder
+from .cuda_graphs import StepGraphs, StepKinds
+from .grammar_masks import DeviceGuide
+from .logprobs import Computed, Told
+from .runner_interface import Drafter, ReadsMeter
+from .step_output import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
+from .target_pass import DeviceModels, MakeMasks, StepModels
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.matchers import GrammarStates
+
+Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One iteration's share of a step: its requests, and the shape of its outcome.
+
+    Attributes:
+        requests_G: their indices in the plan.
+        parts: the parts that are timed.
+        num_requests, width: shape of the outcome, including padding.
+    """
+
+    requests_G: Places
+    parts: tuple[str, ...]
+    num_requests: int
+    width: int
+
+    @property
+    def num_values(self) -> int:
+        return Outcome.num_values(self.num_requests, self.width)
+
+    def over(self, values: Tensor) -> Outcome:
+        """Return a view of the outcome at the beginning of `values`."""
+        return Outcome.over(values, self.num_requests, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A submitted step, with the host memory that its outcome is copied to."""
+
+    plan: SchedulerOutput
+    shares: Sequence[_Share]
+    logprob_rows: Told | None
+    arrival: Arrival
+
+
+class DeviceSteps:
+    """Runs steps over any models with request state on the device.
+
+    Args:
+        models: creates the steps' passes.
+        max_requests: most requests that run at once.
+        num_drafts: most drafts of a request.
+        max_rows: most rows of a step.
+        guide: given if requests may have grammars.
+    """
+
+    def __init__(
+        self,
+        models: StepModels,
+        max_requests: int,
+        num_drafts: int,
+        max_rows: int,
+        guide: DeviceGuide | None = None,
+    ) -> None:
+        self._models, self._guide = models, guide
+        self._kinds = StepKinds(max_requests, num_drafts, max_rows)
+        self._capacity, self._num_drafts = StepRequests.room(max_requests), num_drafts
+        states, lists = models.states, (2, NUM_LISTS, self._capacity)
+        num_values = 2 * NUM_LISTS * self._capacity
+        num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
+        num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
+        self._upload = Upload(states.arena, num_values + num_trim_values + num_saves, states.most_changes)
+        list_values, trim_values, save_values = self._upload.values.split(
+            (num_values, num_trim_values, num_saves)
+        )
+        self._decoding, self._prompts = list_values.view(lists).unbind(0)
+        trim = TrimLists.over(trim_values, self._capacity)
+        # Index 0 is for decoding requests, index 1 for prompts.
+        self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
+        max_outcome = max(kind.num_outcome_values for kind in self._kinds.all())
+        self._vocab_size = models.target.spec.vocab_size
+        max_logprobs = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
+        self._outcomes = Homeward(
+            max_outcome + Outcome.num_values(max_requests, 1) + max_logprobs, models.device
+        )
+        self._graphs = StepGraphs(models, self._decoding, trim, self._outcomes.values)
+        self._pending: deque[_Pending] = deque()
+        self._expert_reads = ReadsMeter(models.target)
+
+    @torch.inference_mode()
+    def submit(self, plan: SchedulerOutput) -> None:
+        assert len(self._pending) < MAX_IN_FLIGHT, (
+            "too many steps in flight: outcomes would overwrite each other"
+        )
+        decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+        assert not plan.num_drafts[~decodes_R].any(), "a drafting request lacks only its newest token"
+        decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+        if self._guide is not None:
+            self._guide.admit(plan)
+        lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
+        lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts))
+        recurrent = self._models.recurrent
+        if recurrent is not None:
+            lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
+        self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
+        if recurrent is not None:
+            recurrent.enter(plan)
+        models, values, num_values = self._models, self._outcomes.values, 0
+        shares: list[_Share] = []
+        passes: list[Computed] = []
+        if len(decoding):
+            share = self._decode(plan, decoding)
+            shares.append(share)
+            outcome = share.over(values)
+            drafts_R = outcome.num_drafts_R if share.width > 1 else None
+            passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R))
+            num_values = share.num_values
+            if recurrent is not None and plan.saves is not None:
+                recurrent.save_stood(self._decoding[0, : len(decoding)], self._saves[0])
+        if len(prompts):
+            share, hidden_NH = self._prefill(plan, prompts, num_values)
+            shares.append(share)
+            rows_RW1 = share.over(values[num_values:]).rows_RW1
+            passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
+            num_values += share.num_values
+        logprob_rows = Told.of(plan, models.states, self._vocab_size)
+        if logprob_rows is not None:
+            place = values[num_values : num_values + logprob_rows.num_values]
+            place.copy_(logprob_rows.tell(plan, passes, models.target, models.states))
+            num_values += logprob_rows.num_values
+        self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.bring(num_values)))
+
+    def is_ready(self) -> bool:
+        return self._pending[0].arrival.is_over
+
+    def collect(self) -> StepResult:
+        step = self._pending.popleft()
+        plan, values, models = step.plan, step.arrival.wait(), self._models
+        most = int(plan.num_drafts.max(initial=0))
+        token_ids = np.full((plan.num_requests, 1 + most), -1, dtype=np.int32)
+        num_tokens, num_drafts = (np.zeros(plan.num_requests, dtype=np.int32) for _ in range(2))
+        margins = np.full((plan.num_requests, most), np.nan, dtype=np.float32)
+        seconds: dict[str, float] = {}
+        num_reads = 0
+        for share in step.shares:
+            outcome, count = share.over(values), len(share.requests_G)
+            num_reads = int(outcome.reads_1)
+            values = values[share.num_values :]
+            rows_GW1 = outcome.rows_RW1.numpy()[:count]
+            width = min(share.width, 1 + most)
+            token_ids[share.requests_G, :width] = rows_GW1[:, :width]
+            num_tokens[share.requests_G] = rows_GW1[:, -1]
+            if share.width > 1:
+                num_drafts[share.requests_G] = outcome.num_drafts_R.numpy()[:count]
+                margins[share.requests_G] = outcome.margins_RD.numpy()[:count, :most]
+            spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
+            for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
+                seconds[part] = seconds.get(part, 0.0) + span_s
+        logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
+        reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
+        return StepResult(
+            plan.step,
+            token_ids,
+            num_tokens,
+            StepTimings(**seconds),
+            *logprobs,
+            num_drafts=None if plan.trim is None else num_drafts,
+            margins=margins if most and models.tells_margins else None,
+            expert_reads=reads,
+        )
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        self.submit(plan)
+        return self.collect()
+
+    def _pack(self, plan: SchedulerOutput, requests_G: Places) -> IntArray:
+        slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
+        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._capacity)
+
+    def _decode(self, plan: SchedulerOutput, requests_G: Places) -> _Share:
+        """Run the passes of decoding requests."""
+        filters = self._filters(plan, requests_G)
+        block, kind = self._kinds.of(plan, requests_G, filters=filters)
+        if block is not None:
+            self._graphs.replay(block)
+        masks = self._masks(plan, requests_G)
+        if masks is None:
+            self._graphs.replay(kind)
+        else:
+            self._graphs.run_guided(kind, masks)
+        return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
+
+    def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
+        """Launch the prompts' rows and return their hidden states.
+
+        Their outcome is written at `offset` in the outcome memory.
+        """
+        num_requests, num_sampled = len(requests_G), int(plan.samples[requests_G].sum())
+        first_G, rows_G = plan.num_computed[requests_G], plan.num_rows[requests_G]
+        assert (first_G >= 0).all(), "a prompt's position is known on the host"
+        requests = StepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
+        outcome = Outcome.over(self._outcomes.values[offset:], num_requests, 1)
+        filters = self._filters(plan, requests_G)
+        masks = self._masks(plan, requests_G)
+        saves = None if plan.saves is None or self._models.recurrent is None else self._saves[1]
+        iteration = self._models.iteration(
+            requests, outcome, filters=filters, writes_context=plan.writes_context, masks=masks, saves=saves
+        )
+        hidden_NH = iteration.run()
+        return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
+
+    def _masks(self, plan: SchedulerOutput, requests_G: Places) -> MakeMasks | None:
+        """Return the function that makes these requests' masks; None if no grammar restricts them."""
+        if self._guide is None or not self._guide.holds(plan, requests_G):
+            return None
+        return partial(self._guide.masks, plan, requests_G)
+
+    def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+        return self._models.states.filters(plan.slots[requests_G])
+
+
+class DeviceRunner(DeviceSteps):
+    """A loaded rank whose steps the device drives.
+
+    Args:
+        models, max_requests, num_drafts, max_rows, guide: see `DeviceSteps`.
+        captures: whether decoding steps are captured as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        models: DeviceModels,
+        max_requests: int,
+        num_drafts: int,
+        max_rows: int,
+        guide: DeviceGuide | None = None,
+        *,
+        captures: bool,
+    ) -> None:
+        super().__init__(models, max_requests, num_drafts, max_rows, guide)
+        self.models, self._captures = models, captures
+
+    @property
+    def model(self) -> Decoder:
+        return self.models.target
+
+    @property
+    def cache(self) -> PagedKVCache:
+        return self.models.cache
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        return None if self._guide is None else self._guide.grammars
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        if self._captures:
+            self._graphs.capture(self._kinds.all())
+            self._expert_reads.forget()
+
+    @torch.inference_mode()
+    def exchange(self, drafter: Drafter) -> None:
+        """Replace the drafter, and capture the graphs again, as they hold the old drafter's weights."""
+        if self.models.device.type == "cuda":
+            torch.cuda.synchronize(self.models.device)
+        if isinstance(drafter, DFlashDrafter):
+            models = replace(self.models, drafter=drafter)
+        else:
+            assert self.models.chains is not None, "the new drafter has the kind of the old one"
+            models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
+        self._models = self.models = models
+        self._graphs.renew(self.models)
+        self.prepare()
+
+    @torch.inference_mode()
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Capture only the graphs of the largest steps, and return the number of all others."""
+        if not self._captures:
+            self.execute(largest)
+            return 0
+        kinds = self._kinds.largest()
+        self._graphs.capture(kinds)
+        return len(self._kinds.all()) - len(kinds)

@@ -1,0 +1,78 @@
+"""Grammars in steps of a device. The host makes the masks, so these steps wait for their drafts.
+
+    draft ─▶ [wait: committed tokens, drafts ─▶ host] ─▶ drafts with forced tokens ─▶ verify ─▶ sample ─▶ ..
+                                                      └─▶ masks ──────────────────────┘
+
+Steps without a grammar are not affected: they run ahead, as graphs. docs/decisions/grammars.md says why these
+do not. Called by `gpu_runner.py`; `target_pass.py` applies masks and drafts.
+
+Legend: G requests of one iteration, K most drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....cluster.step.scheduler_output import SchedulerOutput
+from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests
+from ....drafter.step.gpu_triton.request_states import DeviceStates
+from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.matchers import GrammarStates
+
+Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGuide:
+    """The grammars of a rank's requests.
+
+    Attributes:
+        forces: whether forced tokens replace drafts; not with a remote drafter, which would keep its own.
+    """
+
+    grammars: GrammarStates
+    states: DeviceStates
+    forces: bool
+
+    def admit(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self.grammars.admit(request.slot, request.sampling.grammar)
+
+    def holds(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+        """Return whether a grammar restricts any of these requests of a plan in this step."""
+        return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
+
+    def masks(self, plan: SchedulerOutput, requests_G: Places, verified: StepRequests) -> DeviceMasks | None:
+        """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device."""
+        tables = self.states.tables
+        arrays = (plan.slots, plan.num_rows, plan.num_drafts)
+        slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in arrays)
+        slots = torch.from_numpy(slots_G).to(tables.token_ids.device)
+        begin_G = tables.num_computed[slots].cpu().numpy() + rows_G - planned_G
+        drafts_G = verified.num_drafts_R[: len(slots_G)].cpu().numpy().astype(np.int64)
+        last = tables.token_ids.shape[1] - 1  # unused column, where values that must not be kept are written
+        columns_K = np.arange(int(drafts_G.max(initial=0)))
+        is_draft_GK = columns_K < drafts_G[:, None]
+        columns_GK = np.where(is_draft_GK, begin_G[:, None] + columns_K, last)
+        places = slots[:, None], torch.from_numpy(columns_GK).to(slots.device)
+        drafts_GK = tables.token_ids[places].cpu().numpy().astype(np.int64)
+        masks = self.grammars.guide(
+            slots_G,
+            begin_G,
+            (drafts_G + 1) * plan.samples[requests_G],
+            drafts_GK,
+            lambda slot, begin, end: tables.token_ids[slot, begin:end].tolist(),
+            forces=self.forces,
+        )
+        if masks is None:
+            return None
+        if self.forces and len(columns_K):
+            tables.token_ids[places] = torch.from_numpy(drafts_GK).to(slots.device, torch.int32)
+        return DeviceMasks.of(masks, slots.device)

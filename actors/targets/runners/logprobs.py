@@ -1,0 +1,122 @@
+"""Log probabilities where the device drives the steps, computed after a step's passes for requested rows.
+
+Their logits are computed again, a few rows at a time, from hidden states: the step's own logits are already
+filtered, and too large to keep, especially in a graph. The results follow the step's tokens in the one copy
+to the host; nothing waits. `drafter/step/sampling/logprobs.py` describes the values. Called by
+`gpu_runner.py`.
+
+    [decode ─▶ hidden, tokens]  [prompts ─▶ hidden, tokens]  ─▶ requested rows ─▶ head ─▶ values (to host)
+
+Legend: R requests, N rows, H hidden, W most tokens of a request, Y requested rows, E values per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.request.logprobs import StepLogprobs
+from ....cluster.step.scheduler_output import SchedulerOutput
+from ....drafter.step.gpu_triton.request_states import DeviceStates
+from ....drafter.step.sampling.logprobs import AskedRows, num_told, read_told, tell_in_chunks
+from ..model.decoder import Decoder
+
+_UNKNOWN = 2**30  # a position after any prompt
+
+
+class Computed(NamedTuple):
+    """Results of one of a step's passes, on the device.
+
+    Attributes:
+        requests: their indices in the plan.
+        hidden_NH: hidden states of its rows, request by request; padding may follow.
+        tokens_RW: int32, each request's new tokens, padded with -1.
+        num_drafts_R: int32, numbers of verified drafts, known only on the device; None if no request drafts.
+    """
+
+    requests: Sequence[int]
+    hidden_NH: Tensor
+    tokens_RW: Tensor
+    num_drafts_R: Tensor | None
+
+    def rows(self, plan: SchedulerOutput, place: int, begin: int, count: int) -> Tensor:
+        """Return hidden states of a request's rows; those after its last row are arbitrary."""
+        if self.num_drafts_R is None:
+            first = int(plan.num_rows[self.requests[:place]].sum()) + begin
+            return self.hidden_NH[first : first + count]
+        first = self.num_drafts_R[:place].sum() + place + begin
+        steps = torch.arange(count, device=self.hidden_NH.device)
+        return self.hidden_NH.index_select(0, (first + steps).clamp(max=len(self.hidden_NH) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The rows of a step whose log probabilities were requested: of sampled tokens, and of prompt tokens."""
+
+    chosen: AskedRows | None
+    prompts: AskedRows | None
+    vocab_size: int
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> Told | None:
+        """Return the requested rows, counted within their request; None if there are none."""
+        numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
+        slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
+        counts_R = (drafts_R + 1) * plan.samples
+        chosen = states.asked.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
+        prompts = states.asked.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
+        return None if chosen is None and prompts is None else cls(chosen, prompts, vocab_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Y, the number of requested rows."""
+        return sum(int(asked.counts_A.sum()) for asked in (self.chosen, self.prompts) if asked is not None)
+
+    @property
+    def num_top(self) -> int:
+        return max(asked.num_top for asked in (self.chosen, self.prompts) if asked is not None)
+
+    @property
+    def num_values(self) -> int:
+        """Y x E, the number of values."""
+        return self.num_rows * num_told(self.num_top, self.vocab_size)
+
+    def tell(
+        self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
+    ) -> Tensor:
+        """Launch the computation and return its values, int32 [Y x E]."""
+        places = {request: (pass_, i) for pass_ in passes for i, request in enumerate(pass_.requests)}
+        parts: list[tuple[Tensor, Tensor]] = []
+        for request, begin, count in _runs(self.chosen):
+            computed, i = places[request]
+            parts.append((computed.rows(plan, i, begin, count), computed.tokens_RW[i, :count]))
+        token_ids = states.tables.token_ids
+        for request, _, count in _runs(self.prompts):
+            slot, next_position = int(plan.slots[request]), int(plan.num_computed[request]) + 1
+            computed, i = places[request]
+            parts.append(
+                (computed.rows(plan, i, 0, count), token_ids[slot, next_position : next_position + count])
+            )
+        hidden_YH, ids_Y = (torch.cat(each) for each in zip(*parts, strict=True))
+        return tell_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(-1)
+
+    def read(self, values: Tensor) -> tuple[StepLogprobs | None, StepLogprobs | None]:
+        """Return the log probabilities of sampled tokens and of prompt tokens from values on the host."""
+        told_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
+        num_chosen = 0 if self.chosen is None else int(self.chosen.counts_A.sum())
+        chosen = None if self.chosen is None else read_told(told_YE[:num_chosen], self.chosen)
+        prompts = None if self.prompts is None else read_told(told_YE[num_chosen:], self.prompts)
+        return chosen, prompts
+
+
+def _runs(asked: AskedRows | None) -> Iterable[tuple[int, int, int]]:
+    """Yield (request, first row, number of rows)."""
+    if asked is None:
+        return ()
+    columns = (asked.requests_A, asked.begins_A, asked.counts_A)
+    return zip(*(column.tolist() for column in columns), strict=True)

@@ -1,0 +1,138 @@
+"""The interface of a loaded rank, whether host or device drives its steps; and the timer of a
+step's parts.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ....cluster.step.scheduler_output import ExpertReads, SchedulerOutput, StepResult
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.eagle3.model import Eagle3Drafter
+from ..model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.matchers import GrammarStates
+
+Drafter = DFlashDrafter | Eagle3Drafter
+
+
+class Runner(Protocol):
+    """A loaded rank: `host.StepRunner` or `device.DeviceRunner`. Steps run in the order of submission."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    @property
+    def cache(self) -> PagedKVCache: ...
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        """Grammars of the running requests; None if the rank cannot use grammars."""
+        ...
+
+    def submit(self, plan: SchedulerOutput) -> None: ...
+
+    def is_ready(self) -> bool:
+        """Return whether the oldest submitted step has ended."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step and return its result."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step and wait for its result; no other step may be in flight."""
+        ...
+
+    def prepare(self) -> None:
+        """Get ready for requests, after every kind of step has run in the warm-up."""
+        ...
+
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Allocate the memory of the largest decoding step and its graphs; return the number of others."""
+        ...
+
+    def exchange(self, drafter: Drafter) -> None:
+        """Replace a colocated drafter by another one of the same shape, over the same pages."""
+        ...
+
+
+@runtime_checkable
+class TriesDrafters(Protocol):
+    """A runner that can have a candidate next to its drafter: `host.StepRunner`."""
+
+    def begin_trial(self, candidate: Drafter) -> None:
+        """Let a candidate draft for requests admitted `on_trial`, and write its context for all requests."""
+        ...
+
+    def end_trial(self, *, promoted: bool) -> None:
+        """Drop the candidate, or the current drafter if `promoted`. Does nothing if no trial is running."""
+        ...
+
+
+class RemoteDrafter(Protocol):
+    """The connection to a remote drafter where the device drives the steps; on every rank."""
+
+    def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return drafts, int64 [N], per row of `lay_out_block`'s blocks, and margins, fp32 [N], or nan."""
+        ...
+
+    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
+        """Send verified drafts, the target's choices (from which it finds accepted drafts), and taps."""
+        ...
+
+
+class ReadsMeter:
+    """Measures what routed layers read between two steps; the counter `Backend.expert_reads` wraps."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._last_count: int | None = None
+
+    def forget(self) -> None:
+        """Forget the last count, as something other than steps has read."""
+        self._last_count = None
+
+    def take(self) -> ExpertReads | None:
+        """Return the reads since the last call, after a single pass, from the counter on the host."""
+        reads_1 = self._model.backend.expert_reads
+        return None if reads_1 is None else self.of(int(reads_1), num_passes=1)
+
+    def of(self, count: int, *, num_passes: int) -> ExpertReads | None:
+        """Return the reads since the last call, over `num_passes` passes, from an already copied count."""
+        before, self._last_count = self._last_count, count
+        if before is None or not self._model.num_routed:
+            return None
+        return ExpertReads((count - before) % 2**32, num_passes * self._model.num_routed)
+
+
+class Clock:
+    """Records times between marks; on a GPU with events, which are read once the results are on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._times.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between consecutive marks."""
+        if not self._on_gpu:
+            return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        self._events[-1].synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]

@@ -1,0 +1,209 @@
+"""Where a checkpoint is: a folder here, one of this package, or a snapshot from the Hugging Face hub.
+
+Reads it no further than to see that a target is one. Called by whoever takes a model's or tokenizer's name
+from a user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.errors import CheckpointError, ConfigError, shown, shown_name
+from ...drafter.compute.checkpoint.hf_config import read_json
+
+_ROOT = Path(__file__).resolve().parent.parent
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
+TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
+TOKENIZER_CODE = "tokenization_*.py"  # is read for a pattern, and never run
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
+_HUB_FILES = (*_BESIDE_WEIGHTS, "*.safetensors")
+
+
+def resolve_checkpoint(
+    name: str,
+    *,
+    field: str,
+    files: Sequence[str] = _HUB_FILES,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
+    """The folder that `name` means.
+
+    Args:
+        name: a folder (absolute, or relative to the working directory, else to the package: the pair that
+            ships), or a hub id.
+        field: the setting it came from, for the message.
+        files: patterns of what to get from the hub; `SHAPE_FILES` holds no weight.
+        revision: which version the hub is asked for; the newest if absent.
+        download_dir: where snapshots are kept, in place of the hub's cache.
+    """
+    for folder in (Path(name).expanduser(), _ROOT / name):
+        if folder.is_dir():
+            if revision is not None:
+                raise ConfigError(
+                    f"{field}={name!r} is a folder, and has no revision {revision!r}: the hub has. "
+                    "Leave out revision, or give a hub id.",
+                    param="revision" if field == "model" else field,
+                )
+            return folder.resolve()
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise CheckpointError(
+            f"{field}={name!r}: there is no such folder, and it is not a hub id (owner/name). Give the path "
+            "of a checkpoint folder.",
+            param=field,
+        )
+    return _download(name, field, files, revision, download_dir)
+
+
+def shipped(path: Path) -> Path:
+    """Return a path, or the file or folder of that name that is part of the package (`models/...`)."""
+    return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
+
+
+def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
+    """The commit of a snapshot from the hub that is here; empty for a folder of one's own. No network.
+
+    Args:
+        revision, download_dir: what `resolve_checkpoint` was given.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return _snapshot_of(Path(name))
+    if not _HUB_ID.fullmatch(name):
+        return ""
+    found = try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
+    return _snapshot_of(Path(found).parent) if isinstance(found, str) else ""
+
+
+def _snapshot_of(folder: Path) -> str:
+    """Of the hub's cache, `.../snapshots/<commit>`."""
+    return folder.name if folder.parent.name == "snapshots" else ""
+
+
+def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence[str] | None = None) -> Path:
+    """The target's; without weights where none are to be read.
+
+    Args:
+        field: the setting that named it.
+        files: as `resolve_checkpoint` takes them.
+    """
+    folder = resolve_checkpoint(
+        config.model,
+        field=field,
+        files=files or _files_of(config),
+        revision=config.revision,
+        download_dir=config.download_dir,
+    )
+    _refuse_drafter(config.model, folder, field)
+    return folder
+
+
+def _refuse_drafter(model: str, folder: Path, field: str) -> None:
+    """Raise CheckpointError for a drafter that stands in the target's place."""
+    from ...drafter.eagle3.config_formats import method_of_drafter
+
+    method = method_of_drafter(read_json(folder, param=field, required=False))
+    if method is not None:
+        also = " --spec-method eagle3" if method == "eagle3" else ""
+        raise CheckpointError(
+            f"{field}={shown(model)} is a drafter ({method}), and no target. Name the target there, and "
+            f"the drafter behind it: --model TARGET --spec-model {shown_name(model)}{also} "
+            "(speculative_config.model).",
+            param=field,
+        )
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The target's where no other is named."""
+    if config.tokenizer is None:
+        return target_folder(config)
+    return resolve_checkpoint(config.tokenizer, field="tokenizer", download_dir=config.download_dir)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds what `Tokenizer.load` reads."""
+    return any((folder / name).is_file() for name in (TOKENIZER_JSON, TIKTOKEN_MODEL))
+
+
+def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | None = None) -> Path:
+    """Of a drafter for this engine: its own, or one that is to take that one's place."""
+    return resolve_checkpoint(
+        model,
+        field="speculative_config.model",
+        files=files or _files_of(config),
+        revision=_drafter_revision(config, model),
+        download_dir=config.download_dir,
+    )
+
+
+def drafter_commit(config: EngineConfig, model: str) -> str:
+    """`revision_of` a drafter of this engine."""
+    return revision_of(model, _drafter_revision(config, model), config.download_dir)
+
+
+def _drafter_revision(config: EngineConfig, model: str) -> str | None:
+    """The setting holds for the drafter beside which it stands, not for one that replaces it."""
+    spec = config.speculative_config
+    return spec.revision if spec is not None and spec.model == model else None
+
+
+def _files_of(config: EngineConfig) -> Sequence[str]:
+    return _BESIDE_WEIGHTS if config.load_format == "dummy" else _HUB_FILES
+
+
+def with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """The same checkpoints and files, for processes with another working directory; hub ids stay."""
+    spec = config.speculative_config
+    return replace(
+        config,
+        model=absolute_path(config.model),
+        tokenizer=None if config.tokenizer is None else absolute_path(config.tokenizer),
+        chat_template=None if config.chat_template is None else absolute_path(config.chat_template),
+        download_dir=None if config.download_dir is None else str(Path(config.download_dir).absolute()),
+        speculative_config=None if spec is None else _with_absolute_model(spec),
+    )
+
+
+def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
+    """The same with another drafter. ConfigError if there is none to swap."""
+    spec = config.speculative_config
+    if spec is None or spec.model is None:
+        how = "decodes plainly" if spec is None else f"drafts without a model ({spec.method})"
+        raise ConfigError(
+            f"This engine {how}: there is no drafter to swap. Start it with speculative_config.model.",
+            param="speculative_config",
+        )
+    return replace(config, speculative_config=replace(spec, model=absolute_path(model), revision=None))
+
+
+def _with_absolute_model(spec: SpeculativeConfig) -> SpeculativeConfig:
+    return spec if spec.model is None else replace(spec, model=absolute_path(spec.model))
+
+
+def absolute_path(name: str) -> str:
+    """Return the absolute path of a local checkpoint or file; hub ids are returned unchanged."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _download(
+    name: str, field: str, files: Sequence[str], revision: str | None, download_dir: str | None
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(name, allow_patterns=list(files), revision=revision, cache_dir=download_dir)
+        return Path(found)
+    except (OSError, ValueError) as error:  # every error of the hub's client is one of these
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{field}={name!r}: there is no such folder here, and the hub did not give it ({reason}). Check "
+            f"the spelling and the connection (HF_TOKEN for a gated model), or download it once and set "
+            f"{field} to its folder.",
+            param=field,
+        ) from None

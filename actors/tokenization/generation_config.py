@@ -1,0 +1,70 @@
+"""What a checkpoint's `generation_config.json` says about requests that leave something open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import CheckpointError, ConfigError, RequestError, did_you_mean, shown
+from ...cluster.request.request import SamplingParams
+from ...drafter.compute.checkpoint.hf_config import read_json
+
+DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
+# Keys of generation_config.json -> field of GenerationDefaults.
+KEYS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Defaults of the checkpoint; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> GenerationDefaults:
+        """Read them. Raises CheckpointError for a file that is no JSON object or has a wrong value."""
+        param = "generation_config"
+        found = read_json(folder, "generation_config.json", param=param, required=False)
+        fields = {field: found.get(key) for key, field in KEYS.items()}
+        try:
+            SamplingParams(**{field: value for field, value in fields.items() if value is not None})
+        except RequestError as error:
+            raise CheckpointError(
+                f"{param}: {folder / 'generation_config.json'}: {error} Mend it, or set generation_config: "
+                "openai to do without it.",
+                param=param,
+            ) from error
+        return cls(**fields)
+
+    def overridden(self, values: Mapping[str, Any]) -> GenerationDefaults:  # Any: JSON
+        """Return the defaults with other values for some keys of that file.
+
+        Raises:
+            ConfigError: a key is unknown, or sampling cannot have its value.
+        """
+        param = "override_generation_config"
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{param}={shown(values)} must be a mapping, as {{temperature: 0.6}}.", param=param
+            )
+        for key in values:
+            if key not in KEYS:
+                raise ConfigError(
+                    f"{param}.{key}: no such default. {did_you_mean(str(key), KEYS)}", param=param
+                )
+        fields = {KEYS[key]: value for key, value in values.items()}
+        try:
+            SamplingParams(**fields)
+        except RequestError as error:
+            raise ConfigError(f"{param}={shown(dict(values))}: {error}", param=param) from None
+        return replace(self, **fields)

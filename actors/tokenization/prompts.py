@@ -1,0 +1,227 @@
+"""The one door for prompts: text, token ids or a conversation go in, an `EncodedPrompt` comes out.
+
+Both engines take nothing else. What is given is read here; `LLM` encodes it inline (`encode_prompt`), all
+others beside the event loop (`async_prompt_encoder.py`). That ids are integers is seen here, or by HTTP's
+models where they come as JSON; that the vocabulary has them, by `cluster/step/limits.py`. Also here: a
+tokenizer and seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, TypeAlias, TypeVar, cast
+
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError, RequestError, shown
+from ...cluster.request.request import MAX_SEED, SamplingParams
+from .chat_template import Message
+from .checkpoint_paths import tokenizer_folder
+from .tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What an engine continues: at least one token, and the text they were made of if it was one."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise RequestError("The prompt is empty: give at least one token.", param="prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that the model's chat template is to make a text of.
+
+    Attributes:
+        messages: at least one, oldest first; what they hold beside role and content goes to the template.
+        add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: leave the last message open instead.
+        variables: further ones for the template, `chat_template_kwargs` (Any: JSON).
+        tools: that the model may call, in OpenAI's shape.
+        documents: for templates that know what to do with them.
+        template: Jinja in place of the model's own.
+    """
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.messages or not all(isinstance(message, Mapping) for message in self.messages):
+            raise RequestError(
+                'messages: give at least one, each a mapping like {"role": "user", "content": "..."}.',
+                param="messages",
+            )
+
+    @property
+    def num_chars(self) -> int:
+        """Of all messages, tools and documents: what rendering and encoding take time for."""
+        values = (value for each in self.messages for key, value in each.items() if value and key != "role")
+        lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
+        return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A text to be encoded.
+
+    Attributes:
+        param: the field that it came in.
+        guarded: encoded in place of the text, where users wrote special tokens in it (`Tokenizer.render`).
+    """
+
+    text: str
+    add_special_tokens: bool = True
+    param: str = "prompt"
+    guarded: str | None = None
+
+    def encode(self, encode: Callable[..., T]) -> T:
+        """Call a tokenizer's method that encodes."""
+        if self.guarded is None:
+            return encode(self.text, add_special_tokens=self.add_special_tokens)
+        return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
+
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedPrompt
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
+    """A string, token ids, {"prompt"|"prompt_token_ids": ..} or a conversation, ready for an engine."""
+    given = read_prompt(prompt)
+    if isinstance(given, Chat):
+        given = render_chat(given, tokenizer)
+    if isinstance(given, EncodedPrompt):
+        return given
+    token_ids = given.encode(needed(tokenizer, given.param).encode)
+    return EncodedPrompt(tuple(token_ids), given.text)
+
+
+def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
+    """What was given, sorted out and checked as far as it can be without a tokenizer."""
+    if isinstance(prompt, Chat | EncodedPrompt):
+        return prompt
+    if isinstance(prompt, str):
+        return PromptText(prompt)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return EncodedPrompt(_integers(prompt))
+    if not isinstance(prompt, Mapping):
+        raise RequestError(
+            f"prompt={shown(prompt)} is not allowed: give a string, a list of token ids, a mapping that "
+            "holds one of them, or a Chat.",
+            param="prompt",
+        )
+    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
+        return EncodedPrompt(_integers(token_ids), text if isinstance(text, str) else None)
+    if isinstance(text, str):
+        return PromptText(text)
+    raise RequestError(
+        'prompt: a mapping must hold "prompt" (text) or "prompt_token_ids" (integers); '
+        f"this one holds {sorted(map(str, prompt))}.",
+        param="prompt",
+    )
+
+
+def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
+    """The text of a conversation; its special tokens come from the template alone."""
+    text, guarded = needed(tokenizer, "messages").render(
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        variables=chat.variables,
+        tools=chat.tools,
+        documents=chat.documents,
+        source=chat.template,
+    )
+    return PromptText(text, add_special_tokens=False, param="messages", guarded=guarded)
+
+
+def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
+    """The tokenizer of an engine that is given text."""
+    if tokenizer is None:
+        raise RequestError(
+            f"{param}: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
+            param=param,
+        )
+    return tokenizer
+
+
+def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with their bad words as token ids instead: as they stand, and behind a space."""
+    if tokenizer is None or not params.bad_words:
+        return params
+    spellings = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
+    words = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+    known = params.bad_words_token_ids
+    ids = tuple(dict.fromkeys((*known, *filter(None, words))))
+    return replace(params, bad_words=(), bad_words_token_ids=ids)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The engine's tokenizer; None with `skip_tokenizer_init`."""
+    if config.skip_tokenizer_init:
+        return None
+    return Tokenizer.load(
+        tokenizer_folder(config),
+        chat_template=None if config.chat_template is None else _read_template(config.chat_template),
+        template_kwargs=config.default_chat_template_kwargs,
+        trust_templates=config.trust_request_chat_template,
+        split_special_tokens=config.split_special_tokens,
+    )
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={path!r} cannot be read: {error}. Give a file that holds a Jinja template.",
+            param="chat_template",
+        ) from None
+
+
+class SeedSource:
+    """Seeds for requests that bring none: random, or a reproducible series when the engine has a seed."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+        self._count = 0
+        # Begun with the system's randomness once: each call for more gives Python's lock away, and a request
+        # of a thousand prompts would wait for it as often.
+        self._random = Random()
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        return params if params.seed is not None else params.with_seed(self._next())
+
+    def _next(self) -> int:
+        if self._seed is None:
+            return self._random.randrange(MAX_SEED)
+        self._count += 1
+        digest = hashlib.blake2b(f"{self._seed}/{self._count}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def _integers(values: Sequence[object]) -> tuple[int, ...]:
+    """The ids as plain integers. Lists of a million come, so what is in order is not looked at one by one."""
+    if set(map(type, values)) <= {int}:
+        return tuple(cast("Sequence[int]", values))
+    return tuple(map(_integer, values))
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(f"prompt: {shown(value)} is not a token id; give integers.", param="prompt")
+    return int(value)  # type: ignore[call-overload]

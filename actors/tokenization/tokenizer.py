@@ -1,0 +1,258 @@
+"""Text in, token ids out, and back: the `tokenizers` library plus the checkpoint's chat template.
+
+Not a general tokenizer zoo: it reads `tokenizer.json` (every fast tokenizer), or Kimi's `tiktoken.model`
+(`tiktoken_tokenizer.py`). Used by `LLM`, the replica's engine and the HTTP front. Thread-safe: the tokenizer
+is never changed after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ...cluster.errors import CheckpointError, RequestError
+from .call_arguments import parse_arguments
+from .chat_template import ChatTemplate, Message
+from .checkpoint_paths import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
+from .detokenizer import IncrementalDetokenizer, TokenPieces
+from .special_tokens import SpecialTokenGuard
+from .surrogates import without_surrogates
+from .tiktoken_tokenizer import sorts_tools, tiktoken_backend
+from .token_count_bounds import token_coverage
+from .tokenizer_config import read_chat_templates, read_special_tokens
+
+_FOREIGN = ("variables", "tools", "documents")  # arguments of a rendering, beside messages
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included.
+        template: of conversations; None when the checkpoint has none.
+        coverage: how much text a token stands for at most; None where there is no such bound.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        sorts_tools: bool = False,
+        trust_templates: bool = False,
+        split_special_tokens: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._trust_templates = trust_templates
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.coverage = token_coverage(backend)
+        self.template = None
+        if chat_template:
+            self.template = ChatTemplate(
+                chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
+            )
+        written = self.template.source if self.template else ""
+        self._guard = SpecialTokenGuard(backend, written) if split_special_tokens else None
+        self._pieces = TokenPieces(backend)
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        trust_templates: bool = False,
+        split_special_tokens: bool = False,
+    ) -> Tokenizer:
+        """Read the tokenizer, its special tokens' names and the chat templates from a checkpoint folder.
+
+        Args:
+            chat_template: Jinja in place of all of the checkpoint's.
+            template_kwargs: variables for conversations that do not bring them.
+            trust_templates: conversations may bring their own Jinja.
+            split_special_tokens: those that messages contain are text (`special_tokens.py`).
+        """
+        backend = _read_backend(folder)
+        backend.no_padding()
+        backend.no_truncation()
+        byte_level = "ByteLevel(" in f"{backend.pre_tokenizer} {backend.decoder}"
+        try:
+            return cls(
+                backend,
+                read_chat_templates(folder) if chat_template is None else chat_template,
+                read_special_tokens(folder, byte_level=byte_level),
+                template_kwargs,
+                sorts_tools=sorts_tools(folder),
+                trust_templates=trust_templates,
+                split_special_tokens=split_special_tokens,
+            )
+        except RequestError as error:  # of the template
+            remedy = "" if chat_template is not None else " Give another one: chat_template, --chat-template."
+            raise CheckpointError(error.message + remedy, param=error.param) from error
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, guarded: bool = False) -> list[int]:
+        """Return token ids.
+
+        Args:
+            guarded: the text is the second one of `render`.
+        """
+        return self.encoding(text, add_special_tokens=add_special_tokens, guarded=guarded).ids
+
+    def encoding(
+        self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
+    ) -> tokenizers.Encoding:
+        """The same before a list is made of it."""
+        backend = self._encoder(guarded)
+        return _encoded(text, lambda whole: backend.encode(whole, add_special_tokens=add_special_tokens))
+
+    def encode_unlocked(
+        self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
+    ) -> tokenizers.Encoding:
+        """The same for a thread: other threads run meanwhile (`encode` holds Python's lock to its end).
+
+        The encoding knows its length at once, before a list of millions of integers is made of it.
+        """
+        backend = self._encoder(guarded)
+        return _encoded(
+            text, lambda whole: backend.encode_batch_fast([whole], add_special_tokens=add_special_tokens)[0]
+        )
+
+    def _encoder(self, guarded: bool) -> tokenizers.Tokenizer:
+        if not guarded:
+            return self._backend
+        assert self._guard is not None, "only a guard makes such texts"
+        return self._guard.backend
+
+    def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `decode`, for a thread."""
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """A token decoded by itself. Log probabilities ask for twenty of them in each place."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token behind others; None where it has none of its own."""
+        return self._pieces.bytes_of(token_id)
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
+
+    def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those that the vocabulary has; none beyond ids that no token has, where grammars cannot follow."""
+        tokens = zip(token_ids, self.tokens(token_ids), strict=True)
+        return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)
+
+    # Any: the arguments of `ChatTemplate.render`.
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, source: str | None = None, **options: Any
+    ) -> str:
+        """Render messages to the prompt text; see `render`."""
+        return self.render(messages, source=source, **options)[0]
+
+    # Any: the arguments of `ChatTemplate.render`.
+    def render(
+        self, messages: Sequence[Message], *, source: str | None = None, **options: Any
+    ) -> tuple[str, str | None]:
+        """Return the prompt's text; and a second one to be encoded as `guarded`, where messages contain
+        special tokens that are to be text.
+
+        Args:
+            source: the name of one of the model's templates, or Jinja in place of them.
+
+        Raises:
+            RequestError: there is no template, or it refuses the messages, or none may be brought.
+        """
+        named = self.template is not None and source in self.template.names
+        if source is not None and not named and not self._trust_templates:
+            raise RequestError(
+                "chat_template: this server takes no templates from requests, since they are code. Leave it "
+                "out, or start the server with --trust-request-chat-template.",
+                param="chat_template",
+            )
+        if self.template is None:
+            raise RequestError(
+                "messages: this model has no chat template. Use /v1/completions with a prompt, or a "
+                "tokenizer that has one.",
+                param="messages",
+            )
+        template = self.template if source is None else self.template.another(source)
+        messages = parse_arguments(messages)
+        if self._guard is None:
+            return template.render(messages, **options), None
+        options |= {name: self._guard.mark(options[name]) for name in _FOREIGN if options.get(name)}
+        return self._guard.read(template.render(self._guard.mark_messages(messages), **options))
+
+    def template_uses(self, variable: str) -> bool:
+        """Whether the chat template names a variable; one that it does not name has no effect."""
+        return self.template is not None and self.template.uses(variable)
+
+    @cached_property
+    def special_token_ids(self) -> Mapping[str, int]:
+        """By their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
+    def _specials(self) -> frozenset[int]:
+        return frozenset(self.special_token_ids.values())
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        kept_token_ids: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Return what makes text of the tokens behind a prompt.
+
+        Args:
+            skip_special_tokens: leave special tokens out of the text, but for `kept_token_ids`.
+        """
+        hidden: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            hidden = self._specials.difference(kept_token_ids)
+        return self._pieces.kind(self._pieces, prompt_token_ids, hidden)
+
+
+def _encoded(text: str, encode: Callable[[str], tokenizers.Encoding]) -> tokenizers.Encoding:
+    """Encode a text, with U+FFFD for lone surrogates, which the library refuses."""
+    try:
+        return encode(text)
+    except TypeError:
+        return encode(without_surrogates(text))
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER_JSON
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"tokenizer: {folder} holds neither {TOKENIZER_JSON} nor {TIKTOKEN_MODEL}. Set `tokenizer` to a "
+            "folder that does, or save the checkpoint's tokenizer with transformers (save_pretrained).",
+            param="tokenizer",
+        )
+    if not path.is_file():
+        return tiktoken_backend(folder)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise CheckpointError(f"tokenizer: {path} cannot be read: {error}.", param="tokenizer") from error

@@ -1,0 +1,1 @@
+"""Placing and starting workers. Start with `worker_base.py`."""

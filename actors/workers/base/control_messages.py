@@ -1,0 +1,75 @@
+"""Messages between the engine and its workers other than plans and results.
+
+They use the same channel as plans (`cluster/step/scheduler_output.py`) and stay in order with them. Sent by
+`actors/workers/ray_executor.py`, handled by `worker_base.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ....cluster.errors import MantaError
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterAt:
+    """A drafter is available: rank 0 connects to it, and leaves the one it has."""
+
+    generation: int
+    address: str = field(repr=False)  # a secret
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterReport:
+    """Rank 0's view of the drafter, sent when it changes.
+
+    Attributes:
+        generation: generation of the drafter in question.
+        ready: whether drafts may be requested.
+        lost: whether its seat is lost.
+    """
+
+    generation: int
+    ready: bool
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDrafter:
+    """Load another drafter next to the current one; every rank answers with a `DrafterLoaded`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTrial:
+    """Load a candidate to draft next to the current drafter; every rank answers with a `DrafterLoaded`.
+
+    If a rank could not load it, an `EndTrial` follows.
+    """
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """End the trial and keep one drafter: the candidate if it is promoted."""
+
+    promoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLoaded:
+    """The result of loading a drafter."""
+
+    error: MantaError | None
+
+
+@dataclass(frozen=True, slots=True)
+class UseDrafter:
+    """Switch to the loaded drafter, or drop it if a rank could not load it."""
+
+    accepted: bool
+
+
+Order = DrafterAt | LoadDrafter | UseDrafter | BeginTrial | EndTrial

@@ -1,0 +1,100 @@
+"""A Ray placement group for an engine's workers on the engine's own node, borrowed or owned.
+
+A given group, or the one in which this process runs (a Serve replica), is borrowed. Otherwise a group is
+created, STRICT_PACK on this node, and removed at the end. Ray silently leaves a group that cannot be placed
+pending forever; here that ends in a PlacementError that says what is missing. `cluster/fleet/placement.py`
+decides what is needed; `actors/workers/ray_executor.py` starts the workers.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ....cluster.errors import PlacementError
+from ....cluster.fleet.placement import Topology, shortfall, total
+
+PLACEMENT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A ready group whose bundle i holds worker i."""
+
+    group: PlacementGroup
+    owned: bool
+
+    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy that puts worker `rank` into its bundle, but not what the worker starts."""
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
+        )
+
+    def release(self) -> None:
+        """Remove the group if it is owned; its workers die with it."""
+        if self.owned:
+            remove_placement_group(self.group)
+
+
+def node_resources() -> dict[str, float]:
+    """Return the total resources of this process's node in Ray, free or not."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def place(
+    topology: Topology, group: PlacementGroup | None = None, timeout_s: float = PLACEMENT_TIMEOUT_S
+) -> Placement:
+    """Return a placement for the workers. Raises PlacementError if there is no room in time."""
+    if group is not None and not topology.fits(group.bundle_specs):
+        raise PlacementError(
+            f"The placement group's bundles {group.bundle_specs} do not hold {topology}: bundle i must hold "
+            f"worker i. Create it with {topology.worker_bundles()}."
+        )
+    current = group or get_current_placement_group()
+    if current is not None and topology.fits(current.bundle_specs):
+        return _borrow(current, topology, timeout_s)
+    return _make(topology, timeout_s)
+
+
+def _borrow(group: PlacementGroup, topology: Topology, timeout_s: float) -> Placement:
+    if not group.wait(timeout_s):
+        raise PlacementError(f"The placement group for {topology} is still pending after {timeout_s:g} s.")
+    here = ray.get_runtime_context().get_node_id()
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    if any(nodes[rank] != here for rank in range(topology.num_workers)):
+        raise PlacementError(
+            "The placement group's bundles are not all on the engine's node, and plans travel through shared "
+            "memory. Make the group with strategy STRICT_PACK, and run the engine in its first bundle."
+        )
+    return Placement(group, owned=False)
+
+
+def _make(topology: Topology, timeout_s: float) -> Placement:
+    topology.check_node(node_resources())
+    bundles = topology.worker_bundles()
+    this_node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    group = placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        bundle_label_selector=[this_node] * len(bundles),
+        name=f"manta-engine-{uuid.uuid4().hex[:8]}",  # Ray requires unique names
+    )
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        missing = shortfall(total(bundles), ray.available_resources())
+        raise PlacementError(
+            f"{topology} found no room within {timeout_s:g} s: {missing or 'resources'} not free on the "
+            "engine's node. Stop other work there, or use a smaller topology."
+        )
+    return Placement(group, owned=True)

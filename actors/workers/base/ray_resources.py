@@ -1,0 +1,168 @@
+"""Reads the cluster's resources from Ray, and checks whether one more replica fits.
+
+Ray silently leaves a placement group that no node can hold pending forever, and Serve waits with it. So
+`build_app` checks first, and `manta serve` checks again while a replica waits for resources; batch jobs check
+while they wait (`jobs/batch/placement.py`). `cluster/fleet/placement.py` decides what the numbers mean;
+`placement_group.py` places an engine's workers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.state as ray_state
+from ray._private import worker as ray_worker
+from ray._private.client_mode_hook import client_mode_wrap
+from ray._private.utils import get_num_cpus
+from ray.experimental.internal_kv import _internal_kv_get
+from ray.util.placement_group import placement_group_table
+
+from ....cluster.errors import PlacementError
+from ....cluster.fleet.placement import Bundle, Demand, NodeRoom, check_ever, check_free, lacking_now, total
+
+logger = logging.getLogger(__name__)
+
+Group = dict[str, Any]  # Any: a placement group in Ray's table
+
+# Ray briefly still counts resources of processes that have just ended.
+FREE_WAIT_S = 5.0
+# Ray's monitor reports every 5 s whether it can start nodes.
+REPORT_WAIT_S = 10.0
+POLL_S = 0.2
+
+
+def check_room(demands: Sequence[Demand]) -> None:
+    """Raise PlacementError unless all replicas fit, or the cluster may add nodes.
+
+    Resources held by replicas of these deployments count as free, as Serve frees them when it replaces the
+    replicas. The application is not known here, so this applies to every application with such a deployment;
+    a replica that does not find room after all is reported by `waiting_for_room`.
+    """
+    try:
+        check_ever(demands, nodes())
+        _await_free(demands)
+    except PlacementError as error:
+        if not may_grow():
+            raise
+        logger.warning("%s Continuing, as the cluster's autoscaler may add a node.", error)
+
+
+def waiting_for_room(application: str, deployment: str) -> str | None:
+    """Return what a replica that Ray could not place lacks, in words; None if no replica is waiting."""
+    for group in _groups():
+        if group["state"] in ("PENDING", "RESCHEDULING") and _is_replica(group, deployment, application):
+            return lacking_now(list(group["bundles"].values()), nodes()) or None
+    return None
+
+
+def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[NodeRoom]:
+    """Return the living nodes; resources of placement groups for which `gives_back` is true count as free."""
+    return list(_nodes_by_id(gives_back).values())
+
+
+def this_node() -> NodeRoom:
+    return _nodes_by_id(lambda group: False)[ray.get_runtime_context().get_node_id()]
+
+
+def _nodes_by_id(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
+    free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
+    nodes_by_id: dict[str, NodeRoom] = {}
+    for node in ray.nodes():
+        node_id = node["NodeID"]
+        if not node["Alive"] or node_id not in free:
+            continue
+        held: dict[str, Bundle] = {}
+        available: list[Bundle] = [free[node_id]]
+        for group in groups:
+            here = [b for i, b in group["bundles"].items() if group["bundles_to_node_id"][i] == node_id]
+            if not here:
+                continue
+            if gives_back(group):
+                available.extend(here)
+            else:
+                name = group["name"] or "a placement group without a name"
+                held[name] = total([held.get(name, {}), *here])
+        nodes_by_id[node_id] = NodeRoom(node["Resources"], total(available), held)
+    return nodes_by_id
+
+
+def may_grow() -> bool:
+    """Return whether an autoscaler may start nodes; also True if that is unknown.
+
+    A Ray that this process started has none. Otherwise the monitor's report tells: without an autoscaler it
+    names each node's type after the node. A cluster without Ray's own monitor (KubeRay runs the autoscaler
+    separately) makes no such report, so nothing is refused there.
+    """
+    node = ray_worker._global_node
+    if node is not None and node.is_head():
+        return False
+    deadline_s = time.monotonic() + REPORT_WAIT_S
+    while time.monotonic() < deadline_s:
+        report = _autoscaler_report()
+        if report is not None:
+            types = {kind.removeprefix("node_") for kind in report.get("active_nodes") or {}}
+            return not types or not types <= {node["NodeID"] for node in ray.nodes()}
+        time.sleep(POLL_S)
+    return True
+
+
+def warn_of_this_machine(demands: Sequence[Demand]) -> None:
+    """Warn if this machine cannot hold the replicas, when no Ray is running. Ray may be started elsewhere."""
+    machine = machine_resources()
+    try:
+        check_ever(demands, [NodeRoom(machine, machine)])
+    except PlacementError as error:
+        logger.warning("If Ray runs only on this machine: %s", error)
+
+
+def machine_resources() -> dict[str, float]:
+    """Return the resources that a Ray started on this machine would have."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return {"CPU": float(get_num_cpus()), "GPU": float(gpus)}
+
+
+def _await_free(demands: Sequence[Demand]) -> None:
+    def is_replaced(group: Group) -> bool:
+        return any(_is_replica(group, each.deployment) for each in demands)
+
+    deadline_s = time.monotonic() + FREE_WAIT_S
+    while True:
+        try:
+            return check_free(demands, nodes(is_replaced))
+        except PlacementError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+
+
+@client_mode_wrap
+def _free_by_node() -> dict[str, dict[str, float]]:
+    return ray_state.available_resources_per_node()
+
+
+def _groups() -> Iterable[Group]:
+    return placement_group_table().values()
+
+
+def _is_replica(group: Group, deployment: str, application: str | None = None) -> bool:
+    """Return whether a group is a replica's; Serve names it SERVE_REPLICA::application#deployment#id."""
+    kind, _, rest = group["name"].partition("::")
+    parts = rest.split("#")
+    return (
+        kind == "SERVE_REPLICA"
+        and len(parts) == 3
+        and parts[1] == deployment
+        and application in (None, parts[0])
+    )
+
+
+@client_mode_wrap
+def _autoscaler_report() -> dict[str, Any] | None:  # Any: JSON that Ray's monitor writes.
+    status = _internal_kv_get("__autoscaling_status")
+    return json.loads(status).get("autoscaler_report") if status else None

@@ -1,0 +1,1 @@
+"""Communication between ranks: process groups and the small all-reduce."""

@@ -1,0 +1,169 @@
+"""Starts a drafter's process: one for a single engine, or one that all engines of the node share.
+
+An engine's own drafter is placed in the engine's placement group and dies with the engine's process. A shared
+drafter is a detached actor whose name is derived from everything that its weights depend on. The first engine
+starts it on its own node, outside all placement groups, and it exits once no engine has used it for a while.
+Called by `drafter_supervisor.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ....cluster.config import EngineConfig
+from ....cluster.errors import MantaError, PlacementError
+from ....cluster.fleet.placement import Topology
+from ...system.log_setup import in_force
+from ..base.placement_group import PLACEMENT_TIMEOUT_S, Placement
+from ..base.ray_resources import this_node
+from ..base.worker_base import forwarded_environment
+from .drafter_worker import DrafterFacts, DrafterSetup, DrafterWorker
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "manta"
+LINGER_S = 10.0  # a shared drafter without an engine exits after this time
+LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
+_THREADS = 64  # threads for the actor's calls: each engine has one that watches, and sometimes one more
+
+Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
+
+
+class DrafterGoneError(Exception):
+    """The process died or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterProcess:
+    """A loaded drafter process; `ended` becomes ready when it has ended."""
+
+    actor: Actor
+    facts: DrafterFacts
+    ended: ray.ObjectRef
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for its end, and return whether it has ended."""
+        return bool(ray.wait([self.ended], timeout=timeout_s)[0])
+
+    def answers(self, timeout_s: float) -> bool:
+        with contextlib.suppress(RayError, GetTimeoutError):
+            return ray.get(self.actor.pid.remote(), timeout=timeout_s) == self.facts.pid
+        return False
+
+    def kill(self) -> None:
+        """Kill the process immediately, even if it is stopped."""
+        with contextlib.suppress(Exception):  # Ray itself may be gone
+            ray.kill(self.actor)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.facts.pid, signal.SIGKILL)
+
+
+class DrafterSource:
+    """Starts drafters for one engine.
+
+    Args:
+        topology, placement: those of the engine.
+    """
+
+    def __init__(self, topology: Topology, placement: Placement) -> None:
+        self._topology, self._placement = topology, placement
+
+    @property
+    def is_shared(self) -> bool:
+        return self._topology.shared_drafter
+
+    def start(self, config: EngineConfig) -> DrafterProcess:
+        """Start a drafter and wait until it has loaded.
+
+        Raises:
+            PlacementError: there is no room.
+            CheckpointError, ConfigError: from loading.
+            DrafterGoneError: it died in the meantime.
+        """
+        actor = self._shared_actor(config) if self.is_shared else self._own_actor()
+        setting = DrafterSetup(
+            config=config,
+            topology=self._topology,
+            log=in_force(),
+            environment=forwarded_environment(),
+            linger_s=LINGER_S if self.is_shared else math.inf,
+        )
+        try:
+            self._wait_until_placed(actor)
+            facts: DrafterFacts = ray.get(actor.start.remote(setting), timeout=LOAD_TIMEOUT_S)
+            return DrafterProcess(actor, facts, actor.watch.remote())
+        except RayTaskError as error:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            if isinstance(error.cause, MantaError):
+                raise error.cause from None
+            raise
+        except (RayError, GetTimeoutError) as error:
+            raise DrafterGoneError(str(error)) from None
+
+    def _own_actor(self) -> Actor:
+        rank = self._topology.drafter_rank
+        assert rank is not None, "a split drafter has a bundle of its own"
+        return _actor(self._topology, scheduling_strategy=self._placement.strategy(rank))
+
+    def _shared_actor(self, config: EngineConfig) -> Actor:
+        name = shared_name(config)
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, namespace=NAMESPACE)
+        self._topology.check_drafter(this_node())
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        named = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+        return _actor(self._topology, scheduling_strategy=here, **named)
+
+    def _wait_until_placed(self, actor: Actor) -> None:
+        try:
+            ray.get(actor.pid.remote(), timeout=PLACEMENT_TIMEOUT_S)
+        except GetTimeoutError:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            raise PlacementError(
+                f"The drafter's process did not start within {PLACEMENT_TIMEOUT_S:g} s: its resources are "
+                "in use. Stop other processes there, or colocate the drafter.",
+                param="speculative_config.placement",
+            ) from None
+
+
+def shared_name(config: EngineConfig) -> str:
+    """Return the name of the drafter that engines with these settings share on this node."""
+    spec = config.speculative_config
+    assert spec is not None, "only speculation uses a drafter"
+    shared_settings = (
+        *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
+        *(config.attention_backend, config.batch_invariant, config.load_format),
+        *(config.hf_overrides, spec.hf_overrides, spec.input_embedding_scale, spec.quantization),
+    )
+    key = hashlib.sha256(repr(shared_settings).encode()).hexdigest()[:16]
+    return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"
+
+
+def _actor(topology: Topology, **options: Any) -> Actor:  # Any: Ray's options
+    if topology.device == "cuda":
+        # The target's process could not map hidden devices, nor this process map its memory.
+        options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    return (
+        ray.remote(DrafterWorker)
+        .options(
+            num_cpus=topology.worker_resources.get("CPU", 0.0),
+            num_gpus=topology.worker_resources.get("GPU", 0.0),
+            max_restarts=0,
+            max_concurrency=_THREADS,
+            **options,
+        )
+        .remote()
+    )

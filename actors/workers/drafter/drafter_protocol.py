@@ -1,0 +1,140 @@
+"""The messages between a target and a remote drafter, and the layout of the memory that they share.
+
+    target rank 0                                        drafter
+    Hello: name, config, and the memory   ── socket ──▶  a seat: states, pages
+                                          ◀──────────── Welcome, or Refusal
+    Ask: a plan                           ── down ────▶  draft
+                              drafts ◀── mailbox ─────   Drafted
+    verify
+    verdict, features  ── mailbox ──▶
+    Told: the results                     ── down ────▶  append, write context
+                                          ◀──── up ───   Done: the mailbox's bytes are free
+
+A connection is one seat at one drafter. Reconnecting gives a new one, so messages of different drafters or
+seats never mix; within a seat messages carry the step. `actors/workers/shm/ring_buffer.py` has the rings,
+`actors/workers/shm/tensor_mailbox.py` the mailbox. The two sides are `drafter_client.py` (client) and
+`drafter_server.py` (server).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.errors import MantaError
+from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput
+from ..shm.ring_buffer import Layout
+from ..shm.tensor_mailbox import padded
+
+MAX_OPEN = 32  # steps by which a drafter may lag before it is given up
+LAYOUT = Layout(
+    num_workers=1, down_slots=128, down_slot_bytes=8 * 1024, up_slots=4 * MAX_OPEN, up_slot_bytes=4 * 1024
+)
+_STEPS = 4  # number of largest steps whose results the mailbox holds; decoding steps are far smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Layout of a mailbox: a place for drafts per open step, then the target's results.
+
+    Attributes:
+        drafts_bytes: size of one place.
+        told_bytes: size of all results that the drafter has not taken in yet.
+    """
+
+    drafts_bytes: int
+    told_bytes: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_drafts: int, hidden_size: int, dtype: torch.dtype) -> Sizes:
+        """Return the sizes for an engine's steps and its drafter's hidden size and dtype."""
+        rows = max(config.max_num_seqs * (num_drafts + 2), config.max_num_batched_tokens)
+        ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
+        features_bytes = padded(rows * hidden_size * dtype.itemsize)
+        return cls(ids_bytes + margins_bytes, _STEPS * (ids_bytes + features_bytes))
+
+    @property
+    def told_at(self) -> int:
+        return MAX_OPEN * self.drafts_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.told_at + self.told_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a target; comes with the rings' memory file.
+
+    Attributes:
+        name: of the engine, for the drafter's logs.
+        config: the engine's.
+        num_pages: pages of each pool.
+        mailbox: argument of `Mailbox.open`; None if it is a second file.
+    """
+
+    name: str
+    config: EngineConfig
+    num_pages: tuple[int, ...]
+    sizes: Sizes
+    mailbox: object
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The drafter has created a seat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The drafter cannot create a seat."""
+
+    error: MantaError
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Draft for this plan, into a place of the mailbox; `sent_s` is the machine's monotonic clock."""
+
+    plan: SchedulerOutput
+    place: int
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts and margins are in place since `at_s`. `use` is the drafter's since its last message."""
+
+    step: int
+    at_s: float
+    use: DrafterUse
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Results of a part of a step's rows are in the mailbox.
+
+    Attributes:
+        followed: whether the drafts were verified; if they came too late, tokens of id 0 were verified
+            instead.
+        num_drafts: int32 [R], verified drafts, if the target's host knows that they are fewer than planned.
+        sent_s: see `Ask`.
+    """
+
+    step: int
+    part: int
+    offset: int
+    followed: bool
+    num_drafts: IntArray | None
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The results have been taken in. `use` is the drafter's since its last message."""
+
+    step: int
+    part: int
+    use: DrafterUse

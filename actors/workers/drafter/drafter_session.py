@@ -1,0 +1,179 @@
+"""A drafter's session for one engine: its requests' states and the K/V pages of their context.
+
+    begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append accepted tokens, write context
+
+The host drives the steps of a `HostSeat`, the device those of a `device_drafter.DeviceSeat`. The drafter's
+weights are shared by all seats of a process. Created and called by `drafter_server.py`.
+
+A seat may be newer than its engine's requests. It has neither tokens nor pages of those, and their values are
+written to unused memory.
+
+Legend: N rows, R requests, K most drafts, W = K + 1, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.errors import ConfigError
+from ....cluster.pages.page_pool import pages_for
+from ....cluster.step.dummy_steps import made_up_plan
+from ....cluster.step.scheduler_output import SchedulerOutput
+from ....drafter.compute.backend import Backend
+from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.dflash.proposer import Proposer
+from ....drafter.step.request_states import RequestStates
+from ...targets.loading.load_plan import LoadPlan
+from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
+from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
+from ...targets.loading.rank_loader import Checkpoints, lent_weights, pages_of, runs_on_device
+from ..shm.tensor_mailbox import Kinds
+
+
+class Seat(Protocol):
+    """A drafter's session for one engine. Plans come in order; two open plans have no request in common."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Apply a plan's admissions and new pages."""
+        ...
+
+    def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
+        """Return drafts, int64, and margins, fp32, in the shape that the target's side expects."""
+        ...
+
+    def num_parts(self, plan: SchedulerOutput) -> int:
+        """Return the number of parts in which the target sends its results."""
+        ...
+
+    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+        """Return shapes and dtypes of the results in a part; `plan` has the numbers of verified drafts."""
+        ...
+
+    def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
+        """Append accepted tokens, and write context from the target's features."""
+        ...
+
+
+class LoadedDrafter:
+    """A drafter with copies of the target's embedding and head; creates seats.
+
+    Args:
+        plan: an engine's; other engines must have the same settings where the weights depend on them.
+
+    Raises:
+        CheckpointError, ConfigError: from loading.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+        self._backend: Backend = make_drafter_backend(plan)
+        self._drafter = Checkpoints().drafter(plan, lent_weights(plan, self._backend), self._backend)
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+    @torch.inference_mode()
+    def seat(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> Seat:
+        """Create a seat for an engine with these pages per pool. Raises ConfigError if they do not fit."""
+        own_plan = self.plan
+        if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
+            plan.max_model_len > own_plan.max_model_len
+        ):
+            raise ConfigError(
+                "The shared drafter was loaded for engines with another max_model_len or dtype. Use the same "
+                "for all engines that share it, or split the drafter.",
+                param="speculative_config.placement",
+            )
+        _check_pages_fit(plan, num_pages)
+        drafter = self._drafter
+        assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
+        cache = drafter.new_cache(pages_of(plan.pages, plan.pages.drafter, num_pages), plan.page_size)
+        if runs_on_device(plan):
+            from .gpu_drafter_session import DeviceSeat
+
+            return DeviceSeat(plan, drafter, cache, num_pages)
+        operators = make_step_operators(plan)
+        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
+        states = RequestStates(*state_args, plan.device, self._backend.attention_batch, operators, plan.pages)
+        return HostSeat(Proposer(drafter, cache, operators), states)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a small step, to pay for slow first calls before an engine needs drafts in time."""
+        plan, tokens = self.plan, 2
+        groups = plan.pages.groups
+        drafts = min(plan.num_speculative_tokens, plan.max_model_len - tokens - 1)
+        if drafts < 1:
+            return
+        pages = pages_for(tokens + drafts + 1, plan.page_size)
+        seat = self.seat(plan, (pages * len(groups),) * plan.pages.num_pools)
+        prompt = np.zeros(tokens, np.int32)
+        prefill = made_up_plan([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
+        for step in (prefill, made_up_plan([tokens], [drafts + 1], [drafts])):
+            seat.begin(step)
+            if step.num_draft_tokens:
+                seat.draft(step)
+            for part in range(seat.num_parts(step)):
+                kinds = seat.told_kinds(step, part)
+                values = [torch.ones(shape, dtype=dtype, device=self.device) for shape, dtype in kinds]
+                seat.take_in(step, part, values, followed=True)
+
+
+class HostSeat:
+    """A seat whose steps the host drives."""
+
+    def __init__(self, proposer: Proposer, states: RequestStates) -> None:
+        self._proposer, self._states = proposer, states
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        self._states.apply(plan)
+
+    def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
+        """Return drafts and margins, each [R, K]."""
+        proposals = self._proposer.propose(plan, self._states)
+        assert proposals.margins_RK is not None, "DFlash drafters give margins"
+        return proposals.drafts_RK, proposals.margins_RK
+
+    def num_parts(self, plan: SchedulerOutput) -> int:
+        return 1
+
+    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+        """Return the kinds of the new tokens [R, W], their numbers [R], and features [N, H]."""
+        drafter, width = self._proposer.drafter, 1 + int(plan.num_drafts.max(initial=0))
+        count = plan.num_requests
+        return [
+            ((count, width), torch.int64),
+            ((count,), torch.int64),
+            ((plan.num_batched_tokens, drafter.config.hidden_size), drafter.dtype),
+        ]
+
+    def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
+        token_ids_RW, num_tokens_R, c_NH = values
+        rows = self._states.lay_out_rows(plan)
+        self._states.advance(plan, token_ids_RW, num_tokens_R)
+        self._proposer.inject_features(c_NH, rows)
+
+
+def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
+    """Raise ConfigError unless the drafter's GPU holds the target's number of pages next to its weights.
+
+    A rank of a wide tensor-parallel target may have fewer bytes per token than the drafter.
+    """
+    if plan.device.type != "cuda":
+        return
+    needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
+    budget = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
+    if needed > budget:
+        fitting = max(num_pages[0] * budget // needed, 0)
+        raise ConfigError(
+            f"The target's GPUs hold {num_pages[0]} K/V pages, the drafter's only {fitting} of them. Set "
+            "num_pages to at most that.",
+            param="num_pages",
+        )

@@ -1,0 +1,225 @@
+"""The target's side of a remote drafter: a rank's source of drafts, and the results that it sends back.
+
+Only target rank 0 talks to the drafter (`drafter_client.py`); the other ranks get the drafts from it through
+the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
+([why](../../docs/decisions/split-drafter.md)). If no drafts come in time, tokens of id 0 without margins
+replace them. Features are computed on the target's side, as they are num_taps times smaller than the taps.
+Nothing is sent for a plan that writes no context.
+
+    plan arrives rank 0 requests drafts
+    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 sends: verdict, features
+
+A step that the host drives is run when its drafts have arrived (`SplitRunner`). Until then the next plan may
+arrive and be requested, so that one half of the requests is drafted while the other is verified. Used by
+`actors/workers/target_worker.py`.
+
+Legend: N rows, R requests, K most drafts, X sampled rows, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ....cluster.step.executor import ExecutorInfo
+from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput, StepResult
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from ....drafter.dflash.model import ContextFeatures
+from ....drafter.step.inputs.proposals import Proposals
+from ....drafter.step.inputs.row_layout import StepRows
+from ....drafter.step.request_states import RequestStates
+from ...targets.loading.load_plan import LoadPlan
+from ...targets.loading.rank_loader import runs_on_device
+from ...targets.model.tensor_parallel import Communicator
+from ...targets.runners.colocated_drafter import share
+from ...targets.runners.runner_interface import Runner
+from ..shm.endpoint import Waiter
+from .drafter_client import DrafterLink
+from .drafter_protocol import Hello, Sizes
+
+# The engine's next plan follows a result within about this time; its drafting overlaps the current step.
+GRACE_S = 2e-3
+WELCOME_WITHIN_S = 60.0
+
+
+class RemoteDrafts:
+    """A target rank's source of drafts: a `host.DraftSource` and a `runner.RemoteDrafter`.
+
+    Args:
+        communicator: that of the target's ranks.
+    """
+
+    def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
+        self._plan, self._backend, self._communicator = plan, backend, communicator
+        self._device = plan.device
+        self._features = _context_features(plan, backend) if communicator.rank == 0 else None
+        self._link: DrafterLink | None = None
+        self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
+        self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
+        self._followed = False
+
+    @property
+    def link(self) -> DrafterLink | None:
+        """Rank 0's connection to the drafter; None before the first one, and after it was lost."""
+        return self._link
+
+    def connect(self, address: str, name: str, info: ExecutorInfo, waiter: Waiter) -> None:
+        """Connect to a drafter, closing the previous connection. Raises PeerLostError."""
+        if self._features is None:
+            return
+        self.disconnect()
+        plan, drafter = self._plan, self._plan.drafter
+        assert drafter is not None, "a remote drafter has a config"
+        config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
+        sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
+        hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
+        self._link = DrafterLink(address, hello, plan.device, waiter)
+
+    def load(self, plan: LoadPlan) -> None:
+        """Load this rank's part of another drafter, next to that of the current one."""
+        features = _context_features(plan, self._backend) if self._features is not None else None
+        self._loaded = plan, features
+
+    def use(self) -> None:
+        """Switch to the loaded drafter, and disconnect from the old one."""
+        assert self._loaded is not None, "call load() first"
+        (self._plan, self._features), self._loaded = self._loaded, None
+        self.disconnect()
+
+    def wait_for_seat(self) -> None:
+        """Wait at start for the drafter's answer. Raises its refusal, PeerLostError, TimeoutError."""
+        if self._link is not None:
+            self._link.wait_for_welcome(WELCOME_WITHIN_S)
+
+    def disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def ask(self, plan: SchedulerOutput) -> None:
+        if self._link is not None:
+            self._link.ask(plan)
+
+    def is_answered(self, plan: SchedulerOutput) -> bool:
+        """Return whether the plan's step would run without waiting for drafts."""
+        return self._link is None or self._link.is_answered(plan.step)
+
+    def take_use(self) -> DrafterUse | None:
+        """Return the drafter's use since the last call; None without a drafter."""
+        return self._link.take_use() if self._link is not None else None
+
+    def begin(self, plan: SchedulerOutput, num_parts: int) -> None:
+        """Prepare for a plan's step, whose results are sent in `num_parts` parts."""
+        self._step, self._part, self._num_parts = plan.step, 0, num_parts
+        self._followed = False
+
+    # Driven by the host.
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        most = int(plan.num_drafts.max(initial=0))
+        if self._step != plan.step:
+            self.begin(plan, 1)
+        if not most:
+            return Proposals.none(plan.num_requests, self._device)
+        return self._receive_drafts((plan.num_requests, most))
+
+    def inject(
+        self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
+    ) -> None:
+        assert taps_NmH is not None, "a target with a drafter has taps"
+        num_drafts_R = (rows.counts_R - 1).clamp(min=0).int().cpu().numpy()
+        token_ids_RW = token_ids_RW[:, : 1 + int(num_drafts_R.max(initial=0))]  # the trimmed plan's width
+        self._send_results(taps_NmH, token_ids_RW, num_tokens_R, num_drafts=num_drafts_R)
+
+    # Driven by the device.
+
+    def receive(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        proposed = self._receive_drafts((num_rows,))
+        assert proposed.margins_RK is not None, "unknown margins are nan"
+        return proposed.drafts_RK, proposed.margins_RK
+
+    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, taps_NmH: Tensor) -> None:
+        self._send_results(taps_NmH, num_drafts_R, chosen_X)
+
+    def _receive_drafts(self, shape: tuple[int, ...]) -> Proposals:
+        """Return drafts, or zeros with unknown margins; equal on all ranks."""
+        received_drafts = self._link.drafts(self._step, shape) if self._link is not None else None
+        self._followed = received_drafts is not None
+        drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        margins = torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
+        for buffer, received in zip((drafts, margins), received_drafts or (), strict=False):
+            buffer.copy_(received)
+        return share(Proposals(drafts, margins), self._communicator)
+
+    def _send_results(self, taps_NmH: Tensor, *verdict: Tensor, num_drafts: IntArray | None = None) -> None:
+        part, self._part = self._part, self._part + 1
+        if self._link is None or self._features is None:
+            return
+        values = [*(value.contiguous() for value in verdict), self._features(taps_NmH)]
+        is_last = self._part == self._num_parts
+        self._link.tell(
+            self._step, part, values, followed=self._followed, num_drafts=num_drafts, is_last=is_last
+        )
+
+
+class SplitRunner:
+    """Wraps a rank's `runner.Runner`, and adds drafts from another process."""
+
+    def __init__(self, runner: Runner, drafts: RemoteDrafts, plan: LoadPlan) -> None:
+        self._runner, self._drafts = runner, drafts
+        self._on_device = runs_on_device(plan)
+        # driven by the host: plans and the times of their requests
+        self._waiting: deque[tuple[SchedulerOutput, float]] = deque()
+        self._free_s = 0.0  # time since which the target is idle
+        self._grace_until_s = 0.0
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        if plan.writes_context:
+            self._drafts.ask(plan)
+        if self._on_device:
+            decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+            self._drafts.begin(plan, int(decodes_R.any()) + int(not decodes_R.all()))
+            self._runner.submit(plan)
+        else:
+            self._waiting.append((plan, time.monotonic()))
+
+    def is_ready(self) -> bool:
+        """Return whether the oldest step has ended or, if the host drives it, should run now."""
+        if self._drafts.link is not None:
+            self._drafts.link.hear()  # sends results that the device has written
+        if self._on_device:
+            return self._runner.is_ready()
+        return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0][0])
+
+    def collect(self) -> StepResult:
+        if self._on_device:
+            return replace(self._runner.collect(), drafter_use=self._drafts.take_use())
+        plan, requested_s = self._waiting.popleft()
+        waited_s = time.monotonic() - max(requested_s, self._free_s) if plan.num_draft_tokens else 0.0
+        self._drafts.begin(plan, 1)
+        self._runner.submit(plan)
+        result = self._runner.collect()
+        self._free_s = time.monotonic()
+        if self._waiting:
+            self._grace_until_s = self._free_s + GRACE_S
+        timings = result.timings  # the wait for drafts is the time spent on drafting
+        return replace(
+            result,
+            timings=replace(timings, draft_s=timings.draft_s + waited_s),
+            drafter_use=self._drafts.take_use(),
+        )
+
+
+def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
+    assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
+    folder = TensorFolder(plan.drafter_folder)
+    fc, norm = (
+        folder.get(name).to(device=plan.device, dtype=plan.dtype)
+        for name in ("fc.weight", "hidden_norm.weight")
+    )
+    return ContextFeatures(fc, norm, plan.drafter.rms_norm_eps, backend)

@@ -1,0 +1,1 @@
+"""Shared memory between processes: rings, channels, mailboxes. Start with `step_channel.py`."""

@@ -1,0 +1,2 @@
+"""Batch jobs' decisions: leases on rows, the search for poison rows, the number of engines. Start with
+`leases.py`."""

@@ -1,0 +1,339 @@
+"""The engine: takes requests, runs steps and returns updates.
+
+It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
+executor computes. Not thread-safe except for `stats`, `lives`, `spent` and `has_unfinished`, which only read.
+Used by `LLM`, `AsyncEngine` and simulations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..config import EngineConfig
+from ..errors import OverloadedError, RequestError, shown
+from ..metrics.bounded_labels import Account
+from ..metrics.histogram import NO_COUNTS, HistogramCounts
+from ..records.request_timeline import Life
+from ..request.request import FinishReason, Request
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.usage_meter import Spent
+from ..speculation.acceptance_model import AcceptanceModel
+from ..speculation.step_cost_model import StepCostModel
+from ..step.executor import Executor
+from ..step.limits import SchedulerConfig, check_output_so_far, check_request
+from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
+from ..step.step_outcome import SequenceUpdate
+from .step_watchdog import StepWatch
+
+__all__ = ["Engine", "EngineStats", "SequenceUpdate"]
+
+STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample", "inject", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` are current.
+
+    Attributes:
+        background_running, background_waiting: included in `running` and `waiting`; running ones may be
+            paused.
+        kv_usage: of the fullest pool, 0 to 1.
+        prefix_cache_queries, prefix_cache_hits: tokens.
+        num_drafts: (request, step) pairs that verified drafts.
+        accepted_per_pos: [i] counts those of them in which draft i was accepted.
+        step_seconds: seconds by STEP_PARTS; "execute" includes draft, verify, sample and inject.
+        finished: ended requests by reason.
+        drafter_up: whether drafts can be requested.
+        drafter_losses: times that a drafter failed or was replaced.
+        drafter_refilled_tokens: tokens computed again to give a drafter its context.
+        drafter_rests: times that writing the drafter's context was stopped.
+        drafter_unwritten_tokens: tokens computed in the meantime.
+        drafter_use: use of a remote drafter.
+        experts_read, routed_layers: their quotient is the number of experts that a routed layer reads in a
+            step.
+        num_proposed_tokens: drafts that were made.
+        num_trimmed_tokens: drafts that were dropped for their margins before verification.
+        target_rows: rows of the target's passes, including prompts.
+        calibration_error: [i] is the difference between predicted and observed acceptance of draft i; empty
+            if nothing is predicted.
+        speculating_s: seconds of steps in which all requests decode and may draft (of identical steps a
+            sample represents all).
+        plain_s: seconds that plain decoding would have taken for these steps' tokens, by plain steps measured
+            at such a load. `plain_s` / `speculating_s` is the speed-up.
+        undrafted_s: seconds, by reason, of steps in which requests decoded without drafts.
+        draft_length: drafts per block, as chosen last.
+        rejected: requests that were not admitted, by reason.
+        step_tokens: steps by their progress in tokens: computed prompt tokens and new tokens.
+        page_lifetimes, page_idle_times, page_reuse_gaps: of a sample of pages
+            (`cluster/pages/kv_cache_metrics.py`).
+    """
+
+    running: int
+    waiting: int
+    background_running: int
+    background_waiting: int
+    kv_usage: float
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    preemptions: int
+    finished: dict[FinishReason, int]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_pos: tuple[int, ...]
+    step_seconds: dict[str, float]
+    drafter_up: bool = True
+    drafter_losses: int = 0
+    drafter_refilled_tokens: int = 0
+    drafter_rests: int = 0
+    drafter_unwritten_tokens: int = 0
+    drafter_use: DrafterUse = field(default_factory=DrafterUse)
+    experts_read: int = 0
+    routed_layers: int = 0
+    num_proposed_tokens: int = 0
+    num_trimmed_tokens: int = 0
+    target_rows: int = 0
+    calibration_error: tuple[float, ...] = ()
+    speculating_s: float = 0.0
+    plain_s: float = 0.0
+    undrafted_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    draft_length: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict[str, int])
+    step_tokens: HistogramCounts = NO_COUNTS
+    page_lifetimes: HistogramCounts = NO_COUNTS
+    page_idle_times: HistogramCounts = NO_COUNTS
+    page_reuse_gaps: HistogramCounts = NO_COUNTS
+
+
+class Engine:
+    """One scheduler over one executor.
+
+    Args:
+        config: settings.
+        executor: loaded and ready.
+        clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
+        watch: is notified of every step; call its `tick` to detect stalls.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        watch: StepWatch | None = None,
+    ) -> None:
+        self._executor = executor
+        self._watch = watch or StepWatch()
+        self._drafter_generation = 0
+        self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
+        self._roster = self._scheduler.roster
+        self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
+        self._left_waiting = False  # whether the last plan left an online request waiting
+        self._clock = clock
+        self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
+
+    def add_request(self, request: Request) -> None:
+        """Queue one request; see `add_requests`."""
+        self.add_requests((request,))
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Queue the completions of one prompt, all or none.
+
+        They differ in id, seed and previous output; everything else is checked once. Requests that arrive
+        between two steps and will find a free slot do not count as waiting. Background work may wait without
+        limit.
+
+        Raises:
+            RequestError: they can never run.
+            OverloadedError: the queue is full.
+        """
+        check_request(requests[0], self._scheduler.config)
+        for request in requests:
+            check_output_so_far(request, self._scheduler.config)
+            if (name := request.request_id) in self._roster:
+                raise RequestError(
+                    f"request_id={shown(name)} is already running; give each request an id of its own.",
+                    param="request_id",
+                )
+        if not requests[0].background:
+            self._check_queue(len(requests))
+        for request in requests:
+            self._roster.add(request)
+
+    def _check_queue(self, count: int) -> None:
+        most = self._max_queued
+        if most is None:
+            return
+        free_slots = 0 if self._left_waiting else self._max_running - self._roster.num_online_running
+        waiting = max(self._roster.num_online_waiting - free_slots, 0)
+        if self._roster.num_online_waiting + count > most + free_slots:
+            self._roster.counters.rejected["queue_full"] += count
+            raise OverloadedError(
+                f"{waiting} requests are waiting and {count} would join them (max_num_queued_reqs={most}). "
+                "Retry."
+            )
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        """End a request before the next plan, dropping its tokens in flight; False if it is not here.
+
+        Args:
+            request_id: the request; no update follows, as the caller knows that it ended.
+            reason: "stop" if a stop string was found in its text.
+        """
+        return self._roster.abort(request_id, reason)
+
+    def step(self) -> list[SequenceUpdate]:
+        """Start as many steps as may be in flight and finish the oldest one.
+
+        Returns an empty list if there is nothing to do or the step yielded no tokens.
+        """
+        while self._scheduler.num_in_flight < self._executor.info.max_in_flight:
+            plan = self.plan()
+            if plan is None:
+                break
+            self._submit(plan)
+        if not self._scheduler.num_in_flight:
+            return []
+        begin_s = self._clock()
+        self._watch.collecting()
+        result = self._executor.collect()
+        self._watch.collected(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
+        return self.commit(result)
+
+    def _submit(self, plan: SchedulerOutput) -> None:
+        begin_s = self._clock()
+        self._watch.submitting(plan)
+        self._executor.submit(plan)
+        self._watch.submitted(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
+
+    def plan(self) -> SchedulerOutput | None:
+        """Plan the next step; None if nothing can be done now. Plans are committed in order."""
+        begin_s = self._clock()
+        health = self._executor.drafter_health
+        if health.generation != self._drafter_generation:
+            self._drafter_generation = health.generation
+            self._watch.forget()
+        self._scheduler.update_drafter_health(health)
+        plan = self._scheduler.schedule(begin_s)
+        self._left_waiting = self._roster.num_online_waiting > 0
+        self._seconds["schedule"] += self._clock() - begin_s
+        return plan
+
+    def commit(self, result: StepResult) -> list[SequenceUpdate]:
+        """Commit the result of the oldest plan in flight."""
+        begin_s = self._clock()
+        updates = self._scheduler.commit(result, begin_s)
+        seconds, timings = self._seconds, result.timings
+        seconds["draft"] += timings.draft_s
+        seconds["verify"] += timings.verify_s
+        seconds["sample"] += timings.sample_s
+        seconds["inject"] += timings.inject_s
+        seconds["commit"] += self._clock() - begin_s
+        return updates
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._roster.running or self._roster.waiting or self._scheduler.num_in_flight)
+
+    def stats(self) -> EngineStats:
+        scheduler, roster = self._scheduler, self._roster
+        counters = scheduler.counters
+        return EngineStats(
+            running=len(roster.running),
+            waiting=len(roster.waiting),
+            background_running=len(roster.running) - roster.num_online_running,
+            background_waiting=len(roster.waiting) - roster.num_online_waiting,
+            kv_usage=scheduler.books.usage,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            preemptions=counters.preemptions,
+            finished=dict(counters.finished),
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
+            accepted_per_pos=tuple(counters.accepted_per_pos.tolist()),
+            step_seconds=dict(self._seconds),
+            drafter_up=scheduler.drafter.health.ready,
+            drafter_losses=counters.drafter_losses,
+            drafter_refilled_tokens=counters.drafter_refilled_tokens,
+            drafter_rests=counters.drafter_rests,
+            drafter_unwritten_tokens=counters.drafter_unwritten_tokens,
+            drafter_use=counters.drafter_use,
+            experts_read=counters.experts_read,
+            routed_layers=counters.routed_layers,
+            num_proposed_tokens=counters.num_proposed_tokens,
+            num_trimmed_tokens=counters.num_trimmed_tokens,
+            target_rows=counters.target_rows,
+            calibration_error=scheduler.controller.calibration_error,
+            speculating_s=scheduler.controller.speculating_s,
+            plain_s=scheduler.controller.plain_s,
+            undrafted_s={str(why): seconds for why, seconds in scheduler.controller.undrafted_s.items()},
+            draft_length=scheduler.controller.last_choice().length,
+            rejected=dict(counters.rejected),
+            step_tokens=counters.step_tokens.counts(),
+            page_lifetimes=scheduler.books.times.lifetime.counts(),
+            page_idle_times=scheduler.books.times.idle.counts(),
+            page_reuse_gaps=scheduler.books.times.reuse_gap.counts(),
+        )
+
+    def lives(self, name: str) -> list[Life]:
+        """Return the timelines of recent requests with this name, which is the engine's or the client's."""
+        return self._scheduler.journal.lives(name)
+
+    @property
+    def costs(self) -> StepCostModel | None:
+        """Step costs, to be saved between starts; None if drafts do not depend on them."""
+        return self._scheduler.controller.costs
+
+    @property
+    def acceptance(self) -> AcceptanceModel | None:
+        """Acceptance model, to be saved as well."""
+        return self._scheduler.controller.acceptance
+
+    @property
+    def speculation_pays(self) -> bool:
+        """Whether a single request would get drafts, by what is known; True if nothing is."""
+        return self._scheduler.controller.pays
+
+    def forget_speculation(self) -> None:
+        """Forget everything learned about drafts and step costs."""
+        self._scheduler.controller.forget(costs=True)
+
+    def end_warm_up(self) -> None:
+        """Remove the requests so far from all counts, and forget the acceptance of their drafts."""
+        self._scheduler.end_warm_up()
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
+
+    def spent(self) -> dict[Account, Spent]:
+        """Return what steps were used for, by account; empty until a request names an account."""
+        return self._scheduler.spending.totals()
+
+    def begin_trial(self) -> None:
+        """Begin a trial: the executor has a candidate drafter from the next plan on (`TriesDrafters`)."""
+        self._scheduler.drafter.begin_trial()
+
+    def end_trial(self, *, promoted: bool) -> None:
+        """End the trial; if `promoted`, the candidate is now the drafter."""
+        self._scheduler.drafter.end_trial(promoted=promoted)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of all pages; running requests continue."""
+        self._scheduler.books.cache.clear()
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        self._executor.close()
+
+    def check_invariants(self) -> None:
+        """Assert that no page, slot or token is lost or duplicated. For tests; it checks everything."""
+        self._roster.check_invariants()

@@ -1,0 +1,183 @@
+"""Detects a step that takes far longer than similar ones: a worker is stopped, or its device hangs.
+
+The thread that runs steps says when a call of the executor begins and ends; another thread of the same
+process ticks. Only time that was seen tick by tick counts: while the whole process is suspended (SIGSTOP of
+its group, a laptop that sleeps) nothing does. Libraries compile and capture in the first steps of a kind, so
+these may take a minute at least, and the expected time is derived from kinds that were seen. While none was
+seen, only a process that is known to be stopped makes a stall. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..step.scheduler_output import AdmittedRequest, SchedulerOutput
+
+FLOOR_S = 20.0  # no step is too long before
+FACTOR = 100.0  # times what such steps take
+COMPILING_S = 60.0  # the floor where libraries may compile or capture in the step
+TICK_S = 0.5
+_MIN_STEPS = 2  # steps of a kind before one is judged
+# steps not judged after a request used a new feature, whose kernels are compiled on demand
+_WARM_UP_STEPS = 32
+_DECAY = 0.5  # of a kind's slowest step, with each later one, so that a hiccup is forgotten
+
+
+class _Kind(NamedTuple):
+    """Properties that roughly determine a step's seconds: sizes by powers of two."""
+
+    rows: int
+    requests: int
+    drafts: bool
+    prompts: bool
+
+
+@dataclass(slots=True)
+class _Seen:
+    count: int = 0
+    slowest_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A submitted plan."""
+
+    kind: _Kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A call of the executor that has not returned; `limit_s` is None if it is not judged."""
+
+    limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A step that does not end.
+
+    Attributes:
+        waited_s: observed waiting time.
+        limit_s: its limit.
+        suspects: names of stopped processes; empty if none is known.
+    """
+
+    waited_s: float
+    limit_s: float
+    suspects: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """A clause for messages."""
+        text = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
+        stopped = ", ".join(self.suspects)
+        return f"{text}; stopped by a signal or a debugger: {stopped}" if stopped else text
+
+
+class StepWatch:
+    """Watches the steps of one engine.
+
+    The step thread calls `submitting`, `submitted`, `collecting`, `collected` and `forget`; another one calls
+    `tick`.
+
+    Args:
+        floor_s: no shorter step is a stall.
+        factor: a step is a stall if it takes this multiple of the slowest recent one of its kind.
+    """
+
+    def __init__(self, floor_s: float = FLOOR_S, factor: float = FACTOR) -> None:
+        self.floor_s, self._factor = floor_s, factor
+        self._flights: deque[_Flight] = deque()
+        self._seen: dict[_Kind, _Seen] = {}
+        self._features: dict[tuple[bool, ...], int] = {}
+        self._warm_up_left = 0
+        self._call: _Call | None = None  # replaced atomically, as another thread reads it
+        # Used by the ticking thread.
+        self._watched: _Call | None = None
+        self._waited_s = self._ticked_s = 0.0
+
+    def submitting(self, plan: SchedulerOutput) -> None:
+        """Record that a plan is about to be submitted."""
+        self._check_features(plan.admitted)
+        flight = _Flight(_kind_of(plan))
+        self._flights.append(flight)
+        self._call = _Call(self._limit_s(flight.kind))
+
+    def submitted(self, seconds: float) -> None:
+        """Record that a plan was submitted, after `seconds`."""
+        self._flights[-1].seconds += seconds
+        self._call = None
+
+    def collecting(self) -> None:
+        """Record that the oldest plan's result is about to be awaited."""
+        self._call = _Call(self._limit_s(self._flights[0].kind))
+
+    def collected(self, seconds: float) -> None:
+        """Record that the oldest plan's result has arrived, after `seconds`."""
+        flight = self._flights.popleft()
+        seen = self._seen.setdefault(flight.kind, _Seen())
+        seen.count += 1
+        seen.slowest_s = max(flight.seconds + seconds, _DECAY * seen.slowest_s)
+        self._warm_up_left = max(self._warm_up_left - 1, 0)
+        self._call = None
+
+    def forget(self) -> None:
+        """Forget all step times, as a new drafter changes them."""
+        self._seen = {}
+
+    def tick(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
+        """Check the call in progress; called every TICK_S.
+
+        Args:
+            now_s: monotonic.
+            stopped: returns the names of stopped processes of the executor; called once `floor_s` is reached.
+        """
+        call, passed_s = self._call, now_s - self._ticked_s
+        self._ticked_s = now_s
+        if call is None or call is not self._watched:
+            self._watched, self._waited_s = call, 0.0
+            return None
+        self._waited_s += min(passed_s, 2 * TICK_S)  # more time only passes while this process is suspended
+        if self._waited_s < self.floor_s:
+            return None
+        if suspects := stopped():
+            return Stall(self._waited_s, self.floor_s, tuple(suspects))
+        if call.limit_s is not None and self._waited_s >= call.limit_s:
+            return Stall(self._waited_s, call.limit_s, ())
+        return None
+
+    def _limit_s(self, kind: _Kind) -> float | None:
+        known = {each: seen.slowest_s for each, seen in self._seen.items() if seen.count >= _MIN_STEPS}
+        if not known:
+            return None
+        if kind in known and not self._warm_up_left:
+            return max(self.floor_s, self._factor * known[kind])
+        expected_s = min(slowest_s * _times_rows(kind, each) for each, slowest_s in known.items())
+        return max(self.floor_s, COMPILING_S, self._factor * expected_s)
+
+    def _check_features(self, admitted: Sequence[AdmittedRequest]) -> None:
+        for request in admitted:
+            sampling = request.sampling
+            features = (
+                *(sampling.rules is not None, sampling.grammar is not None, sampling.temperature > 0.0),
+                *(sampling.logprobs is not None, sampling.prompt_logprobs is not None, request.on_trial),
+            )
+            count = self._features.get(features, 0)
+            if count < _MIN_STEPS:
+                self._features[features] = count + 1
+                self._warm_up_left = _WARM_UP_STEPS
+
+
+def _times_rows(kind: _Kind, known: _Kind) -> int:
+    """Return how many times the rows of a known kind this one has, at least 1: a step takes no more times
+    as long."""
+    return 1 << max(kind.rows - known.rows, 0)
+
+
+def _kind_of(plan: SchedulerOutput) -> _Kind:
+    rows, requests, drafts = plan.num_batched_tokens, plan.num_requests, plan.num_draft_tokens
+    return _Kind(rows.bit_length(), requests.bit_length(), drafts > 0, rows - drafts > requests)

@@ -1,0 +1,136 @@
+"""Resources of a batch job's engines on a cluster's nodes, and whether all fit. Arithmetic, without Ray.
+
+An engine runs on one node. If its workers are separate processes it claims their bundles (`placement.py`) and
+nothing for itself; otherwise it claims what it computes on. `jobs/batch/placement.py` requests the claims
+from Ray, and smaller ones if a node's cores are in use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..config import EngineConfig
+from ..errors import PlacementError
+from .placement import CPUS_PER_CPU_WORKER, Bundle, Topology, num_fitting, spell, total
+
+Resources = Mapping[str, float]  # of one node, by Ray's names
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The resources that one engine takes on a node.
+
+    Attributes:
+        bundles: bundles of its placement group; the engine's own process is in the first.
+        actor: the part that this process takes; nothing if separate workers compute.
+        num_threads: threads for the engine's settings; None leaves them to the workers.
+    """
+
+    bundles: tuple[Bundle, ...]
+    actor: Bundle
+    num_threads: int | None
+
+    @property
+    def needs(self) -> Bundle:
+        return total(list(self.bundles))
+
+    def num_fitting(self, nodes: Sequence[Resources]) -> int:
+        """Return how many engines of this claim the nodes hold together; none is split over nodes."""
+        return num_fitting(self.needs, nodes)
+
+
+def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> Claim:
+    """Return an engine's claim if the job has all nodes to itself."""
+    topology = Topology.of(config, total([dict(node) for node in nodes]))
+    if config.needs_ray:
+        return Claim(tuple(topology.worker_bundles()), {}, config.num_threads)
+    if topology.device == "cuda":
+        return _single_process({"CPU": 1.0, "GPU": 1.0}, config.num_threads)
+    if config.num_threads is not None:
+        most = max((node.get("CPU", 0.0) for node in nodes), default=0.0)
+        return _single_process({"CPU": min(float(config.num_threads), most) or 1.0}, config.num_threads)
+    return _equal_share(engines, nodes)
+
+
+def smaller_claim(config: EngineConfig, engines: int, free: Sequence[Resources], full: Claim) -> Claim | None:
+    """Return a claim that fits what is free now, with fewer threads unless they were set, or None."""
+    if full.num_fitting(free) >= engines:
+        return full
+    if config.num_threads is not None or full.num_threads is None or "GPU" in full.needs:
+        return None
+    claim = _equal_share(engines, free)
+    return claim if claim.num_fitting(free) >= engines else None
+
+
+def check_room(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> None:
+    """Raise PlacementError unless the nodes, if all free, hold the engines."""
+    claim = full_claim(config, engines, nodes)
+    fitting = claim.num_fitting(nodes)
+    if fitting >= engines:
+        return
+    if fitting == 0:
+        largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in claim.needs}
+        largest_text = ", ".join(f"{amount:g} {name}" for name, amount in largest.items())
+        topology = Topology.of(config, total([dict(node) for node in nodes]))
+        raise PlacementError(
+            f"{topology} needs {spell(claim.needs)} on one node; the most that a node has is {largest_text}. "
+            f"{topology.remedy()}",
+            param=topology.param(),
+        )
+    raise PlacementError(
+        f"concurrency={engines}: each engine needs {spell(claim.needs)} on one node, and the cluster's nodes "
+        f"hold {fitting} of them. Lower concurrency to {fitting}, or add nodes.",
+        param="concurrency",
+    )
+
+
+def leaving_a_cpu(nodes: Sequence[Resources]) -> list[Resources]:
+    """Return the nodes with one CPU less each, for tasks that run next to the engines."""
+    return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
+
+
+def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
+    """Return the resources that an engine of this claim reserves if a CPU of every node must stay free for
+    tasks.
+
+    If nodes only hold the claim itself, less is reserved than is computed on, as tasks only briefly need
+    cores.
+    """
+    if "CPU" not in claim.actor:
+        return claim.actor
+    after = leaving_a_cpu(nodes)
+    engines_and_cpus = [
+        (claim.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)
+    ]
+    shares = [cpus / engines for engines, cpus in engines_and_cpus if engines]
+    cpus = min([claim.actor["CPU"], *shares]) if shares else 0.0
+    return {**claim.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # Ray's resolution
+
+
+def lacking(claim: Claim, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
+    """Return what a job is waiting for, e.g. "2 CPU; 0 of 2 are free"."""
+    wanted = f"{engines} x ({spell(claim.needs)})" if engines > 1 else spell(claim.needs)
+    free_text = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
+    is_fragmented = claim.num_fitting([total([dict(node) for node in free])]) >= engines
+    return f"{wanted}; {free_text}{', but not on one node' if is_fragmented else ''}"
+
+
+def _free_of(name: str, nodes: Sequence[Resources], free: Sequence[Resources], *, only: bool) -> str:
+    num_free, num_all = (sum(node.get(name, 0.0) for node in side) for side in (free, nodes))
+    return f"{num_free:g} of {num_all:g} {'' if only else name + ' '}are free"
+
+
+def _equal_share(engines: int, nodes: Sequence[Resources]) -> Claim:
+    """Return the claim with the most threads with which all engines fit; at least one thread."""
+    most = math.floor(max((node.get("CPU", 0.0) for node in nodes), default=0.0) + 1e-6)
+    for threads in range(most, 0, -1):
+        claim = _single_process({"CPU": float(threads)}, threads)
+        if claim.num_fitting(nodes) >= engines:
+            return claim
+    return _single_process({"CPU": CPUS_PER_CPU_WORKER}, 1)
+
+
+def _single_process(needs: Bundle, num_threads: int | None) -> Claim:
+    return Claim((needs,), needs, num_threads)

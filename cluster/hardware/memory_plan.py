@@ -1,0 +1,183 @@
+"""Estimates a layout's memory: weights, the peak of a step, and the rest for K/V pages and recurrent states.
+
+The engine measures the peak of a step at start (`actors/targets/loading/warmup.py`); here it is an estimate.
+Pages are counted as the engine does (`kv_cache_groups.py`), so layers with a sliding window count their
+window only. Each request has two recurrent states, one of which is a saved one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from ..errors import PlacementError
+from ..pages.kv_cache_groups import LayerPlace, PagePlan, plan_pages, plane_width
+from .gpu_specs import GIB, Gpu
+from .model_pair import Demand, Pair
+from .model_shape import ModelShape
+from .parallel_layouts import Layout
+
+UTILISATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
+PAGE_SIZE = 64  # the engine's page size on a GPU
+MAX_NUM_SEQS = 256  # each one costs a slot and CUDA graphs
+MAX_ROWS = 8192  # rows of a step: `max_num_batched_tokens`
+STATES_PER_REQUEST = 2
+# Estimates. PROCESS_BYTES: CUDA context, libraries, NCCL, graphs, attention workspace. HIDDEN_COPIES and
+# INNER_COPIES: a layer's and its MLP's activations per row of a step. LOGIT_COPIES: logits of target and
+# drafter per row that samples a token.
+PROCESS_BYTES = 2 * GIB
+HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of one engine.
+
+    Attributes:
+        weights_bytes: weights on each GPU of the target.
+        kv_bytes: memory for K/V pages there, less if the drafter's GPU is the tighter limit.
+        kv_tokens: tokens that these pages hold, in sequences of the demand's context.
+        largest_batch: number of such sequences that fit into memory at once.
+        state_bytes: recurrent states of a request on a GPU of the target, with saved ones; 0 without any.
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    largest_batch: int
+    state_bytes: int = 0
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max(1, min(self.largest_batch, MAX_NUM_SEQS))
+
+    @property
+    def num_states(self) -> int | None:
+        return STATES_PER_REQUEST * self.max_num_seqs if self.state_bytes else None
+
+
+def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
+    """Return the memory of an engine in this layout.
+
+    Raises:
+        PlacementError: not even one sequence of max_model_len fits; says what is missing and what to change.
+    """
+    budget = int(gpu.memory_bytes * UTILISATION)
+    weights, target_free = _target_gpu(pair, layout, budget)
+    if target_free <= 0:
+        raise _too_large(pair, gpu, layout, budget - target_free)
+    pages, states = page_plan(pair, layout, demand.max_model_len), _state_bytes(pair, layout)
+    budgets = [(target_free - states, page_bytes(pair, layout, pages, target=True))]
+    if layout.drafts_apart:
+        free = _drafter_gpu(pair, layout, budget)
+        if free <= 0:
+            raise PlacementError(
+                f"{layout}: the drafter's GPU lacks {-free / GIB:.1f} GiB for its weights and the target's "
+                "embedding and head. Colocate the drafter, or take a larger GPU.",
+                param="gpu",
+            )
+        budgets.append((free, page_bytes(pair, layout, pages, target=False)))
+    for free, sizes in budgets:
+        if _sequence_bytes(pages, sizes, demand.max_model_len) > free:
+            raise _too_long(pages, sizes, free, layout, demand)
+    sequence_bytes = [_sequence_bytes(pages, sizes, demand.context) for _, sizes in budgets]
+    budgets[0], per_sequence = (target_free, budgets[0][1]), sequence_bytes[0]
+    sequence_bytes[0] += states
+    largest = min(_sequences(free, size) for (free, _), size in zip(budgets, sequence_bytes, strict=True))
+    free = target_free - int(min(largest, MAX_NUM_SEQS)) * states
+    kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
+    return Room(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states)
+
+
+def _target_gpu(pair: Pair, layout: Layout, given: int) -> tuple[int, int]:
+    """Return the weight bytes on a GPU of the target, and what is left of `given` for pages."""
+    weights = pair.target_bytes(layout.tp)
+    rank = pair.target.rank(layout.tp)
+    if layout.placement is not None:
+        weights += pair.fc_bytes  # the drafter's context is projected on the target's GPU
+    if layout.placement == "colocated":
+        weights += pair.drafter_bytes
+    return weights, given - weights - _step_bytes(rank, pair.num_drafts if layout.placement else 0)
+
+
+def _drafter_gpu(pair: Pair, layout: Layout, given: int) -> int:
+    """Return the bytes for pages on a drafter's own GPU, which also has the target's vocabulary."""
+    assert pair.drafter is not None, "only a pair with a drafter is laid out with one"
+    vocab_bytes = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
+    step_bytes = layout.drafted_engines * (_step_bytes(pair.drafter, pair.num_drafts) - PROCESS_BYTES)
+    return given - pair.drafter_bytes - vocab_bytes - PROCESS_BYTES - step_bytes
+
+
+def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
+    """Return the peak bytes of a step, with the process's fixed share."""
+    states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
+    logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
+    return PROCESS_BYTES + (states + logits) * rank.itemsize
+
+
+def _state_bytes(pair: Pair, layout: Layout) -> int:
+    """Return the bytes of a request's states on a GPU of the target, including the records of its drafts."""
+    drafts = pair.num_drafts if layout.placement else 0
+    return STATES_PER_REQUEST * round(pair.target.rank(layout.tp).state_bytes(drafts))
+
+
+def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
+    """Return the K/V page plan of this layout, as the engine computes it."""
+    drafter = pair.drafter if layout.placement else None
+    windows = () if drafter is None else drafter.windows
+    target = pair.target.rank(layout.tp)
+    return plan_pages(target.windows, windows, max_model_len, target.kv_geometries)
+
+
+def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
+    """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own.
+
+    A shared drafter keeps a page set for each engine.
+    """
+    sizes = [0] * pages.num_pools
+    models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
+    if target:
+        models.append((pair.target.rank(layout.tp), pages.target, 1))
+    if pair.drafter is not None and (layout.placement == "colocated" or (layout.drafts_apart and not target)):
+        models.append((pair.drafter, pages.drafter, layout.drafted_engines))
+    for model, places, times in models:
+        per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.itemsize
+        for pool in range(pages.num_pools):
+            sizes[pool] += times * pages.num_planes(places, pool) * per_plane
+    return tuple(sizes)
+
+
+def _sequence_bytes(pages: PagePlan, sizes: tuple[int, ...], num_tokens: int) -> int:
+    """Return the page bytes of a sequence of `num_tokens` tokens."""
+    held = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
+    return sum(count * size for count, size in zip(held, sizes, strict=True))
+
+
+def _sequences(free: int, sequence_bytes: int) -> float:
+    return free // sequence_bytes if sequence_bytes else float("inf")
+
+
+def _too_large(pair: Pair, gpu: Gpu, layout: Layout, needed: int) -> PlacementError:
+    given = gpu.memory_bytes * UTILISATION
+    larger = [tp for tp in pair.tp_sizes if tp > layout.tp]
+    remedy = f"shard it over {larger[0]} GPUs" if larger else "take a larger GPU or a smaller model"
+    return PlacementError(
+        f"{layout}: weights and steps need {needed / GIB:.1f} GiB on each {gpu.name}, which gives "
+        f"{given / GIB:.1f} GiB ({UTILISATION:g} of its memory): {(needed - given) / GIB:.1f} GiB are "
+        f"lacking. To serve it, {remedy}.",
+        param="gpus" if larger else "gpu",
+    )
+
+
+def _too_long(
+    pages: PagePlan, sizes: tuple[int, ...], free: int, layout: Layout, demand: Demand
+) -> PlacementError:
+    needed = _sequence_bytes(pages, sizes, demand.max_model_len)
+    lengths = range(1, demand.max_model_len + 1)
+    fits = bisect_right(lengths, free, key=lambda length: _sequence_bytes(pages, sizes, length))
+    return PlacementError(
+        f"{layout}: one sequence of max_model_len={demand.max_model_len} needs {needed / GIB:.1f} GiB of K/V "
+        f"pages, and {free / GIB:.1f} GiB are left: {(needed - free) / GIB:.1f} GiB are lacking. Set "
+        f"--max-model-len to at most {fits}, or use more GPUs.",
+        param="max_model_len",
+    )

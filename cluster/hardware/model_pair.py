@@ -1,0 +1,72 @@
+"""The shapes of a target and its drafter, if any, and the demand on a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A target and perhaps a drafter, as a plan needs them. Norms and biases, under 0.1 % of the weights, are
+    ignored.
+
+    Attributes:
+        tied: whether the target's head is its embedding.
+        tp_sizes: tensor parallel sizes that the target supports.
+        survival: survival[i] is the probability that drafts 0..i are all accepted; empty without a drafter.
+        sequential: whether drafts are made one pass each, with the drafter's own head (EAGLE-3), rather than
+            as a block in one pass.
+    """
+
+    target: ModelShape
+    drafter: ModelShape | None
+    tied: bool
+    tp_sizes: tuple[int, ...]
+    survival: tuple[float, ...] = ()
+    sequential: bool = False
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.survival)
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Bytes of the drafter's layers, and of its head if it has one of its own."""
+        if self.drafter is None:
+            return 0
+        head_bytes = self.drafter.head_params * self.drafter.itemsize if self.sequential else 0
+        return self.drafter.linear_params * self.drafter.weight_bytes + head_bytes
+
+    @property
+    def fc_bytes(self) -> int:
+        """Bytes of the projection from tapped target states to the drafter's context."""
+        return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.weight_bytes
+
+    def target_bytes(self, ranks: int) -> int:
+        """Return the bytes of one rank's weights when the target is sharded over `ranks` ranks."""
+        rank = self.target.rank(ranks)
+        vocab_bytes = self.num_vocab_matrices * rank.head_params * rank.itemsize
+        return rank.linear_params * rank.weight_bytes + vocab_bytes + round(rank.expert_bytes)
+
+    @property
+    def num_vocab_matrices(self) -> int:
+        return 1 if self.tied else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The load that a layout must serve.
+
+    Attributes:
+        max_model_len: longest sequence in tokens; a layout must have memory for at least one.
+        context: mean tokens per sequence, for the speed and the largest batch.
+        slo_tpot_s: upper bound on the seconds per output token; None for no bound.
+        batch: concurrent requests on the node; None for the best batch of each layout.
+    """
+
+    max_model_len: int
+    context: int
+    slo_tpot_s: float | None = None
+    batch: int | None = None

@@ -1,0 +1,346 @@
+"""A transformer by its sizes: what its passes move and multiply, and what it holds. Plain arithmetic.
+
+Norms, biases and rotations, under 0.1 % of the rest, are ignored. Used by `roofline.py` and `planner/`;
+`jobs/plan/checkpoint_shapes.py` makes shapes of checkpoints.
+
+Symbols: E experts of a layer, k of them chosen for a row, I inner size of each, w bytes of a weight.
+
+    dense products, n rows   all weights are read, each with 2 n operations
+    recurrent states         each is read and written once in a pass, as are its records
+    experts, n rows          those chosen by some row are read; 2 n k/E operations for a weight of all E
+    distinct experts         E (1 - (1 - k/E)^n), if rows choose uniformly and independently
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..pages.kv_cache_groups import KVGeometry
+from ..pages.recurrent_state_spec import StateGeometry
+
+_RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The demands of products on a device: bytes to move, and floating-point operations."""
+
+    num_bytes: float
+    flop: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The routed experts of a layer.
+
+    Attributes:
+        count: E, over all ranks.
+        chosen: k.
+        inter: I, of this rank's part.
+        held: experts of which this rank has all or a part.
+        shared_inter: inner size of a shared expert; 0 for none.
+        weight_bytes: w in the engine: 2; 17/32 for MXFP4 and 18/32 for INT4, with a scale per 32 weights.
+        inner_multiple: a rank's part of I must be a multiple of this; otherwise ranks have whole experts.
+    """
+
+    count: int
+    chosen: int
+    inter: int
+    held: int
+    shared_inter: int = 0
+    weight_bytes: float = 2.0
+    inner_multiple: int = 1
+
+    def distinct(self, rows: float) -> float:
+        """Return the mean number of held experts that at least one of `rows` rows chooses."""
+        return self.held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
+
+    def rank(self, ranks: int) -> ExpertShape:
+        shape = replace(self, shared_inter=self.shared_inter // ranks)
+        if self.inter % (ranks * self.inner_multiple):
+            return replace(shape, held=self.held // ranks)
+        return replace(shape, inter=self.inter // ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Additional sizes of latent attention (see `drafter/compute/layers/mla.py`).
+
+    Attributes:
+        q_rank: size of the queries' bottleneck; None without one.
+        nope_dim, rope_dim, v_dim: sizes per head: queries and keys without and with rotation; values.
+        rank: size of a latent.
+    """
+
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    rank: int
+
+    def params(self, heads: int, hidden: int) -> int:
+        """Return the number of attention weights; the down projections are whole on every rank."""
+        q_inputs, q_dim = self.q_rank or hidden, self.nope_dim + self.rope_dim
+        down = hidden * ((self.q_rank or 0) + self.rank + self.rope_dim)
+        return down + heads * (
+            q_inputs * q_dim + self.rank * (self.nope_dim + self.v_dim) + self.v_dim * hidden
+        )
+
+    def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> Work:
+        """Return the work of expanded attention (MLA) over (row, key) pairs and `keys` latents.
+
+        Latents are gathered and expanded to heads' keys and values, which are written and read.
+        """
+        kv_dim = self.nope_dim + self.v_dim
+        flop = 2 * heads * (pairs * (kv_dim + self.rope_dim) + keys * kv_dim * self.rank)
+        return Work(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * kv_dim), flop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """A block: grouped-query attention or a delta net, then a dense MLP, routed experts, or both.
+
+    Attributes:
+        heads, kv_heads: 0 for a delta net.
+        head_dim, v_head_dim: sizes of a query or key, and of a value; with latents, as they are cached.
+        window: tokens that a row sees; None for all.
+        inter: inner size of the dense MLP; 0 for none.
+        gated: the attention output is multiplied by a projection of its size.
+        latent: sizes of latent attention; None if keys and values are per head.
+        state: state sizes of a delta net, which replaces attention.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    window: int | None = None
+    inter: int = 0
+    experts: ExpertShape | None = None
+    gated: bool = False
+    latent: LatentShape | None = None
+    state: StateGeometry | None = None
+
+    @property
+    def kv(self) -> KVGeometry:
+        """K/V sizes of a token in this layer."""
+        return KVGeometry(self.kv_heads, self.head_dim, self.v_head_dim, v_in_k=self.latent is not None)
+
+    def dense_params(self, hidden: int) -> int:
+        """Return the number of weights that every row uses, including router and shared expert."""
+        inner = self.inter if self.experts is None else self.inter + self.experts.shared_inter
+        router = 0 if self.experts is None else self.experts.count
+        return self._attention_params(hidden) + hidden * (3 * inner + router)
+
+    def _attention_params(self, hidden: int) -> int:
+        if self.latent is not None:
+            return self.latent.params(self.heads, hidden)
+        attended = self.heads * self.v_head_dim
+        outputs = self.heads * self.head_dim + self.kv.width + attended + attended * self.gated
+        if self.state is not None:  # convolution channels, gate and output, two values per head
+            heads = self.state.num_value_heads
+            outputs += self.state.channels + 2 * heads * (self.state.value_dim + 1)
+        return hidden * outputs
+
+    def attention(self, rows: float, context: float, itemsize: int) -> Work:
+        """Return the work of a request's scores and values over all its keys; latents absorbed."""
+        keys = rows + (context if self.window is None else min(context, self.window))
+        # Absorbed, a latent is both key and value.
+        flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
+        return Work(keys * self.kv.width * itemsize, flop)
+
+    def prompt_attention(self, rows: float, context: float, itemsize: int) -> Work:
+        """Return the work for a prompt on a GPU, with latents in the cheaper of both forms."""
+        absorbed = self.attention(rows, context, itemsize)
+        if self.latent is None:
+            return absorbed
+        keys = rows + context
+        expanded = self.latent.expanded(self.heads, rows * keys, keys, itemsize)
+        return min(absorbed, expanded, key=lambda work: work.flop)
+
+    def rank(self, ranks: int) -> LayerShape:
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(self.kv_heads // ranks, 1) if self.kv_heads else 0,
+            state=None if self.state is None else self.state.rank(ranks),
+            inter=self.inter // ranks,
+            experts=None if self.experts is None else self.experts.rank(ranks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a __dict__
+class ModelShape:
+    """A target, or a drafter (`taps` > 0).
+
+    Attributes:
+        taps: tapped blocks that the drafter's fc reads.
+        itemsize: bytes of a weight and of an element of K/V.
+        product_itemsize: bytes of a weight in the blocks' dense products and in fc, if different: 1 for FP8.
+            `ExpertShape` has those of experts.
+    """
+
+    layers: tuple[LayerShape, ...]
+    hidden: int
+    vocab: int
+    taps: int = 0
+    itemsize: int = 2
+    product_itemsize: int | None = None
+
+    @classmethod
+    def dense(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        inter: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        vocab: int,
+        taps: int = 0,
+        itemsize: int = 2,
+        product_itemsize: int | None = None,
+        windows: Sequence[int | None] = (),
+    ) -> ModelShape:
+        """Return a model of dense layers that differ only in their windows; all are full by default."""
+        layer = LayerShape(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter
+        )
+        blocks = tuple(replace(layer, window=window) for window in windows or (None,) * layers)
+        return cls(
+            layers=blocks,
+            hidden=hidden,
+            vocab=vocab,
+            taps=taps,
+            itemsize=itemsize,
+            product_itemsize=product_itemsize,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight in dense products."""
+        return self.product_itemsize or self.itemsize
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_geometries(self) -> tuple[KVGeometry, ...]:
+        """K/V sizes of each attention layer."""
+        return tuple(layer.kv for layer in self.layers if layer.state is None)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each attention layer."""
+        return tuple(layer.window for layer in self.layers if layer.state is None)
+
+    @cached_property
+    def _states(self) -> tuple[tuple[StateGeometry, int], ...]:
+        return tuple(Counter(layer.state for layer in self.layers if layer.state is not None).items())
+
+    def state_bytes(self, drafts: float) -> float:
+        """Return the bytes of a request's states in all layers, with `drafts` records; 0 without any."""
+        size = self.itemsize
+        return sum(n * (g.state_bytes(size) + drafts * g.record_bytes(size)) for g, n in self._states)
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[LayerShape, int], ...]:
+        return tuple(Counter(self.layers).items())
+
+    @cached_property
+    def routed(self) -> tuple[tuple[ExpertShape, int], ...]:
+        """The different experts, each with its number of layers."""
+        return tuple(Counter(layer.experts for layer in self.layers if layer.experts is not None).items())
+
+    @cached_property
+    def widest_inter(self) -> int:
+        """Most inner activations of a row at once: of a dense MLP, or of its chosen experts."""
+        chosen = [e.chosen * e.inter + e.shared_inter for e, _ in self.routed]
+        return max([*chosen, *(layer.inter for layer in self.layers)])
+
+    @cached_property
+    def linear_params(self) -> int:
+        """Number of weights of all blocks except routed experts."""
+        return sum(times * layer.dense_params(self.hidden) for layer, times in self._kinds)
+
+    def expert_params(self, experts: ExpertShape) -> int:
+        """Return the number of weights of one expert, or of the held part of it."""
+        return 3 * self.hidden * experts.inter
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        """Bytes of all routed experts that are held."""
+        return sum(n * e.held * self.expert_params(e) * e.weight_bytes for e, n in self.routed)
+
+    @cached_property
+    def kv_params(self) -> int:
+        """Number of weights of the K and V projections."""
+        return self.hidden * sum(layer.kv.width for layer in self.layers)
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def fc_params(self) -> int:
+        return self.taps * self.hidden**2
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's K and V over all layers."""
+        return self.itemsize * sum(layer.kv.width for layer in self.layers)
+
+    def rank(self, ranks: int) -> ModelShape:
+        """Return the part of one of `ranks` ranks; K/V heads are replicated if there are fewer."""
+        layers = tuple(layer.rank(ranks) for layer in self.layers)
+        return replace(self, layers=layers, vocab=-(-self.vocab // ranks))
+
+    def linears(self, rows: float) -> Work:
+        """Return the work of all dense products of the blocks."""
+        return Work(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
+
+    def experts(self, rows: float) -> Work:
+        """Return the work of routed experts, of which only the chosen ones are read."""
+        num_bytes = flop = 0.0
+        for experts, times in self.routed:
+            params = times * self.expert_params(experts)
+            num_bytes += experts.distinct(rows) * params * experts.weight_bytes
+            flop += 2 * rows * experts.chosen * experts.held / experts.count * params
+        return Work(num_bytes, flop)
+
+    def head(self, rows: float) -> Work:
+        return Work(self.head_params * self.itemsize, 2 * self.head_params * rows)
+
+    def attention(self, batch: int, rows: float, context: float) -> Work:
+        """Return the work of attention for `rows` rows of each request, or for means over requests."""
+        works = [
+            (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
+        ]
+        return _sum_of(works)
+
+    def prompt_attention(self, rows: float, context: float) -> Work:
+        """Return the work of attention for a prompt on a GPU, see `LayerShape.prompt_attention`."""
+        works = [
+            (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
+        ]
+        return _sum_of(works)
+
+    def states(self, batch: int, rows: float) -> Work:
+        """Return the work of recurrent layers: states and records of `rows` rows, read and written."""
+        elements = sum(n * g.num_value_heads * g.key_dim * g.value_dim for g, n in self._states)
+        return Work(2 * batch * self.state_bytes(rows - 1), _RULE_FLOP * batch * rows * elements)
+
+    def context(self, rows: float) -> Work:
+        """Return the work of a drafter's context from taps; its blocks already read K and V weights."""
+        return Work(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
+
+
+def _sum_of(works: Sequence[tuple[Work, int]]) -> Work:
+    return Work(
+        sum(count * work.num_bytes for work, count in works), sum(count * work.flop for work, count in works)
+    )

@@ -1,0 +1,210 @@
+"""Roofline estimate of the seconds of a round: draft, verify and inject for all running requests of an
+engine.
+
+Adds to the roofline's floor per rank: an overhead per kernel launch, the all-reduces over ranks, and the
+traffic to a drafter on a GPU of its own. Leaves out HTTP, interleaved prompts and GEMMs too small to reach
+the sustained rates (a few hundred rows reach about 80 % of the arithmetic).
+
+    colocated   draft + verify + inject, the drafter whole on every rank, its head sharded over them
+    split       the same in sequence, or one half drafted while the other is verified, if that takes less
+    shared      as split, plus waiting while the drafter serves the other engines
+
+A sequential drafter (EAGLE-3) makes each draft in a pass of its own, whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .gpu_specs import Gpu
+from .model_pair import Pair
+from .model_shape import ModelShape, Work
+from .parallel_layouts import Layout
+
+# Estimates derived in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor, and
+# kernels per step: a number per layer, more for MoE layers (router, top-k, sort, two GEMMs and a sum instead
+# of two GEMMs), and a number outside the layers of target and drafter together.
+LAUNCH_S = 3e-6
+LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
+LAUNCHES_OF_EXPERTS = 4
+LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds by bottleneck.
+
+    Attributes:
+        bytes: memory traffic.
+        link: traffic between GPUs.
+        launches: kernel launches.
+        queue: waiting for a drafter that serves another engine.
+    """
+
+    bytes: float = 0.0
+    arithmetic: float = 0.0
+    link: float = 0.0
+    launches: float = 0.0
+    queue: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.bytes + other.bytes,
+            self.arithmetic + other.arithmetic,
+            self.link + other.link,
+            self.launches + other.launches,
+            self.queue + other.queue,
+        )
+
+    def times(self, count: float) -> Spent:
+        """Return the time of `count` repetitions."""
+        return Spent(
+            self.bytes * count,
+            self.arithmetic * count,
+            self.link * count,
+            self.launches * count,
+            self.queue * count,
+        )
+
+    @property
+    def total_s(self) -> float:
+        return self.bytes + self.arithmetic + self.link + self.launches + self.queue
+
+    @property
+    def bound(self) -> str:
+        """The bottleneck that takes the most time."""
+        return max(("bytes", "arithmetic", "link", "launches", "queue"), key=lambda name: getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt rows of a step, after `context` tokens."""
+
+    rows: int = 0
+    context: int = 0
+
+
+NO_CHUNK = Chunk()
+
+
+class StepTimes:
+    """Estimates the step times of one engine of a layout."""
+
+    def __init__(self, pair: Pair, gpu: Gpu, layout: Layout) -> None:
+        self._gpu, self._layout = gpu, layout
+        self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
+        self._drafter = pair.drafter if layout.placement else None
+        self._sequential = pair.sequential
+        shares_head = (
+            not pair.sequential and pair.drafter is not None and pair.drafter.vocab == pair.target.vocab
+        )
+        self._draft_head = (
+            self._target if shares_head and not layout.drafts_apart else pair.drafter or self._target
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether drafter and target run concurrently, so that a round is not the sum of its parts."""
+        return self._layout.drafts_apart
+
+    def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
+        """Return the time of the target's pass over `rows` sampled rows of each request, and over a chunk.
+
+        A plain step has rows = 1. Where requests differ, `rows` and `context` are means.
+        """
+        target, tokens = self._target, batch * rows + chunk.rows
+        works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
+        works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
+        if chunk.rows:  # prompts record no states for rejected drafts
+            works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
+        return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
+
+    def draft(self, batch: int, rows: float, context: float) -> Spent:
+        """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
+        drafter = self._drafter
+        if drafter is None or rows <= 1 or not batch:
+            return Spent()
+        if self._sequential:
+            return self._draft_one_by_one(drafter, batch, rows - 1, context)
+        tokens, chosen = batch * rows, batch * (rows - 1)
+        works = [
+            drafter.linears(tokens),
+            self._draft_head.head(chosen),
+            drafter.attention(batch, rows, context),
+        ]
+        sums = Spent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding and argmax
+        return self._spend(works) + sums + Spent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
+
+    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> Spent:
+        """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
+        works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
+        launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
+        return (self._spend(works) + Spent(launches=LAUNCH_S * launches)).times(drafts)
+
+    def inject(self, rows: float) -> Spent:
+        """Return the time to write `rows` rows of the drafter's context."""
+        return Spent() if self._drafter is None or not rows else self._spend([self._drafter.context(rows)])
+
+    def transfer(self, rows: float) -> Spent:
+        """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""
+        if not self._layout.drafts_apart or not rows:
+            return Spent()
+        link, size = self._gpu.link, self._target.itemsize
+        return Spent(link=link.send_s(rows * self._hidden * size) + link.latency_s)
+
+    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
+        """Return the time in which every request advances by a block of `rows` rows, and prompts by a chunk.
+
+        Nothing is drafted if rows = 1.
+        """
+        tokens = (batch * rows if rows > 1 else 0) + chunk.rows
+        draft = self.draft(batch, rows, context) + self.inject(tokens)
+        total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
+        if self._layout.placement == "shared":
+            return total + Spent(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
+        if self._layout.placement == "split" and batch > 1 and rows > 1 and not chunk.rows:
+            return min(total, self._in_halves(batch, rows, context), key=lambda time: time.total_s)
+        return total
+
+    def _in_halves(self, batch: int, rows: float, context: float) -> Spent:
+        """Return the time with one half drafted while the other half is verified."""
+        half = -(-batch // 2)
+        sent = self.transfer(half * rows)
+        draft = self.draft(half, rows, context) + self.inject(half * rows) + sent
+        longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
+        return longer + longer
+
+    def _spend(self, works: Sequence[Work]) -> Spent:
+        """Return the time of these works run one after another."""
+        device, total = self._gpu.device, Spent()
+        for work in works:
+            seconds = device.seconds(work)
+            memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
+            total += Spent(bytes=seconds) if memory_bound else Spent(arithmetic=seconds)
+        return total
+
+    def _sums(self, count: int, rows: float) -> Spent:
+        """Return the time of `count` all-reduces of `rows` hidden states."""
+        num_bytes = rows * self._hidden * self._target.itemsize
+        return Spent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
+
+
+def _launches(target: ModelShape) -> Spent:
+    routed = LAUNCHES_OF_EXPERTS * sum(times for _, times in target.routed)
+    count = LAUNCHES_PER_LAYER * target.num_layers + routed + LAUNCHES_AROUND
+    return Spent(launches=LAUNCH_S * count)
+
+
+def _waiting_s(service_s: float, round_s: float, engines: int) -> float:
+    """Return the seconds per round that one of `engines` engines waits for their shared drafter.
+
+    Mean value analysis of a closed queueing network (Reiser and Lavenberg, 1980), where each engine returns
+    after the rest of its round. It assumes exponential service times, so it overestimates for engines with
+    equal load.
+    """
+    think_s, queue_length, response_s = round_s - service_s, 0.0, service_s
+    for count in range(1, engines + 1):
+        response_s = service_s * (1.0 + queue_length)
+        queue_length = count * response_s / (think_s + response_s)
+    return response_s - service_s

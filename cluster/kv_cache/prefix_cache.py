@@ -1,0 +1,189 @@
+"""Prefix cache: finds full pages by their content.
+
+A page's digest covers its tokens and, through its parent's digest, all tokens before them; K/V at a position
+depend on exactly these. The salt is the root of the chain, so users with different salts share nothing. Pages
+of generated tokens are cached like pages of prompts.
+
+    root(salt) ──▶ digest 0 = H(root, tokens 0..15) ──▶ digest 1 = H(digest 0, tokens 16..31) ──▶ ...
+
+A page's key is its group and digest. A prefix is a hit if all its pages are there in groups without a window,
+and in groups with a window those that the next row sees:
+
+    full      0 1 2 3 4 5 .      6 pages are a hit, as this window reaches two pages back. Without page 5 in
+    window    . 1 2 . 4 5 6      either group, 3 pages would be: after 4 or 5 pages the window sees page 3
+
+For targets with recurrent layers, a prefix must also end in a saved state (`recurrent_state_manager.py`).
+
+Called by `kv_cache_manager.py`: `match` before a sequence enters, `insert` when a page is full of computed,
+committed tokens. Pages that are not full are never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ..pages.kv_cache_groups import PageGroup
+from ..pages.page_pool import PagePool
+from ..step.scheduler_output import IntArray
+from .recurrent_state_manager import StateBooks
+
+DIGEST_BYTES = 16
+
+
+class PrefixHit(NamedTuple):
+    """A cached prefix.
+
+    Attributes:
+        num_pages: its length.
+        pages: pages of each group, from the first one that is still seen after the prefix to the prefix's
+            last.
+        num_shared: its length if states were saved after every page.
+    """
+
+    num_pages: int
+    pages: tuple[list[int], ...]
+    num_shared: int = 0
+
+
+class PrefixCache:
+    """(Group, digest) -> page.
+
+    Args:
+        pools: the pools of the cached pages; they report evictions.
+        groups: the groups, with their pools and windows.
+        page_size: tokens per page.
+        states: saved states in which prefixes must end; None if the target needs none.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        groups: Sequence[PageGroup],
+        page_size: int,
+        states: StateBooks | None = None,
+    ) -> None:
+        self._states = states
+        self._pools = pools
+        self._groups = groups
+        self._page_size = page_size
+        self._page_of: list[dict[bytes, int]] = [{} for _ in groups]
+        self._key_of: list[dict[int, tuple[int, bytes]]] = [{} for _ in pools]  # page -> group, digest
+        # group, digest, page; None while marking is off
+        self._marked_pages: list[tuple[int, bytes, int]] | None = None
+        for pool, key_of in zip(pools, self._key_of, strict=True):
+            pool.on_evict = partial(self._forget, key_of)
+
+    def hash_pages(self, digests: list[bytes], token_ids: IntArray, num_pages: int, salt: str | None) -> None:
+        """Extend a sequence's chain of `digests` to its first `num_pages` pages."""
+        parent = digests[-1] if digests else _root(salt)
+        for begin in range(len(digests) * self._page_size, num_pages * self._page_size, self._page_size):
+            content = token_ids[begin : begin + self._page_size].tobytes()
+            parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+            digests.append(parent)
+
+    @property
+    def no_hit(self) -> PrefixHit:
+        return PrefixHit(0, tuple([] for _ in self._groups))
+
+    def match(self, digests: list[bytes]) -> PrefixHit:
+        """Return the longest cached prefix. Its pages may be free: `share` them before allocating."""
+        shared = count = self._shorten_to_windows(digests, self._match_full(digests))
+        if self._states is not None:
+            count = self._shorten_to_states(digests, count, self._states)
+        firsts = [group.first_page(count * self._page_size, self._page_size) for group in self._groups]
+        pages = [
+            [page_of[digest] for digest in digests[first:count]]
+            for page_of, first in zip(self._page_of, firsts, strict=True)
+        ]
+        return PrefixHit(count, tuple(pages), shared)
+
+    def _match_full(self, digests: list[bytes]) -> int:
+        """Return the length of the longest prefix that every group without a window has."""
+        count = len(digests)
+        for group, page_of in zip(self._groups, self._page_of, strict=True):
+            if group.window is None:
+                count = next((i for i in range(count) if digests[i] not in page_of), count)
+        return count
+
+    def _shorten_to_windows(self, digests: list[bytes], count: int) -> int:
+        """Return the longest prefix of at most `count` pages after which every window is cached."""
+        windowed = [g for g, group in enumerate(self._groups) if group.window is not None]
+        seen = dict.fromkeys(windowed, count)  # pages seen[g] .. count - 1 are cached
+        complete = not windowed
+        while not complete:
+            complete = True
+            for g in windowed:
+                first = self._groups[g].first_page(count * self._page_size, self._page_size)
+                unseen, page_of = range(first, min(seen[g], count)), self._page_of[g]
+                gap = next((i for i in reversed(unseen) if digests[i] not in page_of), None)
+                if gap is None:
+                    seen[g] = min(first, seen[g])
+                else:  # every window that reaches here from a shorter prefix has the same gap
+                    count, complete = gap, False
+        return count
+
+    def _shorten_to_states(self, digests: list[bytes], count: int, states: StateBooks) -> int:
+        """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
+        while (shorter := states.longest(digests, count)) != count:
+            count = self._shorten_to_windows(digests, shorter)
+        return count
+
+    def insert(self, group: int, pages: Iterable[tuple[bytes, int]]) -> None:
+        """Insert full pages. For content that is already cached the older page remains."""
+        number = self._groups[group].pool
+        pool, page_of, key_of = self._pools[number], self._page_of[group], self._key_of[number]
+        for digest, page in pages:
+            if digest in page_of:
+                continue
+            assert page not in key_of, f"page {page} has two contents"
+            page_of[digest] = page
+            key_of[page] = group, digest
+            pool.keep(page)
+            if self._marked_pages is not None:
+                self._marked_pages.append((group, digest, page))
+
+    def clear(self) -> None:
+        """Forget everything; running sequences keep their pages."""
+        for known in (*self._page_of, *self._key_of):
+            known.clear()
+        for pool in self._pools:
+            pool.keep_nothing()
+        if self._states is not None:
+            self._states.clear()
+        if self._marked_pages is not None:
+            self._marked_pages = []
+
+    def mark(self) -> None:
+        """Mark everything that is inserted from now on, to be removed together."""
+        self._marked_pages = []
+
+    def forget_marked(self) -> None:
+        """Remove marked pages that are still cached, and stop marking."""
+        for group, digest, page in self._marked_pages or ():
+            number = self._groups[group].pool
+            if self._key_of[number].get(page) == (group, digest):
+                self._forget(self._key_of[number], page)
+                self._pools[number].keep_no_more(page)
+        self._marked_pages = None
+
+    def _forget(self, key_of: dict[int, tuple[int, bytes]], page: int) -> None:
+        group, digest = key_of.pop(page)
+        del self._page_of[group][digest]
+        if self._states is not None:
+            self._states.drop(digest)
+
+    def check_invariants(self) -> None:
+        """Assert that keys and pages are one to one, and that the pools keep exactly these pages."""
+        for p, (pool, key_of) in enumerate(zip(self._pools, self._key_of, strict=True)):
+            groups = [g for g, group in enumerate(self._groups) if group.pool == p]
+            found = {(page, g, digest) for g in groups for digest, page in self._page_of[g].items()}
+            assert found == {(page, *key) for page, key in key_of.items()}, "a page has two contents"
+            assert pool.kept == key_of.keys(), "pool and cache disagree on what is kept"
+
+
+def _root(salt: str | None) -> bytes:
+    text = b"" if salt is None else b"salt:" + salt.encode()
+    return blake2b(text, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,250 @@
+"""Manages recurrent states: which sequence uses which, and which saved ones can be found again.
+
+Layers with a delta rule store no tokens: everything before a row is one *state* of fixed size (with the last
+inputs of their convolutions). All these layers' states of a sequence have one id, as a page has one in all
+layers of its group. Ids only, no memory. A state is free or in one of three uses:
+
+    live    a running sequence computes in it; the workers know its position
+    asked   it will hold a running sequence's state at a position: the plan says so
+    saved   it holds the state at the end of a prefix, found by the digest of its last page; read-only
+
+    free ──enter──▶ live ──leave──▶ free            allocated from free states,
+      └────ask────▶ asked ──settle──▶ saved ──▶     else the least recently used saved one
+
+So saved states use spare memory, and no running sequence ever waits for them. Pages can match any prefix,
+states only prefixes where one was saved: a hit ends at a saved state, and the rest is computed again. States
+are saved only at the end of a page (`_wanted`):
+
+* where a new request diverges from what others have computed, as that prefix has proven to be shared;
+* at the end of a prompt, before its last token: for the same prompt again, and for its continuations;
+* periodically, in one state that moves along with its sequence: for preemption, and for the next turn.
+
+Steps run in order, and within a step states are read before any is written, so an id can go to its next owner
+at once, as a page does. Called by `kv_cache_manager.py`; `cluster/step/scheduler_output.py` has a diagram of
+a step.
+
+Shape legend: R requests in the step, M requested states.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..step.scheduler_output import IntArray, SchedulerOutput, StateEntry, StateSaves
+from ..step.sequence import SlotTable
+from ..step.step_outcome import StepOutcome
+
+MOVES_PAGES = 4  # pages between the positions at which a sequence's moving state is saved
+
+
+class _Asked(NamedTuple):
+    """A state that will be saved.
+
+    Attributes:
+        position: tokens that it will hold.
+        moves: whether it replaces the moving state that was saved before for its sequence.
+    """
+
+    position: int
+    state: int
+    moves: bool
+
+
+class StateBooks:
+    """Manages the ids of recurrent states.
+
+    Args:
+        num_states: number of states.
+        num_slots: slots of running sequences.
+        page_size: tokens per K/V page.
+        saves: whether states are saved for prefixes at all.
+
+    Attributes:
+        saved: digest -> state, least recently used first.
+    """
+
+    def __init__(self, num_states: int, num_slots: int, page_size: int, *, saves: bool) -> None:
+        self.num_states = num_states
+        self.saved: OrderedDict[bytes, int] = OrderedDict()
+        self._page_size, self._move = page_size, page_size * MOVES_PAGES
+        self._saves = saves
+        self._free = list(range(num_states - 1, -1, -1))  # a stack with low ids on top
+        self._live: dict[int, int] = {}  # by slot, as are the next two
+        self._asked: dict[int, list[_Asked]] = {}
+        self._moving: dict[int, bytes] = {}  # digest of the slot's moving state in `saved`
+        # Positions at which a slot's sequence is saved, in addition to periodic ones; 0 for none.
+        self._branch_S = np.zeros(num_slots, dtype=np.int32)
+        self._prompt_end_S = np.zeros(num_slots, dtype=np.int32)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a sequence can enter."""
+        return bool(self._free or self.saved)
+
+    @property
+    def usage(self) -> float:
+        """Share of states that are live."""
+        return len(self._live) / self.num_states
+
+    # A sequence enters, runs and leaves.
+
+    def longest(self, digests: list[bytes], num_pages: int) -> int:
+        """Return the longest prefix of at most `num_pages` pages with a saved state; 0 if none."""
+        return next((n for n in range(num_pages, 0, -1) if digests[n - 1] in self.saved), 0)
+
+    def enter(
+        self, slot: int, digests: list[bytes], num_pages: int, num_shared: int, num_tokens: int
+    ) -> StateEntry:
+        """Allocate a state for a sequence; the caller has checked `has_room`.
+
+        Args:
+            digests: digests of its pages.
+            num_pages: cached pages that it begins after, found by `longest`.
+            num_shared: pages that have been computed before.
+            num_tokens: its known tokens.
+        """
+        source = None
+        if num_pages:
+            source = self.saved[digests[num_pages - 1]]
+            # evicted last; `_take` may return it if it is the only one
+            self.saved.move_to_end(digests[num_pages - 1])
+        state = self._take()
+        assert state is not None, "a sequence enters without room"
+        self._live[slot] = state
+        self._branch_S[slot] = num_shared * self._page_size
+        self._prompt_end_S[slot] = (num_tokens - 1) // self._page_size * self._page_size
+        return StateEntry(state, source, num_pages * self._page_size)
+
+    def ask(self, slots_R: IntArray, first_R: IntArray, ends_R: IntArray) -> StateSaves | None:
+        """Return the states that a step being planned will save.
+
+        Args:
+            first_R: smallest possible position of each request's first row.
+            ends_R: largest possible end of its rows.
+        """
+        if not self._saves:
+            return None
+        passes_R = ends_R // self._move > first_R // self._move
+        for marks_S in (self._branch_S, self._prompt_end_S):
+            marks_R = marks_S[slots_R]
+            passes_R |= (first_R < marks_R) & (marks_R <= ends_R)
+        asked = [
+            (index, each.position, each.state)
+            for index in np.flatnonzero(passes_R).tolist()
+            for each in self._ask(int(slots_R[index]), int(first_R[index]), int(ends_R[index]))
+        ]
+        if not asked:
+            return None
+        columns = np.array(asked, dtype=np.int32).T
+        return StateSaves(columns[0], columns[1], columns[2])
+
+    def settle(self, plan: SchedulerOutput, outcome: StepOutcome, table: SlotTable) -> None:
+        """Record a step's saved states. Called after full pages were inserted into the prefix cache."""
+        saves = plan.saves
+        if saves is None:
+            return
+        num_committed_R = outcome.num_known + np.maximum(outcome.num_out - 1, 0)
+        spans = zip(
+            (outcome.num_computed - num_committed_R).tolist(), outcome.num_computed.tolist(), strict=True
+        )
+        span_of = dict(zip(outcome.slots.tolist(), spans, strict=True))
+        slots_M = plan.slots[saves.requests].tolist()
+        for slot, position in zip(slots_M, saves.positions.tolist(), strict=True):
+            before, after = span_of.get(slot, (0, 0))
+            each = next((each for each in self._asked.get(slot, ()) if each.position == position), None)
+            # not reached yet, saved by an earlier step, or the sequence has left
+            if after < position or each is None:
+                continue
+            self._asked[slot].remove(each)
+            digests, number = table.sequences[slot].digests, each.position // self._page_size
+            if before < position and number <= len(digests):
+                self._save(slot, each, digests[number - 1])
+            else:  # a step that was already in flight passed the position, or its pages are not cached
+                self._free.append(each.state)
+
+    def leave(self, slot: int) -> None:
+        """Free a sequence's state and the states requested for it; saved ones remain."""
+        self._free.append(self._live.pop(slot))
+        self._free.extend(each.state for each in self._asked.pop(slot, ()))
+        self._moving.pop(slot, None)
+
+    # Saved states are removed.
+
+    def drop(self, digest: bytes) -> None:
+        """Free the state of a prefix whose last page is gone."""
+        state = self.saved.pop(digest, None)
+        if state is not None:
+            self._free.append(state)
+
+    def clear(self) -> None:
+        """Free all saved states; running sequences keep theirs."""
+        self._free.extend(self.saved.values())
+        self.saved.clear()
+        self._moving.clear()
+
+    def _ask(self, slot: int, first: int, end: int) -> list[_Asked]:
+        """Return states for the positions that a sequence passes, including those of steps in flight.
+
+        Positions for which no state is left are skipped.
+        """
+        asked = self._asked.setdefault(slot, [])
+        wanted = self._wanted(slot, first, end)
+        for position, moves in wanted.items():
+            if all(each.position != position for each in asked):
+                state = self._next_moving(slot) if moves else self._take()
+                if state is not None:
+                    asked.append(_Asked(position, state, moves))
+        return sorted(each for each in asked if each.position in wanted)
+
+    def _wanted(self, slot: int, first: int, end: int) -> dict[int, bool]:
+        """Return the positions in first + 1 .. end at which it is saved, and whether the moving state is
+        used.
+
+        For a prompt's chunk before the end of the prompt, the last position is most useful; for a step with
+        drafts it is the first one, which is most likely to be passed.
+        """
+        branch, prompt_end = int(self._branch_S[slot]), int(self._prompt_end_S[slot])
+        wanted = {mark: False for mark in (branch, prompt_end) if first < mark <= end}
+        periodic = (first // self._move + 1 if first >= prompt_end else end // self._move) * self._move
+        if first < periodic <= end and prompt_end not in wanted:
+            wanted.setdefault(periodic, True)
+        return wanted
+
+    def _next_moving(self, slot: int) -> int | None:
+        """Return the sequence's moving state if it was not evicted, else a new one."""
+        state = self.saved.pop(self._moving.pop(slot, b""), None)
+        return self._take() if state is None else state
+
+    def _save(self, slot: int, asked: _Asked, digest: bytes) -> None:
+        if digest in self.saved:  # already saved by another sequence
+            self.saved.move_to_end(digest)
+            self._free.append(asked.state)
+            return
+        self.saved[digest] = asked.state
+        if asked.moves:
+            self._moving[slot] = digest
+
+    def _take(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self.saved:
+            return self.saved.popitem(last=False)[1]
+        return None
+
+    def check_invariants(self, slots: Iterable[int]) -> None:
+        """Assert that every state is in exactly one use, and that every running sequence has one.
+
+        Args:
+            slots: slots of running sequences.
+        """
+        assert self._live.keys() == set(slots), "running sequences and live states do not match"
+        assert self._asked.keys() <= self._live.keys(), "a state is requested for no running sequence"
+        asked = [each.state for states in self._asked.values() for each in states]
+        all_states = [*self._free, *self._live.values(), *asked, *self.saved.values()]
+        assert sorted(all_states) == list(range(self.num_states)), "a state is lost, or has two owners"
+        positions = [[each.position for each in states] for states in self._asked.values()]
+        assert all(len(set(each)) == len(each) for each in positions), "a state is requested twice"

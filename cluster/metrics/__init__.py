@@ -1,0 +1,2 @@
+"""Metrics without a client library: definitions, histograms, bounded label values. Start with
+`engine_metrics.py`."""

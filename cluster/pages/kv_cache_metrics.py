@@ -1,0 +1,67 @@
+"""Measures lifetime, idle time and reuse gap of a sample of pages, for metrics only.
+
+    taken ──▶ full, kept ──▶ free ──▶ reused ──▶ free ──▶ evicted
+      │                        └─ reuse gap ─┘    └─ idle ─┤
+      └────────────────────── lifetime ────────────────────┘
+
+Pages whose content was never kept are not measured to their end, as nothing of value is lost with them.
+Called by `page_pool.py`; the time is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..metrics.histogram import Histogram
+from ..metrics.metric import PAGE_S
+
+_SAMPLE_SIZE = 512  # sampled pages per pool, approximately
+
+
+class PageTimes:
+    """Measurements over all pools of an engine.
+
+    Attributes:
+        now_s: the time, set before each plan.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.lifetime, self.idle, self.reuse_gap = (Histogram(PAGE_S) for _ in range(3))
+
+
+class PageAges:
+    """Measures the pages of one pool.
+
+    Args:
+        times: collects the measurements.
+        num_pages: pages of the pool.
+    """
+
+    def __init__(self, times: PageTimes, num_pages: int) -> None:
+        self._times = times
+        stride = -(-num_pages // _SAMPLE_SIZE)
+        self._sample = frozenset(range(0, num_pages, stride)) if num_pages else frozenset[int]()
+        self._taken_s: dict[int, float] = {}
+        self._free_s: dict[int, float] = {}
+
+    def take(self, pages: Iterable[int]) -> None:
+        """Record pages that are allocated for new content."""
+        for page in self._sample.intersection(pages):
+            self._taken_s[page] = self._times.now_s
+
+    def free(self, page: int) -> None:
+        """Record a page that is not used any more but keeps its content."""
+        if page in self._sample:
+            self._free_s[page] = self._times.now_s
+
+    def use_again(self, page: int) -> None:
+        """Record that a free page is used again."""
+        if page in self._free_s:
+            self._times.reuse_gap.observe(self._times.now_s - self._free_s.pop(page))
+
+    def evict(self, page: int) -> None:
+        """Record that a page's content is evicted."""
+        if page in self._free_s:
+            self._times.idle.observe(self._times.now_s - self._free_s.pop(page))
+            self._times.lifetime.observe(self._times.now_s - self._taken_s[page])

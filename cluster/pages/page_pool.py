@@ -1,0 +1,112 @@
+"""Reference counts of K/V pages, and the order in which free ones are used. Ids only, no memory.
+
+A free page whose content is worth keeping (`keep`) stays intact until nothing else is free: blank pages are
+used first, then kept ones, least recently used first. `cluster/kv_cache/prefix_cache.py` knows what a page
+holds, `cluster/kv_cache/kv_cache_manager.py` which sequence uses it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from .kv_cache_metrics import PageAges, PageTimes
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Return the pages that `num_tokens` tokens fill, including a partial last one."""
+    return -(-num_tokens // page_size)
+
+
+class PagePool:
+    """Pages 0 .. num_pages - 1.
+
+    Args:
+        num_pages: number of pages.
+        ages: measures the pages for metrics.
+    """
+
+    def __init__(self, num_pages: int, ages: PageAges | None = None) -> None:
+        self.num_pages = num_pages
+        self._ages = ages or PageAges(PageTimes(), 0)
+        self.ref_counts = [0] * num_pages
+        self.on_evict: Callable[[int], None] = lambda page: None  # called with kept pages that are evicted
+        self._kept: set[int] = set()
+        self._blank = list(range(num_pages - 1, -1, -1))  # a stack with low ids on top
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # kept and free, oldest first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._evictable)
+
+    def num_idle(self, pages: Sequence[int]) -> int:
+        """Return how many of `pages` are free (kept, but not in use)."""
+        return sum(self.ref_counts[page] == 0 for page in pages)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate free pages, whose old content is lost. The caller has checked `num_free`."""
+        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
+        pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
+        for page in pages:
+            self.ref_counts[page] = 1
+        self._ages.take(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a use to kept pages."""
+        for page in pages:
+            if self.ref_counts[page] == 0:
+                del self._evictable[page]
+                self._ages.use_again(page)
+            self.ref_counts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove a use of each page. Of kept pages that become free, the first ones are evicted first."""
+        for page in pages:
+            assert self.ref_counts[page] > 0, f"page {page} is released but not in use"
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] > 0:
+                continue
+            if page in self._kept:
+                self._evictable[page] = None
+                self._ages.free(page)
+            else:
+                self._blank.append(page)
+
+    def keep(self, page: int) -> None:
+        """Keep the content of a page in use once it is free."""
+        assert self.ref_counts[page] > 0, f"page {page} is free: its content is not known"
+        self._kept.add(page)
+
+    def keep_no_more(self, page: int) -> None:
+        """Do not keep a page's content any more."""
+        self._kept.remove(page)
+        if page in self._evictable:
+            del self._evictable[page]
+            self._blank.append(page)
+
+    def keep_nothing(self) -> None:
+        """Do not keep any page's content any more."""
+        self._blank.extend(self._evictable)
+        self._evictable.clear()
+        self._kept.clear()
+
+    def _evict(self) -> int:
+        page, _ = self._evictable.popitem(last=False)
+        self._kept.remove(page)
+        self._ages.evict(page)
+        self.on_evict(page)
+        return page
+
+    def check_invariants(self) -> None:
+        """Assert that every page is either in use, blank or evictable."""
+        in_use = {page for page, count in enumerate(self.ref_counts) if count}
+        assert min(self.ref_counts) >= 0, "a page is released too often"
+        assert len(in_use) + self.num_free == self.num_pages, "pages are lost or counted twice"
+        assert in_use | set(self._blank) | set(self._evictable) == set(range(self.num_pages))
+        assert self._evictable.keys() <= self._kept, "an evictable page is not worth keeping"
+        assert self._kept.isdisjoint(self._blank), "a kept page is blank"
+
+    @property
+    def kept(self) -> frozenset[int]:
+        return frozenset(self._kept)

@@ -1,0 +1,277 @@
+"""A flight recorder of the last requests, step by step, to explain why a request took long.
+
+It is always on, so it must be almost free: a step is one row of arrays for all its requests (microseconds,
+whatever their number), and a request's own numbers are extracted when it leaves its slot. It is bounded to
+the last steps and the last requests, and holds neither tokens nor text. `cluster/scheduler/request_queues.py`
+and `cluster/scheduler/scheduler.py` report events. `cluster/engine/engine_core.py` reads from any thread:
+readers copy what the engine's thread only appends to. `request_timeline.py` defines what readers get.
+
+Shape legend: N recorded steps, R requests in a step, S slots, C counts of a request in a step, T times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..request.request import FinishReason, Request
+from ..step.scheduler_output import SchedulerOutput, StepTimings
+from ..step.step_outcome import StepOutcome
+from .request_timeline import COUNTS, TIMES, Life, Reason, SlotSteps, Stay, Why
+
+_MAX_CELLS = 1 << 18  # steps x slots
+_MIN_STEPS, _MAX_STEPS = 256, 4096
+_MAX_ENDED = 4096  # requests
+_MAX_ENDED_STEPS = 1 << 17  # steps of ended requests, about 11 MB in total
+
+
+class StepRing:
+    """A ring buffer of the last committed steps of all requests.
+
+    Args:
+        num_slots: slots of the scheduler.
+
+    Attributes:
+        last: number of the newest step; -1 before the first. Steps are committed in order.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_steps = min(max(_MAX_CELLS // num_slots, _MIN_STEPS), _MAX_STEPS)
+        self._counts_NCS = np.zeros((self.num_steps, len(COUNTS), num_slots), dtype=np.int32)
+        self._times_NT = np.zeros((self.num_steps, len(TIMES)))
+        self.last = -1
+
+    def write(
+        self,
+        plan: SchedulerOutput,
+        planned_s: float,
+        outcome: StepOutcome,
+        timings: StepTimings,
+        now_s: float,
+    ) -> None:
+        """Record a committed step; requests that have left are not in its outcome."""
+        row = plan.step % self.num_steps
+        counts_CS = self._counts_NCS[row]
+        counts_CS.fill(0)
+        # A single assignment, as each costs a microsecond.
+        counts_CS[:, outcome.slots] = (
+            *(outcome.num_known, outcome.num_planned, outcome.num_drafts),
+            *(outcome.num_accepted, outcome.num_out),
+        )
+        self._times_NT[row] = (
+            *(planned_s, now_s, timings.draft_s, timings.verify_s, timings.sample_s, timings.inject_s),
+            *(plan.num_requests, plan.num_batched_tokens),
+        )
+        self.last = plan.step
+
+    def of(self, slot: int, first: int, last: int) -> SlotSteps:
+        """Return what a slot had of the steps from `first` to `last`, as far as they are recorded."""
+        begin = max(first, self.last - self.num_steps + 1)
+        rows_N = np.arange(begin, last + 1) % self.num_steps
+        counts_NC = self._counts_NCS[rows_N, :, slot]
+        took_part_N = counts_NC[:, 0] > 0  # at least one row of a known token
+        return SlotSteps(counts_NC[took_part_N], self._times_NT[rows_N[took_part_N]], begin - first)
+
+
+class Waits:
+    """Seconds for which the head of a queue could not enter, by reason; the rest waits for the same."""
+
+    def __init__(self) -> None:
+        self._totals: dict[Reason, float] = {}
+        self._reason: Reason | None = None
+        self._since_s = 0.0
+
+    def hold(self, reason: Reason, now_s: float) -> None:
+        """Record that the head does not enter the plan that is being made."""
+        self._reason, self._since_s = reason, now_s
+
+    def settle(self, now_s: float) -> None:
+        """Add up the time since the last plan."""
+        if self._reason is not None:
+            self._totals[self._reason] = self._totals.get(self._reason, 0.0) + now_s - self._since_s
+            self._reason = None
+
+    def until(self, now_s: float) -> Mapping[Reason, float]:
+        totals = dict(self._totals)
+        if self._reason is not None:
+            totals[self._reason] = totals.get(self._reason, 0.0) + max(now_s - self._since_s, 0.0)
+        return totals
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A request's time in a slot; open while `left_s` is None."""
+
+    slot: int
+    first_step: int
+    entered_s: float
+    num_cached: int
+    waited: Mapping[Reason, float]
+    left_s: float | None = None
+    why: Why | None = None
+    steps: SlotSteps | None = None
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request so far. `queued_s` and `waits` are those at its arrival, or when it last lost its slot."""
+
+    request_id: str
+    client_id: str | None
+    owner: str | None
+    arrival_s: float
+    num_prompt_tokens: int
+    num_begun: int
+    max_tokens: int | None
+    priority: int
+    background: bool
+    max_draft_tokens: int | None
+    waits: Mapping[Reason, float]
+    stays: list[_Stay] = field(default_factory=list[_Stay])
+    ended_s: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return sum(len(stay.steps.counts_NC) for stay in self.stays if stay.steps is not None)
+
+    def goes_by(self, name: str) -> bool:
+        """Return whether this is the request's name in the engine, that of its response, or the client's."""
+        request_id = self.request_id
+        return name in (self.client_id, request_id) or (
+            request_id.startswith(name) and request_id[len(name)] in "-."
+        )
+
+
+class Journal:
+    """The flight recorder of one scheduler.
+
+    Args:
+        num_slots: most requests that run at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._ring = StepRing(num_slots)
+        self._living: dict[str, _Life] = {}
+        self._ended: deque[_Life] = deque()
+        self._num_ended_steps = 0
+        self._waits = {background: Waits() for background in (False, True)}
+        self._step, self._now_s = 0, 0.0  # of the plan being made, or of the last one
+
+    # Called by the roster and the scheduler.
+
+    def arrived(self, request: Request) -> None:
+        """Record a request that waits."""
+        self._living[request.request_id] = _Life(
+            request.request_id,
+            request.client_id,
+            request.owner,
+            request.arrival_s,
+            len(request.prompt_token_ids),
+            len(request.output_token_ids),
+            request.params.max_tokens,
+            request.priority,
+            request.background,
+            request.max_draft_tokens,
+            self._waits[request.background].until(request.arrival_s),
+        )
+
+    def planning(self, step: int, now_s: float) -> None:
+        """Record that a plan is being made."""
+        self._step, self._now_s = step, now_s
+        for waits in self._waits.values():
+            waits.settle(now_s)
+
+    def held(self, reason: Reason, *, background: bool) -> None:
+        """Record why the first waiting request does not enter the plan."""
+        self._waits[background].hold(reason, self._now_s)
+
+    def entered(self, request_id: str, slot: int, num_cached: int) -> None:
+        """Record that a request runs from this plan on, with `num_cached` tokens already computed."""
+        life = self._living[request_id]
+        waits_before = life.waits
+        totals = self._waits[life.background].until(self._now_s)
+        waited: dict[Reason, float] = {
+            reason: s - waits_before.get(reason, 0.0)
+            for reason, s in totals.items()
+            if s > waits_before.get(reason, 0.0)
+        }
+        life.stays.append(_Stay(slot, self._step, self._now_s, num_cached, waited))
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned_s: float,
+        outcome: StepOutcome,
+        timings: StepTimings,
+        now_s: float,
+    ) -> None:
+        """Record a committed step, before its ended requests are reported."""
+        self._now_s = now_s
+        self._ring.write(plan, planned_s, outcome, timings, now_s)
+
+    def lost_slot(self, request_id: str, why: Why) -> None:
+        """Record that a request goes back from running to waiting."""
+        life = self._living[request_id]
+        self._close(life, why)
+        life.waits = self._waits[life.background].until(self._now_s)
+
+    def ended(self, request_id: str, reason: FinishReason) -> None:
+        """Record that a request leaves for good, running or waiting."""
+        life = self._living[request_id]
+        self._close(life, "ended")
+        life.ended_s, life.finish_reason = self._now_s, reason
+        self._ended.append(life)
+        del self._living[request_id]
+        self._num_ended_steps += life.num_steps
+        while len(self._ended) > _MAX_ENDED or self._num_ended_steps > _MAX_ENDED_STEPS:
+            self._num_ended_steps -= self._ended.popleft().num_steps
+
+    def _close(self, life: _Life, why: Why) -> None:
+        """End the current slot interval, if any; very long requests only keep their last steps."""
+        if not life.stays or life.stays[-1].left_s is not None:
+            return
+        stay = life.stays[-1]
+        stay.steps = self._ring.of(stay.slot, stay.first_step, self._ring.last)
+        stay.left_s, stay.why = self._now_s, why
+        while len(life.stays) > 1 and life.num_steps > _MAX_STEPS:
+            life.stays.pop(0)
+
+    # Called from any thread.
+
+    def lives(self, name: str) -> list[Life]:
+        """Return the requests with this name, oldest first; one HTTP request may have several."""
+        known = [*self._ended.copy(), *self._living.copy().values()]
+        return [self._to_life(life) for life in known if life.goes_by(name)]
+
+    def _to_life(self, life: _Life) -> Life:
+        return Life(
+            request_id=life.request_id,
+            client_id=life.client_id,
+            owner=life.owner,
+            arrival_s=life.arrival_s,
+            num_prompt_tokens=life.num_prompt_tokens,
+            num_begun=life.num_begun,
+            max_tokens=life.max_tokens,
+            priority=life.priority,
+            background=life.background,
+            max_draft_tokens=life.max_draft_tokens,
+            stays=tuple(map(self._to_stay, life.stays)),
+            ended_s=life.ended_s,
+            finish_reason=life.finish_reason,
+        )
+
+    def _to_stay(self, stay: _Stay) -> Stay:
+        steps = stay.steps or self._ring.of(stay.slot, stay.first_step, self._ring.last)
+        return Stay(
+            entered_s=stay.entered_s,
+            num_cached=stay.num_cached,
+            waited=stay.waited,
+            left_s=stay.left_s,
+            why=stay.why,
+            num_forgotten=max(steps.num_forgotten, 0),
+            steps=tuple(steps.told()),
+        )

@@ -1,0 +1,1 @@
+"""A request as the engine knows it: prompt, sampling parameters, grammar, caller. Start with `request.py`."""

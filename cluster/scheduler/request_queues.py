@@ -1,0 +1,190 @@
+"""Waiting and running requests in priority order, with the slot and pages of each running one.
+
+    waiting ──enter: slot, prefix hits, pages──▶ running ──leave──▶ gone
+       ▲                                            │
+       └─────── preempt: loses slot and pages, keeps its tokens
+
+`scheduler.py` decides when; this module updates tables, pages and counts. The order is `Sequence.rank`: by
+arrival, or by priority and then arrival, with background work last.
+
+Shape legend: R requests in a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from ..kv_cache.kv_cache_manager import PageBooks
+from ..kv_cache.prefix_cache import PrefixHit
+from ..records.flight_recorder import Journal
+from ..records.request_timeline import Why
+from ..request.request import FinishReason, Request
+from ..step.limits import SchedulerConfig
+from ..step.scheduler_output import AdmittedRequest, IntArray
+from ..step.sequence import WAITING, Sequence, SlotTable
+from ..step.step_outcome import SequenceUpdate
+from .scheduler_stats import Counters
+
+_by_rank = attrgetter("rank")
+
+
+class Roster:
+    """Waiting and running requests of one engine.
+
+    Args:
+        config: that of its scheduler.
+        on_leave: called with a slot before it is freed.
+        journal: records requests that come and go.
+
+    Attributes:
+        running, waiting: sorted by rank.
+    """
+
+    def __init__(self, config: SchedulerConfig, on_leave: Callable[[int], None], journal: Journal) -> None:
+        self._config = config
+        self._on_leave = on_leave
+        self._journal = journal
+        self.books = PageBooks(config)
+        self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
+        self.counters = Counters(config.num_speculative_tokens)
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._num_added = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    @property
+    def has_background(self) -> bool:
+        return any(queue and queue[-1].request.background for queue in (self.running, self.waiting))
+
+    @property
+    def num_online_running(self) -> int:
+        return _num_online(self.running)
+
+    @property
+    def num_online_waiting(self) -> int:
+        return _num_online(self.waiting)
+
+    def add(self, request: Request) -> None:
+        self._num_added += 1
+        priority = request.priority if self._config.by_priority else 0
+        rank = (int(request.background), priority, self._num_added)
+        sequence = Sequence.of(request, rank, self._config.max_length, self._config.eos_token_ids)
+        self._sequences[request.request_id] = sequence
+        insort(self.waiting, sequence, key=_by_rank)
+        self._journal.arrived(request)
+
+    def abort(self, request_id: str, reason: FinishReason) -> bool:
+        """End a request; False if it is not here (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.counters.finished[reason] += 1
+        if sequence.slot == WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+        self._journal.ended(request_id, reason)
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the queue for lack of room."""
+        self.send_back(sequence, "preempted")
+        self.counters.preemptions += 1
+
+    def send_back(self, sequence: Sequence, why: Why) -> None:
+        """Move a running sequence back to the queue, without slot and pages."""
+        self._journal.lost_slot(sequence.request.request_id, why)
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_by_rank)
+
+    def others(self, slots_R: IntArray) -> list[Sequence]:
+        """Return the running sequences without these slots, by rank."""
+        chosen = set(slots_R.tolist())
+        return [sequence for sequence in self.running if sequence.slot not in chosen]
+
+    def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Return whether there are a slot, a state and pages for a sequence, and pages for others to grow."""
+        num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
+        has_slot = self.table.has_free_slot and self.books.has_state
+        return has_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)
+
+    def num_before(self, sequence: Sequence) -> int:
+        """Return the number of running sequences that must keep room to grow."""
+        return len(self.running) if sequence.request.background else self.num_online_running
+
+    def make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Preempt background work until a sequence can enter, if necessary; return whether it can."""
+        while not self.has_room_to_enter(sequence, hit):
+            if not self.may_preempt_for(sequence):
+                return False
+            self.preempt(self.running[-1])
+        return True
+
+    def may_preempt_for(self, sequence: Sequence) -> bool:
+        """Return whether the last running sequence is background work, and this one is not."""
+        running = self.running
+        return bool(running) and running[-1].request.background and not sequence.request.background
+
+    def enter(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
+        """Start the first waiting sequence, with a cached prefix."""
+        table, sequence = self.table, self.waiting.pop(0)
+        num_cached = hit.num_pages * self._config.page_size
+        max_drafts = sequence.request.most_drafts(self._config.num_speculative_tokens)
+        slot = table.enter(sequence, num_cached, max_drafts)
+        state = self.books.enter(slot, hit, sequence)
+        self._journal.entered(sequence.request.request_id, slot, num_cached)
+        insort(self.running, sequence, key=_by_rank)
+        if sequence.num_cached_tokens is None:
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(num_cached, num_prompt_tokens)
+            sequence.queue_s = now_s - sequence.request.arrival_s
+            self.counters.count_first_entry(num_prompt_tokens, sequence.num_cached_tokens)
+        request, tokens = sequence.request, table.known_tokens(slot)
+        return AdmittedRequest(
+            slot, request.request_id, tokens, sequence.sampling, state, on_trial=request.on_trial
+        )
+
+    def dismiss(self, updates: Iterable[SequenceUpdate]) -> None:
+        """Remove the sequences that ended, and prompt log probabilities that were returned."""
+        ended: list[Sequence] = []
+        for update in updates:
+            if update.prompt_logprobs is not None:
+                self._sequences[update.request_id].prompt_logprobs.clear()
+            if update.finish_reason is not None:
+                ended.append(self._sequences.pop(update.request_id))
+                self.counters.finished[update.finish_reason] += 1
+                self._journal.ended(update.request_id, update.finish_reason)
+        for sequence in ended:
+            self._release(sequence)
+        if ended:
+            self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
+
+    def _release(self, sequence: Sequence) -> None:
+        self._on_leave(sequence.slot)
+        self.books.leave(sequence.slot)
+        self.table.leave(sequence)
+
+    def check_invariants(self) -> None:
+        """Assert that no page, slot or token is lost or duplicated, and that no shared page is written."""
+        self.books.check_invariants(self.table)
+        self.table.check_invariants()
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_by_rank), "a queue is out of order"
+        assert {q.slot for q in self.running} == self.table.sequences.keys(), "a slot has no running sequence"
+        assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
+        alive = [q.request.request_id for q in (*self.running, *self.waiting)]
+        assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
+
+
+def _num_online(queue: list[Sequence]) -> int:
+    """Return how many requests of a queue are not background work; they come first."""
+    if not queue or not queue[-1].request.background:
+        return len(queue)
+    return bisect_left(queue, (1,), key=_by_rank)

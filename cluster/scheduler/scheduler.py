@@ -1,0 +1,411 @@
+"""Decides what each step computes: which requests run, with how many rows and which pages; commits results.
+
+There is no prefill phase and no decode phase: every running sequence has known tokens of which some are not
+computed yet, and a step computes some of them. A sequence that lacks only its newest token (the anchor) may
+add drafts after it.
+
+The order is `schedule`, execute, `commit`; later plans may be made while earlier steps are in flight. The
+tokens of those are not known then: pages (`cluster/kv_cache/kv_cache_manager.py`) are allocated for the
+maximum and freed for the minimum, and the workers determine positions. A request that ends, is aborted or is
+preempted (`request_queues.py`) leaves at once: its results in flight are dropped, and as steps run in order,
+its pages are written by their next owner later. Called by `cluster/engine/engine_core.py` only; uses neither
+a clock nor an executor.
+
+Requests are served in the roster's order. Background work comes last, and others are planned as if it did not
+exist. It gets rows that they leave (as many as `step_controller.py` allows), or pauses with slot and pages.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+from ..records.flight_recorder import Journal
+from ..records.request_timeline import Reason
+from ..request.request import Request
+from ..speculation.step_cost_model import StepLoad
+from ..step.executor import DrafterHealth
+from ..step.limits import SchedulerConfig
+from ..step.scheduler_output import AdmittedRequest, IntArray, SchedulerOutput, StepResult
+from ..step.sequence import Sequence
+from ..step.step_outcome import SequenceUpdate, StepOutcome, make_updates, read_result
+from .background_budget import NOTHING, Portion
+from .drafter_context import DrafterContext
+from .request_queues import Roster
+from .scheduler_stats import Counters
+from .step_controller import ScheduledStep, StepController
+from .token_budget import share, within
+from .usage_meter import Spending
+
+
+class Scheduler:
+    """Plans and commits the steps of one engine. `cluster/engine/engine_core.py` has checked that requests
+    are valid and fit."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.journal = Journal(config.num_slots)
+        self.roster = Roster(config, self._forget_slot, self.journal)
+        self.books, self.table = self.roster.books, self.roster.table
+        self.counters = self.roster.counters
+        self._controller = StepController(config)
+        self.spending = Spending(config.num_slots)
+        self.drafter = DrafterContext(config, self.roster, self._controller)
+        self._num_steps = 0
+        self._online_s = -math.inf  # when the last step with online requests was planned
+        self._in_flight: deque[ScheduledStep] = deque()
+        # whether the plan being made is for one of two alternating halves of the requests
+        self._halved = False
+        self._admitted: list[AdmittedRequest] = []  # of the plan being made
+
+    def update_drafter_health(self, health: DrafterHealth) -> None:
+        """Update the state of the executor's drafter; called before every plan."""
+        self.drafter.update_health(health)
+
+    def end_warm_up(self) -> None:
+        """Forget the requests so far, except for the step times."""
+        self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
+        self._controller.forget(costs=False)
+
+    # Planning.
+
+    def schedule(self, now_s: float) -> SchedulerOutput | None:
+        """Plan the next step; None if nothing can be done before one in flight ends.
+
+        Args:
+            now_s: for the record of times.
+        """
+        self._admitted = []
+        self.journal.planning(self._num_steps, now_s)
+        self.books.times.now_s = now_s
+        if self.config.halves and not self._prepare_halves():
+            return None
+        self.drafter.prepare()
+        slots_R, rows_R = self._plan_online(now_s)
+        num_online = len(slots_R)
+        if num_online:
+            self._online_s = now_s
+        if self.roster.has_background:
+            slots_B, rows_B = self._plan_background(slots_R, rows_R, now_s)
+            slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
+        if len(slots_R) == 0:
+            return None
+        slots_N, admitted = self._admitted_requests()
+        self._controller.admit(slots_N, admitted)
+        self.spending.enter(slots_N, [request.account for request in admitted])
+        plan = self._make_plan(slots_R, rows_R.astype(np.int32))
+        self.table.depart(plan)
+        num_running = self.roster.num_online_running or len(self.roster.running)
+        context = self._context(slots_R)
+        step = self._controller.on_scheduled(
+            plan,
+            context,
+            now_s,
+            num_online,
+            num_running,
+            is_half=self._halved,
+            drafter_ready=self.drafter.health.ready,
+        )
+        self._in_flight.append(step)
+        self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
+        self.spending.depart(plan)
+        self._num_steps += 1
+        return step.plan
+
+    @property
+    def controller(self) -> StepController:
+        """The step controller, for reading only."""
+        return self._controller
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of plans that are not committed yet."""
+        return len(self._in_flight)
+
+    def _prepare_halves(self) -> bool:
+        """Decide between half of the requests and all for the next plan; return whether it may be made now.
+
+        With halves, two plans without a common request may be in flight, else only one.
+        """
+        num_running = self.roster.num_online_running or len(self.roster.running)
+        self._halved = self.drafter.health.ready and self._controller.uses_halves(num_running)
+        return len(self._in_flight) < (2 if self._halved else 1)
+
+    def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
+        """Return slots and rows of all requests that are not background work.
+
+        Next to decoding requests, prompts get no more rows than `StepController.prefill_rows`; those that get
+        none are left out of this step.
+        """
+        slots_R = self._unfinished_slots(self.roster.running[: self.roster.num_online_running])
+        rows_R, budget, prompt_budget = slots_R, self.config.max_rows, self.config.max_rows
+        if len(slots_R):
+            num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+            limits_R = self._limits(slots_R, num_tokens_R)
+            drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
+            wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
+            if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
+                prompt_budget = self._controller.prefill_rows()
+            if num_prompts and prompt_budget < budget:
+                wanted_R = within(Portion(len(slots_R), prompt_budget), wanted_R, known_R)
+                included = np.flatnonzero(wanted_R)
+                slots_R, num_tokens_R, known_R, wanted_R = (
+                    array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
+                )
+            rows_R = share(wanted_R, budget)
+            num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
+            slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
+            prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())
+        budget = min(budget - int(rows_R.sum()), prompt_budget)
+        return self._admit_waiting(slots_R, rows_R, budget, now_s, background=False)
+
+    def _plan_background(
+        self, online_R: IntArray, online_rows_R: IntArray, now_s: float
+    ) -> tuple[IntArray, IntArray]:
+        """Return slots and rows of background work in addition to these online ones.
+
+        Requests that get no rows pause, keeping slot and pages.
+        """
+        num_online = len(online_R)
+        decode = bool(num_online) and bool((self.table.known_rows(online_R) == 1).all())
+        if not decode and (num_online or (self._halved and self.roster.num_online_running)):
+            return online_R[:0], online_R[:0]
+        slots_R = self._unfinished_slots(self.roster.running[self.roster.num_online_running :])
+        num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+        num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
+        limits_R = self._limits(slots_R, num_tokens_R)
+        if not decode:
+            portion = self._controller.background_alone(num_decoding, now_s - self._online_s)
+            fits_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
+            chosen = np.flatnonzero(fits_R)
+            drafts_R = np.zeros_like(known_R)
+            drafts_R[chosen] = self._drafts(
+                slots_R[chosen], known_R[chosen], limits_R[chosen], now_s, background=True
+            )
+        else:
+            length = int(online_rows_R.max()) - 1
+            drafts_R, portion = (
+                np.minimum(limits_R, length),
+                self._controller.background_beside((num_online, length), num_decoding),
+            )
+            if portion == NOTHING:
+                return online_R[:0], online_R[:0]
+        wanted_R = self._wanted_rows(slots_R, known_R, drafts_R)
+        wanted_R = within(portion, wanted_R, known_R)
+        joining = np.flatnonzero(wanted_R)[:budget]
+        slots_R, known_R, rows_R = slots_R[joining], known_R[joining], share(wanted_R[joining], budget)
+        num_kept = self._cover_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
+        slots_R, known_R, rows_R = slots_R[:num_kept], known_R[:num_kept], rows_R[:num_kept]
+        left = portion.prompt_rows - int(rows_R[known_R > 1].sum())
+        return self._admit_waiting(
+            slots_R, rows_R, min(left, budget - int(rows_R.sum())), now_s, background=True
+        )
+
+    def _unfinished_slots(self, sequences: list[Sequence]) -> IntArray:
+        """Return slots of sequences that may need another step; with halves, of one half."""
+        slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
+        slots_R = slots_R[self.table.go_on(slots_R)]
+        if not self._halved:
+            return slots_R
+        return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
+
+    def _limits(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
+        """Return the most drafts of each request."""
+        table = self.table
+        # A step with k drafts yields up to k + 1 tokens.
+        drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
+        if self.books.has_windows:
+            # A window's pages are kept until drafts in flight are verified, which covers one step's rows
+            # ahead.
+            drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
+        return drafts_R
+
+    def _drafts(
+        self,
+        slots_R: IntArray,
+        known_R: IntArray,
+        limits_R: IntArray,
+        now_s: float,
+        *,
+        background: bool = False,
+    ) -> IntArray:
+        """Return the drafts of each request, 0 for those that do not decode."""
+        drafts_R = np.zeros_like(known_R)
+        if not self.drafter.health.ready:
+            return drafts_R
+        decoding, prompt_rows, decoding_requests = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
+        if len(decoding) < len(known_R):  # rare
+            prompt_rows, decoding_requests = (
+                int(known_R.sum()) - len(decoding),
+                (slots_R[decoding], limits_R[decoding]),
+            )
+        load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
+        self.drafter.note_limits(decoding_requests[1])
+        chosen_R = self._controller.choose_drafts(
+            *decoding_requests, load, now_s, background=background, is_half=self._halved
+        )
+        if self.drafter.can_draft:
+            drafts_R[decoding] = chosen_R
+        return drafts_R
+
+    def _context(self, slots_R: IntArray) -> float:
+        """Return the number of context tokens of these requests together."""
+        return float(self.table.num_computed_S[slots_R].sum())
+
+    def _admitted_requests(self) -> tuple[IntArray, list[Request]]:
+        slots = [admitted.slot for admitted in self._admitted]
+        return np.array(slots, np.int32), [self.table.sequences[slot].request for slot in slots]
+
+    def _wanted_rows(self, slots_R: IntArray, known_R: IntArray, drafts_R: IntArray) -> IntArray:
+        """Return the rows that each sequence can use."""
+        wanted_R = np.where(known_R == 1, 1 + drafts_R, known_R)
+        if (refilled := self.drafter.refill.current) is None:
+            return wanted_R
+        most = self.drafter.refill.rows(int(drafts_R.max(initial=0)), len(slots_R) - 1)
+        return np.where(slots_R == refilled.slot, np.minimum(wanted_R, most), wanted_R)
+
+    def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
+        """Allocate the pages of all rows, from position `first_R` on, in rank order; return how many
+        sequences remain.
+
+        If any pool has too few pages, lower-ranked background work is preempted first. Then rows are cut (in
+        place), so that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A
+        prompt only lacks pages in groups with a window, which it passes through.
+        """
+        books = self.books
+        books.give_back(slots_R, self.table.least_computed(slots_R))
+        while not books.grow(slots_R, first_R + rows_R):
+            last = self.roster.running[-1]
+            if not last.request.background or last.slot == slots_R[-1]:
+                break
+            self.roster.preempt(last)
+        else:
+            return len(slots_R)
+        num_left, others = len(slots_R), self.roster.others(slots_R) if self._halved else []
+        for index in books.lacking(slots_R, first_R + rows_R):
+            slot, first, rows = int(slots_R[index]), int(first_R[index]), int(rows_R[index])
+            while index < num_left and not books.has_room(slot, first + 1):
+                last = self.table.sequences[int(slots_R[num_left - 1])]
+                if others and others[-1].rank > last.rank:
+                    last = others.pop()
+                else:
+                    num_left -= 1
+                self.roster.preempt(last)
+            if index >= num_left:
+                break
+            rows_R[index] = books.grow_some(slot, first + rows) - first
+        return num_left
+
+    def _admit_waiting(
+        self, slots_R: IntArray, rows_R: IntArray, budget: int, now_s: float, *, background: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Admit waiting sequences, strictly by rank, while there are slots, rows and pages."""
+        roster, num_before, rows = self.roster, len(self._admitted), list[int]()
+        if not roster.waiting:
+            return slots_R, rows_R
+        held: Reason | None = None
+        while roster.waiting and roster.waiting[0].request.background == background:
+            sequence = roster.waiting[0]
+            if budget <= 0:
+                held = "rows"
+                break
+            if not (self.table.has_free_slot or roster.may_preempt_for(sequence)):
+                held = "slots"
+                break
+            hit, num_tokens = self.books.find_prefix(sequence), len(sequence.token_ids)
+            left = num_tokens - hit.num_pages * self.config.page_size
+            if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:
+                held = "whole_prompt"
+                break
+            if not roster.make_room(sequence, hit):
+                held = "pages"
+                break
+            self._admitted.append(roster.enter(hit, now_s))
+            if sequence is self.drafter.refill.current:
+                self.counters.drafter_refilled_tokens += left
+                num_drafts = self.drafter.draft_length(background=background)
+                left = min(left, self.drafter.refill.rows(num_drafts, len(slots_R)))
+            rows.append(min(left, budget))
+            budget -= rows[-1]
+        if held is not None:
+            self.journal.held(held, background=background)
+        slots = [admitted.slot for admitted in self._admitted[num_before:]]
+        more = np.array([slots, rows], dtype=np.int32)
+        return np.append(slots_R, more[0]), np.append(rows_R, more[1])
+
+    def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
+        table, left_R = self.table, self.table.known_rows(slots_R)
+        known_R, least_R = np.minimum(rows_R, left_R), table.least_computed(slots_R)
+        entries, saves = self.books.take_new_entries(), None
+        if (states := self.books.states) is not None:
+            saves = states.ask(slots_R, least_R, table.most_tokens(slots_R) - left_R + rows_R)
+        return SchedulerOutput(
+            step=self._num_steps,
+            admitted=tuple(self._admitted),
+            page_groups=entries.groups,
+            page_slots=entries.slots,
+            page_indices=entries.indices,
+            page_ids=entries.pages,
+            slots=slots_R,
+            num_computed=np.where(table.ahead_samples_S[slots_R] > 0, np.int32(-1), least_R),
+            num_rows=rows_R,
+            num_drafts=rows_R - known_R,
+            samples=known_R == left_R,
+            saves=saves,
+            writes_context=self.drafter.is_written,
+        )
+
+    # Committing.
+
+    def commit(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
+        """Commit the result of the oldest plan in flight.
+
+        Returns updates for requests that got tokens or failed.
+        """
+        assert self._in_flight, "a result without a plan"
+        step = self._in_flight.popleft()
+        outcome = read_result(self.table, step.plan, step.staying_R, result)
+        self.table.arrive(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
+        self.journal.stepped(step.plan, step.planned_s, outcome, result.timings, now_s)
+        self._take_prompt_logprobs(outcome)
+        self._append_tokens(outcome)
+        if outcome.failed.any():  # others must not reuse what failed requests computed
+            self.books.forget(outcome.slots[outcome.failed].tolist())
+        self.books.remember_full_pages(self.table, outcome.slots)
+        if self.books.states is not None:
+            self.books.states.settle(step.plan, outcome, self.table)
+        self.counters.count_rows(step.plan, result)
+        self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
+        self.counters.count_experts(result.expert_reads)
+        self.counters.count_drafter(result.drafter_use)
+        self.drafter.completed(step.plan, result.timings)
+        self._controller.on_completed(step, outcome, result, now_s, has_background=self.roster.has_background)
+        self.spending.learn(step, outcome, result, now_s)
+        updates = make_updates(self.table, outcome)
+        self.roster.dismiss(updates)
+        return updates
+
+    def _take_prompt_logprobs(self, outcome: StepOutcome) -> None:
+        """Store prompt log probabilities, before `num_computed_S`, where their rows begin, is updated."""
+        for slot, rows in outcome.prompt_logprobs.items():
+            first = int(self.table.num_computed_S[slot])
+            self.table.sequences[slot].take_prompt_logprobs(first, rows)
+
+    def _append_tokens(self, outcome: StepOutcome) -> None:
+        table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids
+        columns_W = np.arange(token_ids_RW.shape[1], dtype=np.int32)
+        rows, columns = np.nonzero(columns_W < outcome.num_out[:, None])
+        places = table.num_tokens_S[slots_R[rows]] + columns
+        table.token_ids_SL[slots_R[rows], places] = token_ids_RW[rows, columns]
+        table.num_tokens_S[slots_R] += outcome.num_out
+        table.num_computed_S[slots_R] = outcome.num_computed
+
+    def _forget_slot(self, slot: int) -> None:
+        """Drop everything in flight of a slot whose sequence leaves."""
+        for step in self._in_flight:
+            step.staying_R[step.plan.slots == slot] = False
+        self.drafter.refill.leave(slot)

@@ -1,0 +1,75 @@
+"""A simulated engine of a layout: the real scheduler and policies over an executor that only advances a
+clock.
+
+It leaves out HTTP, host time and that layers with a sliding window free pages (the room's tokens count as one
+pool). Called by `trace_replay.py` and `jobs/simulate/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import EngineConfig, SpeculativeConfig
+from ..engine.engine_core import Engine
+from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, Room
+from ..hardware.model_pair import Demand, Pair
+from ..pages.page_pool import pages_for
+from ..request.request import Request, SamplingParams
+from ..step.executor import ExecutorInfo
+from ..step.scheduler_output import SchedulerOutput, StepTimings
+from .load_driver import DrivenEngine
+from .simulated_executor import SimulatedExecutor, VirtualClock
+
+VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
+
+
+def simulated_engine(
+    pair: Pair,
+    room: Room,
+    demand: Demand,
+    cost: Callable[[SchedulerOutput], StepTimings],
+    *,
+    adaptive: bool = True,
+    prefix_caching: bool = False,
+    hardness: Callable[[str], float] = lambda request_id: 1.0,
+) -> DrivenEngine:
+    """Return an engine of this pair with its clock at 0.
+
+    Args:
+        pair: the length of its survival curve is the largest draft length; all requests decode plainly
+            without a drafter.
+        room: how many requests and tokens fit.
+        cost: returns the seconds of a step.
+        prefix_caching: the engine setting.
+        adaptive: the engine setting; False verifies all drafts in every step.
+        hardness: returns how hard a request's text is to draft, see `SimulatedExecutor`.
+    """
+    spec = SpeculativeConfig(model="simulated", adaptive=adaptive) if pair.num_drafts else None
+    config = EngineConfig(
+        model="simulated",
+        speculative_config=spec,
+        max_num_seqs=room.max_num_seqs,
+        max_num_batched_tokens=MAX_ROWS,
+        enable_prefix_caching=prefix_caching,
+    )
+    info = ExecutorInfo(
+        num_pages=(pages_for(max(room.kv_tokens, demand.max_model_len), PAGE_SIZE),),
+        num_states=room.num_states,
+        page_size=PAGE_SIZE,
+        max_model_len=demand.max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=(),
+        num_speculative_tokens=pair.num_drafts,
+        dtype="bfloat16",
+        device="simulated",
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(info, pair.survival, cost, clock.advance, hardness)
+    return DrivenEngine(Engine(config, executor, clock), clock)
+
+
+def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Request:
+    """Return a request of these lengths, seeded by its number."""
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=number)
+    prompt = (number % VOCAB,) * prompt_tokens
+    return Request(request_id=str(number), prompt_token_ids=prompt, params=params)

@@ -1,0 +1,227 @@
+"""An executor that computes nothing: tokens are hashes, acceptance and cost follow given curves.
+
+Drafts come from `simulated_drafts.py`; trims are applied, and reduce the cost. The token at (seed, position)
+is a pure function, as with real workers, so a scheduler that let drafts, batches or preemptions change the
+output would be caught. Part of the product for tests and capacity questions at any scale. Time only passes if
+the caller passes `VirtualClock.advance` or `time.sleep`.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..speculation.draft_trimming import trimmed
+from ..step.executor import DrafterHealth, ExecutorInfo
+from ..step.scheduler_output import (
+    AdmittedRequest,
+    IntArray,
+    SchedulerOutput,
+    SlotSampling,
+    StepResult,
+    StepTimings,
+)
+from .simulated_drafts import Hashes, SimulatedDrafts, noise
+from .simulated_step_times import StepTimes
+
+_TOKENS = 0  # stream of noise, different from those of `simulated_drafts.py`
+_NO_DRAFTER = -1
+
+
+class VirtualClock:
+    """A clock that only advances when told to. Pass the object itself to `Engine` as its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Seconds of a step: a fixed time (to read the weights), or the time of its rows if that is more.
+
+    Attributes:
+        verify_floor_s, verify_row_s: of the target's pass.
+        draft_floor_s, draft_row_s: of the drafter's pass; 0 in a step without drafts.
+        inject_row_s: of writing the drafter's context.
+    """
+
+    verify_floor_s: float = 0.0
+    verify_row_s: float = 0.0
+    draft_floor_s: float = 0.0
+    draft_row_s: float = 0.0
+    inject_row_s: float = 0.0
+
+    def __call__(self, plan: SchedulerOutput) -> StepTimings:
+        rows = plan.num_draft_tokens + int(np.count_nonzero(plan.num_drafts))
+        draft_s = max(self.draft_floor_s, rows * self.draft_row_s) if rows else 0.0
+        verify_s = max(self.verify_floor_s, plan.num_batched_tokens * self.verify_row_s)
+        inject_s = plan.num_batched_tokens * self.inject_row_s if plan.writes_context else 0.0
+        return StepTimings(draft_s=draft_s, verify_s=verify_s, inject_s=inject_s)
+
+
+class SimulatedExecutor:
+    """Simulates an executor, see the module's docstring.
+
+    Args:
+        info: facts of the simulated model.
+        survival: survival[i] is the probability that drafts 0..i are all accepted; 0 beyond its end.
+        cost: seconds of a step's parts in sequence; called with the plan for drafting, and with the trimmed
+            plan for the rest.
+        spend: called with the seconds that a step must be waited for, e.g. `VirtualClock.advance`.
+        hardness: hardness of a request's text, by its id: acceptance probabilities are raised to this power.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        survival: Sequence[float] = (),
+        cost: Callable[[SchedulerOutput], StepTimings] = LinearCost(),
+        spend: Callable[[float], None] = lambda seconds: None,
+        hardness: Callable[[str], float] = lambda request_id: 1.0,
+    ) -> None:
+        self._info = info
+        self._drafts = SimulatedDrafts(survival)
+        self._hardness = hardness
+        self._cost = cost
+        self._spend = spend
+        self._times = StepTimes(beside=info.halves)
+        self._seeds_S = np.zeros(0, dtype=np.uint64)
+        self._hardness_S = np.zeros(0)
+        self._computed_S = np.zeros(0, dtype=np.int32)
+        # the generation whose drafter has the whole context of the slot's sequence
+        self._drafters_S = np.zeros(0, dtype=np.int32)
+        self._sampling: dict[int, SlotSampling] = {}
+        self._results: deque[StepResult] = deque()
+        self._drafter = DrafterHealth()
+        self._closed = False
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        return self._drafter
+
+    def lose_drafter(self) -> None:
+        """Lose the drafter: no draft is accepted from now on."""
+        self._drafter = replace(self._drafter, ready=False)
+
+    def start_drafter(self) -> None:
+        """Start a new drafter, which has no context of anything computed so far."""
+        self._drafter = DrafterHealth(ready=True, generation=self._drafter.generation + 1)
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        assert not self._closed, "the executor is closed"
+        assert len(self._results) < self._info.max_in_flight, "more steps in flight than were allowed"
+        self._results.append(self._run(plan))
+
+    def collect(self) -> StepResult:
+        self._spend(self._times.end())
+        return self._results.popleft()
+
+    def first_positions(self, plan: SchedulerOutput) -> IntArray:
+        """Return the position of each request's first row [R], after the plan's admissions."""
+        return np.where(plan.num_computed < 0, self._computed_S[plan.slots], plan.num_computed)
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
+        for request in plan.admitted:
+            self._admit(request)
+        seeds_R = self._seeds_S[plan.slots]
+        begin_R = self.first_positions(plan) + plan.num_rows - plan.num_drafts
+        if not self._drafter.ready:
+            self._drafters_S[plan.slots] = _NO_DRAFTER
+        hardness_R = self._hardness_S[plan.slots]
+        margins_RK, accepted_RK = self._drafts.propose(seeds_R, begin_R, plan.num_drafts, hardness_R)
+        verified_R = plan.num_drafts
+        if plan.trim is not None and margins_RK.size:
+            num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
+            verified_R = trimmed(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
+        in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
+        accepted_R = np.where(in_context_R, np.minimum(accepted_RK.sum(axis=1), verified_R), 0)
+        if not plan.writes_context:
+            self._drafters_S[plan.slots] = _NO_DRAFTER
+        num_tokens_R = np.where(plan.samples, 1 + accepted_R, 0)
+        columns_W = np.arange(1 + int(plan.num_drafts.max()), dtype=np.int32)
+        positions_RW = begin_R[:, None] + columns_W
+        token_ids_RW = _tokens(seeds_R[:, None], positions_RW, self._info.vocab_size)
+        self._avoid_early_stops(plan.slots, positions_RW, token_ids_RW)
+        token_ids_RW[columns_W >= num_tokens_R[:, None]] = -1
+        self._computed_S[plan.slots] = begin_R + np.maximum(num_tokens_R - 1, 0)
+        return StepResult(
+            plan.step,
+            token_ids_RW,
+            num_tokens_R.astype(np.int32),
+            self._times.begin(plan, self._costs(plan, verified_R)),
+            num_drafts=verified_R,
+            margins=margins_RK,
+        )
+
+    def _costs(self, plan: SchedulerOutput, verified_R: IntArray) -> StepTimings:
+        """Return the times of a step with these numbers of verified drafts."""
+        untrimmed = self._cost(plan)
+        if plan.trim is None:
+            return untrimmed
+        trimmed_plan = replace(
+            plan, num_rows=plan.num_rows - plan.num_drafts + verified_R, num_drafts=verified_R
+        )
+        return replace(self._cost(trimmed_plan), draft_s=untrimmed.draft_s)
+
+    def check_health(self) -> None:
+        """Do nothing: it is always healthy."""
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _admit(self, request: AdmittedRequest) -> None:
+        missing = request.slot + 1 - len(self._seeds_S)
+        self._seeds_S = np.append(self._seeds_S, np.zeros(max(missing, 0), dtype=np.uint64))
+        self._hardness_S = np.append(self._hardness_S, np.zeros(max(missing, 0)))
+        self._computed_S = np.append(self._computed_S, np.zeros(max(missing, 0), dtype=np.int32))
+        self._drafters_S = np.append(self._drafters_S, np.zeros(max(missing, 0), dtype=np.int32))
+        self._drafters_S[request.slot] = self._drafter.generation
+        self._hardness_S[request.slot] = self._hardness(request.request_id)
+        self._seeds_S[request.slot] = request.sampling.seed % 2**64
+        self._sampling[request.slot] = request.sampling
+
+    def _avoid_early_stops(self, slots_R: IntArray, positions_RW: IntArray, token_ids_RW: IntArray) -> None:
+        for row, slot in enumerate(slots_R.tolist()):
+            sampling = self._sampling[slot]
+            if positions_RW[row, 0] < sampling.min_length and sampling.stop_token_ids:
+                early = positions_RW[row] < sampling.min_length
+                token_ids_RW[row, early] = [
+                    _next_allowed(token, sampling.stop_token_ids, self._info.vocab_size)
+                    for token in token_ids_RW[row, early].tolist()
+                ]
+
+
+def simulated_tokens(sampling: SlotSampling, begin: int, count: int, vocab_size: int) -> list[int]:
+    """Return the tokens at positions begin .. begin + count - 1."""
+    positions = np.arange(begin, begin + count, dtype=np.int32)
+    tokens = _tokens(np.full(count, sampling.seed % 2**64, dtype=np.uint64), positions, vocab_size).tolist()
+    return [
+        _next_allowed(token, sampling.stop_token_ids, vocab_size) if position < sampling.min_length else token
+        for position, token in enumerate(tokens, start=begin)
+    ]
+
+
+def _next_allowed(token: int, forbidden: tuple[int, ...], vocab_size: int) -> int:
+    assert len(forbidden) < vocab_size, "every token is forbidden"
+    while token in forbidden:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def _tokens(seeds: Hashes, positions: IntArray, vocab_size: int) -> IntArray:
+    return (noise(seeds, positions, _TOKENS) % np.uint64(vocab_size)).astype(np.int32)

@@ -1,0 +1,107 @@
+"""The interface between decisions and computation: an `Executor` runs planned steps.
+
+`SimulatedExecutor` (simulator.py) computes nothing; `actors/engine/uniproc_executor.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..pages.kv_cache_groups import PageGroup
+from ..request.logits_processors import RuleLimits
+from .scheduler_output import SchedulerOutput, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """Facts learned while loading that the scheduler needs.
+
+    Attributes:
+        num_pages: pages of `page_size` tokens in each K/V pool.
+        page_size: tokens per page.
+        max_model_len: longest sequence, prompt and output, in tokens.
+        vocab_size: token ids are below it.
+        eos_token_ids: the model's end-of-sequence tokens.
+        num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
+        dtype: data type of weights and K/V, such as "bfloat16".
+        device: such as "cpu" or "cuda".
+        max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
+            the next step while the device computes one.
+        max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
+        has_grammars: whether answers can be constrained by grammars.
+        rule_limits: limits of a request's rules; None for no limit.
+        num_states: recurrent states, each for a running sequence or a saved prefix; None if the target has no
+            recurrent layers.
+        page_groups: which layers have the same window, and from which pool their pages come.
+        halves: whether a plan is drafted while the previous one is verified, if they have no slot in common;
+            `max_in_flight` is at least 2 then. The scheduler measures which is faster: two alternating halves
+            of the running requests, or all of them with one plan at a time. Alternating plans only have a
+            slot in common if it is given to another request while a step of its last one is in flight.
+        row_buckets: rows of a decoding pass, ascending: a pass takes as long as the next larger bucket, and
+            prompts are computed in a separate pass. None: every row counts, in one pass.
+    """
+
+    num_pages: tuple[int, ...]
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+    dtype: str
+    device: str
+    max_in_flight: int = 1
+    max_stop_token_ids: int | None = None
+    has_grammars: bool = True
+    rule_limits: RuleLimits | None = None
+    num_states: int | None = None
+    page_groups: tuple[PageGroup, ...] = (PageGroup(),)
+    halves: bool = False
+    row_buckets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """The state of an executor's drafter.
+
+    Attributes:
+        ready: whether drafts may be requested. If a drafter was lost during a step, the target verified
+            arbitrary tokens instead of its drafts, which only costs time.
+        generation: counts drafters. A new one has no context of steps submitted before it was reported. One
+            that was away for a while and missed nothing keeps its number.
+    """
+
+    ready: bool = True
+    generation: int = 0
+
+
+class Executor(Protocol):
+    """Runs steps in the order of submission. Not thread-safe: one engine loop owns it."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """The drafter's state; always ready if there is no remote one. Cheap; callable from any thread."""
+        ...
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start a step; at most `info.max_in_flight` at once.
+
+        Raises EngineDeadError if a target's worker has died. A drafter's death only shows in
+        `drafter_health`.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step. Raises EngineDeadError if a target's worker has died."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a target's worker is gone. Cheap; callable from any thread."""
+        ...
+
+    def close(self) -> None:
+        """End all workers and free their memory. Idempotent."""
+        ...

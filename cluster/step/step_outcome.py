@@ -1,0 +1,230 @@
+"""Interprets a step's result for its sequences: how many tokens are new, and which sequences end.
+
+Workers already prevent stop tokens before `min_length`, and never return more tokens than planned, so only
+the first token that ends a sequence must be found. A table of tokens that would end any sequence selects the
+few rows that need a closer look. Changes nothing itself. Called by `cluster/scheduler/scheduler.py`.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..request.logprobs import RowLogprobs, TokenLogprobs
+from ..request.request import FinishReason
+from .scheduler_output import NOT_A_NUMBER, BoolArray, IntArray, SchedulerOutput, StepResult
+from .sequence import SlotTable
+
+
+class SequenceUpdate(NamedTuple):
+    """The result of a step for one sequence. (A tuple, as hundreds are made per step.)
+
+    Attributes:
+        request_id: the request.
+        token_ids: new tokens, up to the end of the sequence; includes a token that ends it.
+        finish_reason: why it ended; None if it continues.
+        stop_reason: the stop token that ended it; None if that was the model's own end token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_drafted: drafts verified in this step.
+        num_accepted: accepted drafts among `token_ids`.
+        queue_s: time from its arrival until it first ran.
+        logprobs: of each of `token_ids`, if requested.
+        prompt_logprobs: with the first tokens, if requested: of all prompt tokens but the first.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+    queue_s: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: RowLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Arrays of length R, as in the plan, but without the sequences that have left since it was made.
+
+    Attributes:
+        slots, samples: from the plan.
+        num_known: rows of known tokens.
+        num_planned: most drafts, from the plan.
+        num_drafts: verified drafts.
+        token_ids: [R, W], from the result.
+        num_out: new tokens, up to the end of the sequence.
+        num_accepted: accepted drafts among them.
+        num_computed: tokens of the sequence whose K/V exist now.
+        stopped: the last new token is a stop token.
+        full: the sequence has reached its maximum length.
+        failed: logits after the new tokens, or log probabilities, are NaN or infinite.
+        logprobs: by slot, of the new tokens, if requested.
+        prompt_logprobs: by slot, of prompt rows, if requested.
+    """
+
+    slots: IntArray
+    num_known: IntArray
+    num_planned: IntArray
+    num_drafts: IntArray
+    samples: BoolArray
+    token_ids: IntArray
+    num_out: IntArray
+    num_accepted: IntArray
+    num_computed: IntArray
+    stopped: BoolArray
+    full: BoolArray
+    failed: BoolArray
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    prompt_logprobs: Mapping[int, RowLogprobs]
+
+
+def read_result(
+    table: SlotTable, plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+) -> StepOutcome:
+    """Interpret a step's result for the sequences of the plan that have not left since."""
+    assert result.step == plan.step, f"result of step {result.step} for plan {plan.step}"
+    verified_R = plan.num_drafts if result.num_drafts is None else result.num_drafts
+    assert (verified_R <= plan.num_drafts).all(), "more drafts than planned"
+    assert (result.num_tokens <= np.where(plan.samples, verified_R + 1, 0)).all(), "more than planned"
+    assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
+    stays = slice(None) if staying_R.all() else staying_R  # a slice costs almost nothing
+    slots_R, drafts_R = plan.slots[stays], plan.num_drafts[stays]
+    known_R = plan.num_rows[stays] - drafts_R
+    token_ids_RW, num_tokens_R = result.token_ids[stays], result.num_tokens[stays]
+    failed_R, num_tokens_R = _find_failed(result, staying_R, token_ids_RW, num_tokens_R)
+    num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
+    return StepOutcome(
+        slots=slots_R,
+        num_known=known_R,
+        num_planned=drafts_R,
+        num_drafts=verified_R[stays],
+        samples=plan.samples[stays],
+        token_ids=token_ids_RW,
+        num_out=num_out_R,
+        num_accepted=np.minimum(num_out_R, np.maximum(num_tokens_R - 1, 0)),
+        # All rows of known tokens, and all new tokens but the last, which is the new anchor.
+        num_computed=table.num_computed_S[slots_R] + known_R + np.maximum(num_out_R - 1, 0),
+        stopped=stopped_R,
+        full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
+        failed=failed_R & ~stopped_R,
+        logprobs=_logprobs(table, staying_R, slots_R, num_out_R, result),
+        prompt_logprobs=_prompt_logprobs(plan, staying_R, result),
+    )
+
+
+def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]:
+    """Return one update for each sequence that got tokens or failed."""
+    updates: list[SequenceUpdate] = []
+    ends_R = outcome.stopped | outcome.full
+    columns = (
+        outcome.slots,
+        outcome.token_ids,
+        outcome.num_out,
+        ends_R,
+        outcome.num_drafts,
+        outcome.num_accepted,
+    )
+    # Plain lists, as reading NumPy scalars one by one would take longer than everything else.
+    flags = (outcome.stopped.tolist(), outcome.failed.tolist())
+    rows = zip(*(column.tolist() for column in columns), *flags, strict=True)
+    for slot, token_ids, count, ends, num_drafted, num_accepted, stopped, failed in rows:
+        if not (count or failed):
+            continue
+        sequence = table.sequences[slot]
+        reason: FinishReason | None = ("stop" if stopped else "length") if ends else None
+        reason = "error" if failed else reason
+        updates.append(
+            SequenceUpdate(
+                sequence.request.request_id,
+                tuple(token_ids[:count]),
+                reason,
+                sequence.stop_reason(token_ids[count - 1]) if stopped else None,
+                sequence.num_cached_tokens or 0,
+                num_drafted,
+                num_accepted,
+                sequence.queue_s,
+                outcome.logprobs.get(slot, ()),
+                RowLogprobs.joined(prompt_logprobs)
+                if (prompt_logprobs := sequence.prompt_logprobs)
+                else None,
+            )
+        )
+    return updates
+
+
+def _logprobs(
+    table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, result: StepResult
+) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+    """Return the log probabilities by slot, of the requests that want them and have not left."""
+    if result.logprobs is None:
+        return {}
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    places = np.flatnonzero(staying_R).tolist()
+    for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
+        num_top = table.sequences[slot].sampling.logprobs
+        if num_top is not None and count:
+            logprobs[slot] = result.logprobs.of(place, count, num_top).tokens()
+    return logprobs
+
+
+def _prompt_logprobs(
+    plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+) -> Mapping[int, RowLogprobs]:
+    """Return the prompt log probabilities by slot, of the requests that want them and have not left."""
+    logprobs = result.prompt_logprobs
+    if logprobs is None:
+        return {}
+    num_top = logprobs.rows.top_ids_YL.shape[1]
+    return {
+        int(plan.slots[place]): logprobs.of(place, count, num_top)
+        for place, count in zip(logprobs.requests_A.tolist(), logprobs.counts_A.tolist(), strict=True)
+        if staying_R[place]
+    }
+
+
+def _find_failed(
+    result: StepResult, staying_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Return which sequences have invalid logits or log probabilities, and the number of valid tokens before.
+
+    Grammars hide invalid logits, so they may show only in the log probabilities.
+    """
+    failed_RW = token_ids_RW == NOT_A_NUMBER
+    step_logprobs = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
+    any_nan = any(np.isnan(each.rows.logprobs_Y).any() for each in step_logprobs)
+    if not (any_nan or failed_RW.any()):  # the usual case
+        return np.zeros(len(num_tokens_R), dtype=np.bool_), num_tokens_R
+    failed_R = failed_RW.any(axis=1)
+    num_tokens_R = np.where(failed_R, failed_RW.argmax(axis=1), num_tokens_R).astype(np.int32)
+    place_of = {place: row for row, place in enumerate(np.flatnonzero(staying_R).tolist())}
+    for each in step_logprobs:
+        for place, count in zip(each.requests_A.tolist(), each.counts_A.tolist(), strict=True):
+            if place in place_of and count and np.isnan(each.of(place, count, 0).logprobs_Y).any():
+                failed_R[place_of[place]], num_tokens_R[place_of[place]] = True, 0
+    return failed_R, num_tokens_R
+
+
+def _cut_at_stops(
+    table: SlotTable, slots_R: IntArray, token_ids_RW: IntArray, num_tokens_R: IntArray
+) -> tuple[IntArray, BoolArray]:
+    num_out_R, stopped_R = num_tokens_R.copy(), np.zeros(len(slots_R), dtype=np.bool_)
+    real_RW: BoolArray = np.arange(token_ids_RW.shape[1], dtype=np.int32) < num_tokens_R[:, None]
+    may_stop_RW: BoolArray = (table.stop_uses_V[token_ids_RW] > 0) & real_RW
+    for row in np.flatnonzero(may_stop_RW.any(axis=1)).tolist():
+        slot = int(slots_R[row])
+        sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
+        for column in np.flatnonzero(may_stop_RW[row]).tolist():
+            # An end token before min_length was the only one that the grammar and other rules allowed.
+            too_early = begin + column < sequence.sampling.min_length
+            may_stop = not too_early or sequence.sampling.grammar is not None
+            if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:
+                num_out_R[row], stopped_R[row] = column + 1, True
+                break
+    return num_out_R, stopped_R

@@ -1,0 +1,1 @@
+"""Blocks of layers: transformer block, MLP, DFlash2's block."""

@@ -1,0 +1,67 @@
+"""Tensors that nobody trained: the shapes of a checkpoint, filled where they are used.
+
+What a model of them computes is noise, but finite: matrices keep the variance of what they multiply. A name
+always gets the same values on a kind of device, so that ranks which cut one tensor have parts of one whole.
+Called for `load_format="dummy"` (`actors/targets/loading/rank_loader.py`) and by
+`jobs/bench/common/random_weights.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..quantization.packed_4bit import BLOCK
+
+_CODES_STD = 2.9  # of the sixteen values of MXFP4
+_INTEGERS_STD = 4.6  # of those of INT4
+
+
+class RandomTensors:
+    """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
+
+    Args:
+        dtype, device: of all tensors; but a drafter's map of tokens (`d2t`) is int64, packed weights
+            (`drafter/compute/quantization/mxfp4.py`, `drafter/compute/quantization/int4.py`) are bytes and
+            words.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes = shapes
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator(device)
+
+    def get(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if name == "d2t":
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)  # a token is itself
+        if len(shape) == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(shape, fill, dtype=self._dtype, device=self._device)
+        self._generator.manual_seed(zlib.crc32(name.encode()))
+        if name.endswith("_blocks"):
+            return torch.randint(
+                256, shape, generator=self._generator, dtype=torch.uint8, device=self._device
+            )
+        if name.endswith("_packed"):  # words of eight codes (`drafter/compute/quantization/int4.py`)
+            bits = torch.iinfo(torch.int32)
+            return torch.randint(
+                bits.min, bits.max, shape, generator=self._generator, dtype=torch.int32, device=self._device
+            )
+        if name.endswith("weight_scale"):
+            scale = 1 / (_INTEGERS_STD * (shape[-1] * BLOCK) ** 0.5)
+            return torch.full(shape, scale, dtype=self._dtype, device=self._device)
+        if name.endswith("_scales"):
+            exponent = 127 - round(math.log2(_CODES_STD * (shape[-1] * BLOCK) ** 0.5))
+            return torch.full(shape, exponent, dtype=torch.uint8, device=self._device)
+        tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
+        return tensor.mul_(shape[-1] ** -0.5)
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        return self.get(name).narrow(dim, rows.start, rows.stop - rows.start)

@@ -1,0 +1,78 @@
+"""Matrices stored in FP8 with a scale per block of rows and columns, as the numbers that they stand for.
+
+    NAME              e4m3 [O, I]                          w = float(e4m3) * scale of its block
+    NAME_scale_inv    fp32 [ceil(O / R), ceil(I / C)]      (what it is called is no reciprocal of it)
+
+A checkpoint of them takes twice its files' size in memory, in 16 bits: nothing is kept packed. Chosen by
+`actors/targets/model/weights.py` where config.json says so.
+
+Legend: O, I rows and columns of a matrix; R, C those of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....cluster.errors import CheckpointError
+from .safetensors_reader import FLOATS, TensorFolder
+
+_SCALE = "_scale_inv"
+
+
+class Fp8Folder(TensorFolder):
+    """A `TensorFolder` whose FP8 matrices are read whole or in slices that need not end with a block.
+
+    Args:
+        block: rows and columns that share a scale.
+        dtype: of what is read of these matrices; other tensors have the file's.
+    """
+
+    def __init__(self, folder: str | Path, block: tuple[int, int], dtype: torch.dtype) -> None:
+        super().__init__(folder)
+        self._block, self._dtype = block, dtype
+
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
+        if not self._is_scaled(name):
+            return super().check(name, shape, dtypes)
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self.folder}: {name} is no matrix, but has scales of blocks.", param=name
+            )
+        super().check(name, shape, ("F8_E4M3",))
+        blocks = tuple(-(-size // step) for size, step in zip(shape, self._block, strict=True))
+        super().check(name + _SCALE, blocks)
+
+    def refuse_stray_scales(self, read: Collection[str]) -> None:
+        super().refuse_stray_scales({*read, *(name + _SCALE for name in read if self._is_scaled(name))})
+
+    def get(self, name: str) -> Tensor:
+        weight = super().get(name)
+        if not self._is_scaled(name):
+            return weight
+        return self._scaled(weight, super().get(name + _SCALE), (0, 0))
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        weight = super().slice(name, rows, dim)
+        if not self._is_scaled(name):
+            return weight
+        step = self._block[dim]
+        scales = super().slice(name + _SCALE, slice(rows.start // step, -(-rows.stop // step)), dim)
+        first = (rows.start % step, 0) if dim == 0 else (0, rows.start % step)
+        return self._scaled(weight, scales, first)
+
+    def _is_scaled(self, name: str) -> bool:
+        return name + _SCALE in self.shapes
+
+    def _scaled(self, weight_OI: Tensor, scales: Tensor, first: tuple[int, int]) -> Tensor:
+        """
+        Args:
+            scales: of the blocks that the weight touches.
+            first: its first row and column in the first of them.
+        """
+        for dim, (step, begin, size) in enumerate(zip(self._block, first, weight_OI.shape, strict=True)):
+            scales = scales.repeat_interleave(step, dim).narrow(dim, begin, size)
+        return weight_OI.to(torch.float32).mul_(scales).to(self._dtype)

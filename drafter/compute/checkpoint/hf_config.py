@@ -1,0 +1,315 @@
+"""Hugging Face's config.json as pydantic models: reading the file, strict fields, and errors that name both.
+
+A checkpoint's fields are those of an `HfConfig`; what the mathematics does with them is said by whoever
+declares one: the target's families, and the drafter's formats. Nothing here knows a model.
+
+A field's `description` ends the sentence "must be ..."; without one its type is described. A validator raises
+`ValueError("must be ...")`; one of a whole model says which key: `ValueError("head_dim must be even")`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from ....cluster.errors import CheckpointError, ConfigError, did_you_mean
+
+Json = Mapping[str, Any]  # Any: JSON values
+T = TypeVar("T", bound="HfConfig")
+R = TypeVar("R")
+
+_INHERITED = ("architectures", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_DTYPES = ("dtype", "torch_dtype")  # new and old spelling of one thing
+_DEPTH = "num_hidden_layers"
+_MAX_SHOWN = 200  # characters of a value in a message
+
+
+def read_json(folder: Path, name: str = "config.json", *, param: str, required: bool = True) -> Json:
+    """A file of a checkpoint folder; empty if it is absent and not required.
+
+    Args:
+        param: the setting that led here, "model" or "speculative_config.model".
+    """
+    file = folder / name
+    kind = "Hugging Face" if param == "model" else "DFlash"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise CheckpointError(
+            f"{param}: {file} does not exist. Set `{param}` to a folder or hub id of a {kind} checkpoint.",
+            param=param,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{param}: {file} cannot be read as JSON: {error}.", param=param) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{param}: {file} must hold a JSON object.", param=param)
+    return cast(Json, value)
+
+
+def text_config(raw: Json) -> Json:
+    """The language model's part of a multimodal checkpoint's config.json; any other as it is.
+
+    What is written once for all parts goes to the text where that is silent: class, dtype, end tokens, tying,
+    quantisation.
+    """
+    nested = raw.get("text_config")
+    if not isinstance(nested, dict):
+        return raw
+    own = {key: value for key, value in cast(Json, nested).items() if value is not None}
+    inherited = _INHERITED if own.keys() & set(_DTYPES) else (*_INHERITED, *_DTYPES)
+    return {key: raw[key] for key in inherited if raw.get(key) is not None} | own
+
+
+def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: str) -> R:
+    """What `read` makes of a config.json in which some keys have other values.
+
+    Objects are merged, other values replaced. With a smaller num_hidden_layers, lists of an entry per layer
+    keep the first ones, unless they are overridden themselves.
+
+    Args:
+        param: the setting that holds them.
+
+    Raises:
+        ConfigError: one of them changes nothing, unless it repeats what the file has: another key goes before
+            it, or it is a typing error, or another family's.
+    """
+    merged = _merged(raw, overrides)
+    found = read(merged)
+    for key in sorted(overrides):
+        without = _merged(raw, _less(overrides, key))
+        if key in without and without[key] == merged[key]:
+            continue
+        with suppress(CheckpointError):  # without it there is nothing to read: it changes something
+            if read(without) == found:
+                why = _why_nothing_changes(merged, without, key, read)
+                raise ConfigError(f"{param}: {key}={overrides[key]!r} changes nothing: {why}", param=param)
+    return found
+
+
+def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[Json], object]) -> str:
+    """A sentence: of the keys without which it would change something, the first."""
+    paths = [(outer, inner) for outer in sorted(merged) for inner in (*_inner_keys(merged[outer]), None)]
+    for outer, inner in paths:
+        if outer != key and _outcome(_less(merged, outer, inner), read) != _outcome(
+            _less(without, outer, inner), read
+        ):
+            winner = outer if inner is None else f"{outer}.{inner}"
+            return f"{winner} is given, too, and goes before it. Override {winner} instead."
+    if key in without:
+        return "this model does not use it. Leave it out."
+    return f"this model's config.json has no such key. {did_you_mean(key, sorted(without))}"
+
+
+def _outcome(raw: Json, read: Callable[[Json], object]) -> object:
+    """What `read` returns, or what it says is wrong."""
+    try:
+        return read(raw)
+    except CheckpointError as error:
+        return error.message
+
+
+def _inner_keys(value: object) -> list[str]:
+    return sorted(cast(Json, value)) if isinstance(value, Mapping) else []
+
+
+def _less(raw: Json, outer: str, inner: str | None = None) -> Json:
+    """Without a key, or without a key of the object that it holds."""
+    if inner is None:
+        return {name: value for name, value in raw.items() if name != outer}
+    return {name: _less(value, inner) if name == outer else value for name, value in raw.items()}
+
+
+def _merged(raw: Json, overrides: Json) -> Json:
+    merged = {**raw, **overrides}
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(raw.get(key), Mapping):
+            merged[key] = _merged(raw[key], cast(Json, value))
+    was, depth = raw.get(_DEPTH), merged.get(_DEPTH)
+    if isinstance(was, int) and isinstance(depth, int) and 0 < depth < was:
+        per_layer = {key for key, value in raw.items() if isinstance(value, list) and len(value) == was}
+        merged |= {key: raw[key][:depth] for key in per_layer - overrides.keys()}
+    return merged
+
+
+class HfConfig(BaseModel):
+    """Base of what is read from a config.json: unknown keys are ignored, null is absent, types are strict.
+
+    No string or bool is a number and no number a bool; 32.0 is an integer. Lists become tuples, so fields are
+    declared as `tuple[X, ...]`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, raw: Any) -> Any:  # Any: JSON values
+        return _plain(raw)
+
+
+Count = Annotated[int, Field(gt=0, description="a positive integer")]
+
+
+def _off(value: Any) -> Literal[False]:  # Any: JSON values
+    if value not in (False, 0):
+        raise ValueError("must be absent or false: not yet supported")
+    return False
+
+
+# A feature that would change the mathematics and that is missing here: declared as `key: Off = False`.
+Off = Annotated[Any, AfterValidator(_off)]
+
+
+def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
+    """`raw` as a `model`; the first field that is wrong becomes a CheckpointError.
+
+    Args:
+        file: where `raw` was read, for the message.
+        at: dotted path of `raw` in that file, if it is a part of it.
+    """
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+    path, field = _field(model, found["loc"])
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError):
+        key, wanted = _sentence(str(cause))
+        path = path + key.split(".") if key else path
+    elif field is None:
+        wanted = "an object"
+    else:
+        wanted = _described(field.annotation, field)
+        if found["type"] in _BOUNDS and wanted in _NOUNS.values():
+            wanted = found["msg"].removeprefix("Input should be ")
+    raise wrong(file, ".".join([at, *path] if at else path), _value(raw, path), wanted)
+
+
+def wrong(file: str, key: str, value: object, wanted: str) -> CheckpointError:
+    """The error of a field of `file`.
+
+    Args:
+        key: dotted path in the file.
+        value: as it stands there; None if it is absent.
+        wanted: ends "it must be ...", without a full stop.
+    """
+    shown = repr(value)
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
+    stated = f"{key} is missing; it" if value is None else f"{key}={shown}"
+    return CheckpointError(f"{file}: {stated} must be {wanted}.", param=key)
+
+
+def _plain(value: Any) -> Any:  # Any: JSON values
+    """Without null keys; lists as tuples, integral floats as integers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None]:
+    """The keys that lead to an error, down to the last that a model declares."""
+    path: list[str] = []
+    field: FieldInfo | None = None
+    inner: type[BaseModel] | None = model
+    for part in loc:
+        declared = {} if inner is None else inner.model_fields
+        fields = {key: f for name, f in declared.items() for key in _keys(name, f)}
+        if part not in fields:
+            break
+        path.append(str(part))
+        field = fields[str(part)]
+        inner = next((t for t in _members(field.annotation) if _is_model(t)), None)
+    return path, field
+
+
+def keys_of(model: type[BaseModel]) -> frozenset[str]:
+    """All keys that a model reads, in every spelling."""
+    return frozenset(key for name, field in model.model_fields.items() for key in _keys(name, field))
+
+
+def _keys(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """How a field is spelled in the file."""
+    alias = field.validation_alias
+    choices = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
+    return tuple(choice for choice in choices if isinstance(choice, str))
+
+
+def _value(raw: Json, path: list[str]) -> object:
+    value: object = raw
+    for key in path:
+        value = cast(Json, value).get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _sentence(said: str) -> tuple[str, str]:
+    """Key, if it has one, and ending of a validator's sentence."""
+    match = re.fullmatch(r"(?:([\w.]+) )?must be (.*?)\.?", said, re.DOTALL)
+    return (match[1] or "", match[2]) if match else ("", f"right: {said}")
+
+
+# Kinds of pydantic's errors that say more than the field's type does.
+_BOUNDS = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "multiple_of",
+    "finite_number",
+)
+_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_PLURALS = {int: "integers", float: "numbers", bool: "booleans", str: "strings"}
+
+
+def _described(annotation: Any, field: FieldInfo | None = None) -> str:  # Any: type expressions
+    """What a type asks of a JSON value, to end "must be ..."."""
+    if field is not None and field.description:
+        return field.description
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        return _described(inner, next((note for note in notes if isinstance(note, FieldInfo)), None))
+    members = _members(annotation)
+    if members != [annotation]:
+        return " or ".join(_described(member) for member in members)
+    (member,) = members
+    origin = get_origin(member)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in get_args(member))
+    if origin is tuple:
+        return f"a list of {_PLURALS.get(_bare(get_args(member)[0]), 'values')}"
+    return _NOUNS.get(member, "an object")
+
+
+def _members(annotation: Any) -> list[Any]:  # Any: type expressions
+    """The types that a union allows, without None."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for member in get_args(annotation) if member is not type(None)]
+    return [annotation]
+
+
+def _bare(annotation: Any) -> Any:  # Any: type expressions
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _is_model(annotation: Any) -> bool:  # Any: type expressions
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,0 +1,57 @@
+"""Products of many rows with a packed weight, in AMX's tiles of 16 rows. Behind `products.project`.
+
+Legend: K inputs, O outputs.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from ..cpu_numba.element_ops import elements
+from .amx_intrinsics import TILE_BYTES
+from .amx_tiles import COLUMNS, ROWS, multiply
+from .gemm_epilogues import finish_panel
+
+_CACHE_BYTES = 2**19
+
+
+@elements
+def _block_of_rows(begin, end, room):
+    """The block of rows at `begin`: where it starts, and its rows; whole blocks wherever there is room.
+
+    A last block that would be short starts earlier, over rows that are done: they come out the same.
+    """
+    left = room - begin
+    if left >= ROWS and end - begin > 16:
+        return begin, ROWS
+    if left >= 16:
+        return begin, 16
+    return (room - 16, 16) if room > 16 else (begin, left)
+
+
+@elements
+def _rows_in_cache(inputs):
+    """Rows of x that stay in a core's cache while panels of the weight go by."""
+    return max(_CACHE_BYTES // (2 * inputs) // ROWS, 1) * ROWS
+
+
+def project_tiles(
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+):  # fmt: skip
+    """`products.project`."""
+    blocks = inputs // 32
+    panel_bytes = blocks * TILE_BYTES
+    x_stride = inputs * 2
+    for start in range(0, num_rows, _rows_in_cache(inputs)):
+        end = min(start + _rows_in_cache(inputs), num_rows)
+        for panel in range(first_panel, last_panel, step):
+            column = panel * COLUMNS
+            tiles = weight + 2 * panel * panel_bytes
+            begin = start
+            while begin < end:
+                first, rows = _block_of_rows(begin, end, room)
+                multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
+                last = min(first + rows, end)
+                finish_panel(sums, first, last, column, outputs, gated, bias, residual, y)
+                begin = first + rows

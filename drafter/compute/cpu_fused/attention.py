@@ -1,0 +1,116 @@
+"""Attention over paged K/V in compiled code: nothing gathered, nothing masked but where a row cannot see.
+
+One *item* is some query rows of one K/V head of one request; heads that share it are stacked as further rows.
+`amx_attention.py` computes them in AMX's tiles, `simd_attention.py` in vector registers. K and V lie in the
+cache as `qkv_heads.py` writes them, so that products read them where they are.
+
+Sums run over keys in order, and keys that a row does not see add zeros: a row's result does not depend on its
+companions nor on how far the context is padded.
+
+Legend: R requests, N rows, Q query heads, K kv heads, C = Q / K, D head dim, T keys, P pages, S page size.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import carray
+
+from ..backend import Ints
+from ..cpu_numba.element_ops import elements, pointer
+from .amx_attention import attend_tiles, tile_scratch_bytes
+from .amx_tiles import begin_attention
+from .isa_dispatch import has_tiles, of_two_kinds
+from .simd_attention import attend_rows, row_scratch_bytes
+
+_GROUP = 256  # rows of an item
+_INT64 = np.int64(0)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContexts:
+    """The requests of a step: what `AttentionBatch` is to PyTorch's attention. int64, in the host's memory.
+
+    Attributes:
+        first_R, rows_R: absolute position of each request's first row, and its rows.
+        pages_RP: page ids of each request from position 0 on.
+        pages_address: where they lie.
+        longest: the longest context.
+    """
+
+    first_R: Ints
+    rows_R: Ints
+    pages_RP: Ints
+    pages_address: int
+    page_size: int
+    longest: int
+
+    @classmethod
+    def build(
+        cls,
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> PagedContexts:
+        """See `backend.Backend.attention_batch`."""
+        first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
+        longest = int((first_R + rows_R).max())
+        pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
+        return cls(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
+
+
+def scratch_bytes(longest: int, head_dim: int) -> int:
+    """What `attend` needs per thread."""
+    most = tile_scratch_bytes(longest, head_dim) if has_tiles() else row_scratch_bytes(longest, head_dim)
+    return -(-most // 64) * 64  # every thread's begins a cache line
+
+
+@elements
+def attend(
+    qkv, out, kv, first, rows, pages, num_requests, num_pages, page_size, num_heads, num_kv, head_dim, scale,
+    causal, window, scratch, first_head, last_head, thread, num_threads,
+):  # fmt: skip
+    """This thread's items of a layer, of some K/V heads.
+
+    Args:
+        qkv: rows of [Q + 2 K, D], q and k normed and rotated. `out`: rows of [Q, D].
+        kv: the layer's blocks. A step's own K and V are there already.
+        first, rows, pages: addresses of the arrays of `PagedContexts`; num_pages is the width of `pages`.
+        window: as `paged_attention`; -1 sees all.
+    """
+    begin_attention()
+    first_R = carray(pointer(first, _INT64), (num_requests,))
+    rows_R = carray(pointer(rows, _INT64), (num_requests,))
+    shared = num_heads // num_kv
+    item = row = 0
+    for r in range(num_requests):
+        num_stacked = rows_R[r] * shared
+        for begin in range(0, num_stacked, _GROUP):
+            for head in range(first_head, last_head):
+                if item % num_threads == thread:
+                    _attend_group(
+                        qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim,
+                        out + 2 * row * num_heads * head_dim, kv, pages + 8 * r * num_pages, first_R[r],
+                        rows_R[r], page_size, num_heads, num_kv, head_dim, head, begin,
+                        min(begin + _GROUP, num_stacked), scale, causal, window, scratch,
+                    )  # fmt: skip
+                item += 1
+        row += rows_R[r]
+
+
+def _attend_group(
+    qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, begin, end, scale,
+    causal, window, scratch,
+):  # fmt: skip
+    """Stacked rows [begin, end) of one request's one K/V head; `begin` is a multiple of 16."""
+
+
+of_two_kinds(_attend_group, attend_tiles, attend_rows)

@@ -1,0 +1,75 @@
+"""Passes of bf16 in one call (`fused_forward.py`), where one process has a model and its CPU wide vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backend import (
+    AttentionShape,
+    BlockWeights,
+    ContextWriter,
+    Machine,
+    MixerShape,
+    Projection,
+    Stack,
+    StackSpec,
+)
+from ..cpu_numba.backend import CpuBackend
+from ..cpu_numba.cpu_features import bf16_instructions
+from ..layers.linear import Linear, RMSNorm
+from .attention import PagedContexts
+from .fused_forward import CompiledStack, can_compile, fits_pages
+from .packed_gemm import PackedLinear, can_pack
+from .qkv_heads import BlockedContextWriter
+
+
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What this machine or a model lacks for passes in one call."""
+    if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
+        return "computes bfloat16 on CPUs"
+    if machine.num_ranks > 1:
+        return "needs tensor_parallel_size=1"
+    if bf16_instructions() is None:
+        return "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or NEON"
+    if not fits_pages(machine.page_size):
+        return "needs a page_size that is a multiple of 16"
+    if not can_compile(*spec.sizes, *spec.head_dims):
+        return f"needs sizes that are multiples of 32, not all of the {spec.name}'s are"
+    return spec.lacking(frozenset())
+
+
+class CompiledBackend(CpuBackend):
+    """A pass is one call (`fused_forward.py`); a step's rows come with `attention.PagedContexts`.
+
+    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work
+    take each other's cores).
+    """
+
+    attention_batch = staticmethod(PagedContexts.build)
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        if not can_pack(weight_OH.shape[1]):
+            return Linear(weight_OH, bias_O)
+        return PackedLinear(weight_OH, bias_O, self._num_threads)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # laid out anew there
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[MixerShape, BlockWeights]],
+        final_norm: RMSNorm,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        attending = [(shape, weights) for shape, weights in blocks if isinstance(shape, AttentionShape)]
+        assert len(attending) == len(blocks), "layers with states are another backend's"
+        return CompiledStack(attending, final_norm, tap_ids, self._num_threads)
+
+    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
+        return BlockedContextWriter(k_norm_LD, eps, num_kv_heads)

@@ -1,0 +1,399 @@
+"""A model's blocks in one compiled call, on all of the process's threads: the pass of bf16 models on a CPU.
+
+A small model's pass is a few hundred calls when it is driven from Python, and each costs more than what it
+computes. Here a pass is one task of the team (`drafter/compute/cpu_fused/threads/thread_team.py`); the
+threads share each phase's columns, rows or contexts and meet at a barrier behind it:
+
+    x ─▶ norm ─▶ q,k,v ─▶ norm, rotate, write ─▶ attend ─▶ o + x ─▶ norm ─▶ gate,up,silu ─▶ down + x ─▶ ..
+
+Rounds to bf16 where PyTorch's operators would keep a tensor, and sums in fp32. A row's result depends neither
+on its companions nor on the number of threads. Made by `backend.py`.
+
+Legend: L layers, N rows, H hidden, I inner size, J = Q + 2 K heads of a row, D head dim, m taps.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projection
+from ..cpu_numba.element_ops import Task, elements, pointer, records
+from ..layers.linear import RMSNorm
+from ..memory.kv_cache import PagedKVCache
+from .amx_tiles import COLUMNS, begin_products, end_products
+from .attention import PagedContexts, attend, scratch_bytes
+from .packed_gemm import PackedLinear, halves_taking_turns, project
+from .packed_gemm import scratch_bytes as product_scratch_bytes
+from .qkv_heads import BLOCK, place_heads, write_slot
+from .simd_vectors import norm
+from .threads.thread_team import barrier, process_team, run
+
+_BF16, _INT64 = np.uint16(0), np.int64(0)
+_ROOM = 16  # rows come in tiles of so many
+_OWN_ROWS = 24  # per thread, from which on threads take requests of their own
+_OWN_NORMS = 32  # rows, up to which every thread norms all of them
+
+
+def _record(words: str, *floats: str) -> np.dtype:
+    """A structure of addresses and sizes, then of fp32."""
+    integers = [(name, np.int64) for name in words.split()]
+    return np.dtype([*integers, *((name, np.float32) for name in floats)])
+
+
+# What a task finds at its address (`slots` and `pages`: addresses by page group), what each thread notes of
+# its part, and a layer.
+_PASS = _record(
+    """
+    team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin
+    x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages qkv
+    attended gated scratch scratch_bytes
+    """,
+    "eps",
+    "scale",
+)
+_SHARE = _record(
+    """
+    thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
+    num_rows room first rows positions x normed qkv attended gated taps scratch
+    """
+)
+_LAYER = _record(
+    """
+    qkv qkv_bias head_norm causal window o o_bias mlp_norm gate_up gate_up_bias down down_bias next_norm tap
+    group plane
+    """
+)
+_EPS = _PASS.itemsize - 8  # where `eps` lies: its address is wanted
+
+
+def fits_pages(page_size: int) -> bool:
+    """Whether pages are made of whole blocks of slots."""
+    return page_size % BLOCK == 0
+
+
+def can_compile(*sizes: int) -> bool:
+    """Whether hidden and inner states and heads of these sizes fit the tiles."""
+    return all(size % 32 == 0 for size in sizes)
+
+
+class CompiledStack:
+    """`blocks.BlockStack` in one call; the weights are those of one rank that has them all."""
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        tap_ids: Sequence[int],
+        num_threads: int,
+    ) -> None:
+        shape = blocks[0][0]
+        assert len({_of_all_layers(layer_shape) for layer_shape, _ in blocks}) == 1, "refused by `why_not`"
+        self._num_threads = num_threads
+        self._shape = shape
+        self._num_taps = len(tap_ids)
+        self._kept: list[Tensor] = []  # what the addresses point to
+        self._layers = np.zeros(len(blocks), dtype=_LAYER)
+        norms = [*(parts.attention_norm for _, parts in blocks), final_norm]
+        for i, (layer_shape, parts) in enumerate(blocks):
+            tap = tap_ids.index(i) if i in tap_ids else -1
+            self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
+        self._cache: PagedKVCache | None = None  # whose places the layers have
+        self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
+        heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and what attention makes of them
+        self._inputs = {len(final_norm.weight_H), shape.num_heads * shape.head_dim, self._inner}
+        self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
+        self._work_1 = torch.empty(0, dtype=torch.uint8)
+        self._pass = np.zeros(1, dtype=_PASS)
+        self._shares = np.zeros(num_threads, dtype=_SHARE)
+        self._set_constants(norms[0])
+
+    def _layer(
+        self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
+    ) -> tuple[int, ...]:
+        """A record of _LAYER."""
+        mlp = _dense(parts)
+        gate_up = _packed(mlp.gate_up)
+        gate_up_bias = gate_up.bias_O
+        if gate_up_bias is not None:
+            gate_up_bias = gate_up_bias.view(2, -1, 16).transpose(0, 1).contiguous()
+        return (
+            *self._linear(parts.qkv),
+            self._address(shape.head_norm()),
+            int(shape.causal),
+            -1 if shape.window is None else shape.window,
+            *self._linear(parts.o),
+            self._address(parts.mlp_norm.weight_H),
+            self._address(halves_taking_turns(gate_up.tiles)),
+            self._address(gate_up_bias),
+            *self._linear(mlp.down),
+            self._address(next_norm.weight_H),
+            tap,
+            0,
+            0,
+        )
+
+    def _linear(self, projection: Projection) -> tuple[int, int]:
+        linear = _packed(projection)
+        return self._address(linear.tiles), self._address(linear.bias_O)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _set_constants(self, first_norm: RMSNorm) -> None:
+        p, shape, rope = self._pass[0], self._shape, self._shape.rope
+        assert rope is not None, "a model without rotation is refused"
+        p["shares"] = self._shares.ctypes.data
+        p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
+        p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
+        p["num_heads"], p["num_kv"], p["head_dim"] = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        p["first_norm"], p["eps"] = self._address(first_norm.weight_H), first_norm.eps
+        p["scale"] = shape.scale
+        p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
+
+    def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
+        """See `BlockStack`; `x` is overwritten, `rows.batch` is a `PagedContexts`."""
+        if cache is not self._cache:
+            self._take_places(cache)
+        for group in self._groups:
+            self._slots_G[group] = rows.kv_slots[group].data_ptr()
+            self._pages_G[group] = rows.batches[group].pages_address
+        contexts: PagedContexts = rows.batches[self._groups[0]]
+        num_rows, hidden = x_NH.shape
+        room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one tile more: a thread's own rows may begin anywhere
+        normed_NH = x_NH.new_empty(room, hidden)
+        taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
+        products = (product_scratch_bytes(num_rows, inputs) for inputs in self._inputs)
+        scratch = max(scratch_bytes(contexts.longest, self._shape.head_dim), *products)
+        scratch += 2 * _OWN_NORMS * hidden
+        num_threads = self._num_threads
+        work = self._work_memory(room * self._row_bytes + scratch * num_threads)
+        _run_pass(
+            process_team().of(num_threads),
+            _TASK.address,
+            num_threads,
+            self._pass,
+            room,
+            x_NH.data_ptr(),
+            normed_NH.data_ptr(),
+            0 if taps_NmH is None else taps_NmH.data_ptr(),
+            rows.positions_N.data_ptr(),
+            self._slots_G,
+            cache.kv.data_ptr(),
+            cache.plane_bytes,
+            contexts.page_size,
+            contexts.first_R,
+            contexts.rows_R,
+            self._pages_G,
+            contexts.pages_RP.shape[1],
+            work,
+            scratch,
+        )
+        return normed_NH[:num_rows], taps_NmH
+
+    def _take_places(self, cache: PagedKVCache) -> None:
+        """Where the layers' K and V are."""
+        self._cache = cache
+        self._layers["group"] = [place.group for place in cache.places]
+        self._layers["plane"] = [place.plane for place in cache.places]
+        self._groups = sorted({place.group for place in cache.places})
+        self._slots_G, self._pages_G = (np.zeros(self._groups[-1] + 1, dtype=np.int64) for _ in range(2))
+
+    def _work_memory(self, num_bytes: int) -> int:
+        """Memory for what lives no longer than a pass; grows."""
+        if self._work_1.nbytes < num_bytes:
+            self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._work_1.data_ptr()
+
+
+def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
+    """What a pass has once."""
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    return *sizes, shape.eps, shape.scale, id(shape.rope)
+
+
+def _dense(parts: BlockWeights) -> DenseMLP:
+    assert isinstance(parts.mlp, DenseMLP), "refused by `why_not`"
+    return parts.mlp
+
+
+def _packed(projection: Projection) -> PackedLinear:
+    assert isinstance(projection, PackedLinear), "made by the same backend"
+    return projection
+
+
+@elements
+def _run_pass(
+    team, task, num_threads, pass_1, room, x, normed, taps, positions, slots_G, kv, plane_bytes,
+    page_size, first_R, rows_R, pages_G, num_pages, work, scratch_bytes,
+):  # fmt: skip
+    p = pass_1[0]
+    p.team, p.x, p.normed, p.taps = team, x, normed, taps
+    p.positions, p.kv, p.plane_bytes, p.page_size = positions, kv, plane_bytes, page_size
+    p.num_requests, p.num_pages = len(first_R), num_pages
+    p.first, p.rows = first_R.ctypes.data, rows_R.ctypes.data
+    p.slots, p.pages = slots_G.ctypes.data, pages_G.ctypes.data
+    p.qkv = work
+    p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
+    p.gated = p.attended + 2 * room * p.num_heads * p.head_dim
+    p.scratch, p.scratch_bytes = p.gated + 2 * room * p.inner, scratch_bytes
+    run(team, task, pass_1.ctypes.data, num_threads)
+
+
+def _decoder_pass(args, thread, num_threads):
+    p = records(args, 1, _PASS)[0]
+    s = records(p.shares, num_threads, _SHARE)[thread]
+    layers = records(p.layers, p.num_layers, _LAYER)
+    eps = args + _EPS
+    _take_share(p, s, thread, num_threads)
+    begin_products(_ROOM)
+    _norm_rows(p, s, p.first_norm, eps)
+    for i in range(p.num_layers):
+        _attention_part(p, s, layers[i], p.kv + layers[i].plane * p.plane_bytes, eps)
+        _norm_rows(p, s, layers[i].mlp_norm, eps)
+        _mlp_part(p, s, layers[i])
+        if layers[i].tap >= 0:
+            _tap_rows(p, s, layers[i].tap)
+        _norm_rows(p, s, layers[i].next_norm, eps)
+    end_products()
+
+
+@elements
+def _attention_part(p, s, layer, kv, eps):
+    """q, k, v of the norm; K and V into pages; x += o of what is attended to."""
+    heads, dim, shared = p.num_heads + 2 * p.num_kv, p.head_dim, p.num_heads // p.num_kv
+    for kind in range(3):  # q, k, v
+        begin = dim * (0 if kind == 0 else p.num_heads + (kind - 1) * p.num_kv)
+        size = dim * (shared if kind == 0 else 1)
+        first = (begin + s.first_head * size) // COLUMNS + s.part
+        last = (begin + s.last_head * size) // COLUMNS
+        project(
+            s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv, s.num_rows, s.room, p.hidden, heads * dim, False,
+            s.scratch, first, last, s.parts,
+        )  # fmt: skip
+    if s.parts > 1:
+        barrier(p.team, s.num_threads)
+    positions_N = carray(pointer(s.positions, _INT64), (s.num_rows,))
+    slots = carray(pointer(p.slots + 8 * layer.group, _INT64), (1,))[0] + 8 * s.first_row
+    slots_N = carray(pointer(slots, _INT64), (s.num_rows,))
+    pages = carray(pointer(p.pages + 8 * layer.group, _INT64), (1,))[0] + 8 * s.first_request * p.num_pages
+    for n in range(s.part, s.num_rows, s.parts):
+        q = s.qkv + 2 * n * heads * dim
+        for at, count in ((0, shared), (p.num_heads, 1)):
+            first, last = at + s.first_head * count, at + s.last_head * count
+            place_heads(q, layer.head_norm, p.cos, p.sin, positions_N[n], first, last, dim, eps)
+        k = q + 2 * p.num_heads * dim
+        write_slot(kv, slots_N[n], k, k + 2 * p.num_kv * dim, s.first_head, s.last_head, p.num_kv, dim)
+    if s.parts > 1:
+        barrier(p.team, s.num_threads)
+    attend(
+        s.qkv, s.attended, kv, s.first, s.rows, pages, s.num_requests, p.num_pages, p.page_size,
+        p.num_heads, p.num_kv, dim, p.scale, layer.causal != 0, layer.window, s.scratch, s.first_head,
+        s.last_head, s.part, s.parts,
+    )  # fmt: skip
+    begin_products(_ROOM)
+    barrier(p.team, s.num_threads)
+    project(
+        s.attended, layer.o, layer.o_bias, s.x, s.x, s.num_rows, s.room, p.num_heads * dim, p.hidden, False,
+        s.scratch, s.thread, p.hidden // COLUMNS, s.num_threads,
+    )  # fmt: skip
+    barrier(p.team, s.num_threads)
+
+
+@elements
+def _mlp_part(p, s, layer):
+    """x += down(silu(gate) * up) of the norm."""
+    project(
+        s.normed, layer.gate_up, layer.gate_up_bias, 0, s.gated, s.num_rows, s.room, p.hidden, 2 * p.inner,
+        True, s.scratch, s.thread, 2 * p.inner // COLUMNS, s.num_threads,
+    )  # fmt: skip
+    barrier(p.team, s.num_threads)
+    project(
+        s.gated, layer.down, layer.down_bias, s.x, s.x, s.num_rows, s.room, p.inner, p.hidden, False,
+        s.scratch, s.thread, p.hidden // COLUMNS, s.num_threads,
+    )  # fmt: skip
+    barrier(p.team, s.num_threads)
+
+
+@elements
+def _norm_rows(p, s, weight, eps):
+    """The norm of x. Few rows are normed by every thread for itself, sooner than another core could."""
+    first, step = (0, 1) if s.own_norms else (s.thread, s.num_threads)
+    for n in range(first, s.num_rows, step):
+        norm(s.x + 2 * n * p.hidden, weight, s.normed + 2 * n * p.hidden, p.hidden // 16, eps)
+    if not s.own_norms:
+        barrier(p.team, s.num_threads)
+
+
+@elements
+def _tap_rows(p, s, tap):
+    x_NH = carray(pointer(s.x, _BF16), (s.num_rows, p.hidden))
+    taps_NmH = carray(pointer(s.taps, _BF16), (s.num_rows, p.num_taps, p.hidden))
+    for n in range(s.thread, s.num_rows, s.num_threads):
+        taps_NmH[n, tap] = x_NH[n]
+
+
+@elements
+def _take_share(p, s, thread, num_threads):
+    """What this thread computes: requests of its own where that pays, else a part of every phase."""
+    rows_R = carray(pointer(p.rows, _INT64), (p.num_requests,))
+    begin, end = _own_requests(rows_R, thread, num_threads)
+    s.thread, s.num_threads = (0, 1) if end >= 0 else (thread, num_threads)
+    begin, end = (begin, end) if end >= 0 else (0, p.num_requests)
+    row = rows_R[:begin].sum()
+    s.num_requests, s.num_rows = end - begin, rows_R[begin:end].sum()
+    s.room = (s.num_rows + _ROOM - 1) // _ROOM * _ROOM
+    s.first_request, s.first_row = begin, row
+    s.first, s.rows, s.positions = p.first + 8 * begin, p.rows + 8 * begin, p.positions + 8 * row
+    s.x, s.normed = p.x + 2 * row * p.hidden, p.normed + 2 * row * p.hidden
+    s.qkv = p.qkv + 2 * row * (p.num_heads + 2 * p.num_kv) * p.head_dim
+    s.attended = p.attended + 2 * row * p.num_heads * p.head_dim
+    s.gated, s.taps = p.gated + 2 * row * p.inner, p.taps + 2 * row * p.num_taps * p.hidden
+    s.scratch = p.scratch + thread * p.scratch_bytes
+    s.own_norms = s.num_threads > 1 and s.num_rows <= _OWN_NORMS
+    if s.own_norms and thread > 0:
+        s.normed = s.scratch + p.scratch_bytes - 2 * _OWN_NORMS * p.hidden
+    # A thread that has whole K/V heads attends to what it has projected itself.
+    s.first_head, s.last_head, s.part, s.parts = 0, p.num_kv, s.thread, s.num_threads
+    if p.num_kv % s.num_threads == 0:
+        s.first_head = s.thread * p.num_kv // s.num_threads
+        s.last_head = (s.thread + 1) * p.num_kv // s.num_threads
+        s.part, s.parts = 0, 1
+
+
+@elements
+def _own_requests(rows_R, thread, num_threads):
+    """Requests [begin, end) for a thread alone; end is -1 where threads had better share them all.
+
+    Threads that have requests of their own need not wait for each other, nor read what another core has just
+    written; but each reads all weights. So they do where there are rows enough, shared out evenly.
+    """
+    total, most = rows_R.sum(), 0
+    begin, end = len(rows_R), 0
+    before, part, size = 0, 0, 0
+    for r in range(len(rows_R)):
+        mine = min((2 * before + rows_R[r]) * num_threads // (2 * total), num_threads - 1)
+        if mine != part:
+            part, size = mine, 0
+        size += rows_R[r]
+        most = max(most, size)
+        if mine == thread:
+            begin, end = min(begin, r), r + 1
+        before += rows_R[r]
+    if num_threads == 1 or total < _OWN_ROWS * num_threads or most * num_threads * 4 > total * 5:
+        return 0, -1
+    return begin, max(begin, end)
+
+
+_TASK = Task(_decoder_pass)

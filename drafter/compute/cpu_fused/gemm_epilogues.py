@@ -1,0 +1,57 @@
+"""What follows a product's sums: bias, residual or gate, and one rounding to bf16.
+
+Called by `amx_gemm.py` and `simd_gemm.py`.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from ..cpu_numba.element_ops import elements, float_of, pointer, rounded
+from .amx_tiles import COLUMNS, SUMS_STRIDE
+from .simd_vectors import finish, finish_added, finish_gated
+
+_BF16, _FP32 = np.uint16(0), np.float32(0)
+
+
+@elements
+def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
+    """Rows [first, last) of y from `column` on, of sums [last - first, 32]; else as `products.project`."""
+    width = min(COLUMNS, outputs - column)
+    if bias != 0:
+        _add_bias(sums, bias + 2 * column, last - first, width)
+    for n in range(first, last):
+        row, at = sums + (n - first) * SUMS_STRIDE, 2 * (n * outputs + column)
+        if gated:
+            finish_gated(row, y + at // 2)
+        elif width < COLUMNS:
+            _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
+        elif residual != 0:
+            finish_added(row, residual + at, y + at)
+        else:
+            finish(row, y + at)
+
+
+@elements
+def _finish_narrow(sums, residual, y, width):
+    """A row of a last panel that is not whole."""
+    sums_C = carray(pointer(sums, _FP32), (width,))
+    y_C = carray(pointer(y, _BF16), (width,))
+    for j in range(width):
+        value = sums_C[j]
+        if residual != 0:
+            value += float_of(carray(pointer(residual, _BF16), (width,))[j])
+        y_C[j] = rounded(value, _BF16)
+
+
+@elements
+def _add_bias(sums, bias, rows, width):
+    bias_O = carray(pointer(bias, _BF16), (width,))
+    sums_1 = carray(pointer(sums, _FP32), (rows * COLUMNS,))
+    for n in range(rows):
+        for j in range(width):
+            sums_1[n * COLUMNS + j] += float_of(bias_O[j])

@@ -1,0 +1,127 @@
+"""Products of bf16 rows with packed weights, on CPUs with instructions for them
+(`compute/cpu_numba/cpu_features.py`).
+
+oneDNN's call costs 20 to 30 microseconds whatever it computes; this one two, and a model's pass may call it
+from compiled code (`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows; columns
+are shared out among the threads. One order of sums for every row, whatever stands beside it: batch-invariant.
+
+Legend: N rows, K inputs, O outputs.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cpu_numba.element_ops import Task, elements, pointer
+from ..cpu_numba.llvm_intrinsics import stack_memory
+from .amx_gemm import project_tiles
+from .amx_tiles import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products
+from .isa_dispatch import has_tiles, of_two_kinds
+from .simd_gemm import SUMS_BYTES, packed_bytes, project_rows
+from .threads.thread_team import process_team, run
+
+_TILE_SUMS_BYTES = ROWS * SUMS_STRIDE
+_args_memory = stack_memory(128)
+
+
+class PackedLinear:
+    """`layers.Linear` of bf16 where `can_pack` says so: summed in fp32, rounded once.
+
+    Attributes:
+        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of
+            inputs. Rows of zeros are added until O is a multiple of 32.
+    """
+
+    __slots__ = ("_num_threads", "bias_O", "in_features", "out_features", "tiles")
+
+    def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, num_threads: int) -> None:
+        self.out_features, self.in_features = weight_OK.shape
+        self.bias_O = bias_O
+        self._num_threads = num_threads
+        padded = F.pad(weight_OK, (0, 0, 0, -self.out_features % COLUMNS))
+        pairs = padded.view(-1, 16, self.in_features // 32, 16, 2)
+        self.tiles = pairs.permute(0, 2, 3, 1, 4).contiguous()
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        x_NK = x_NK.contiguous()
+        residual_NO = None if residual_NO is None else residual_NO.contiguous()  # kept until it is read
+        y_NO = x_NK.new_empty(len(x_NK), self.out_features)
+        each = scratch_bytes(len(x_NK), self.in_features)
+        scratch_1 = torch.empty(each * self._num_threads, dtype=torch.uint8)
+        _run_product(
+            process_team().of(self._num_threads),
+            _PRODUCT.address,
+            self._num_threads,
+            x_NK.data_ptr(),
+            self.tiles.data_ptr(),
+            0 if self.bias_O is None else self.bias_O.data_ptr(),
+            0 if residual_NO is None else residual_NO.data_ptr(),
+            y_NO.data_ptr(),
+            len(x_NK),
+            self.in_features,
+            self.out_features,
+            scratch_1.data_ptr(),
+            each,
+        )
+        return y_NO
+
+
+def can_pack(num_inputs: int) -> bool:
+    """Whether the tiles fit a weight of so many inputs."""
+    return num_inputs % 32 == 0
+
+
+def scratch_bytes(num_rows: int, inputs: int) -> int:
+    """What `project` needs per thread, for so many rows at most."""
+    return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(num_rows, inputs)
+
+
+def halves_taking_turns(tiles: Tensor) -> Tensor:
+    """The outputs' two halves in turns of 16: what `project` wants of a gate and an up projection."""
+    return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+
+@elements
+def _run_product(
+    team, task, num_threads, x, weight, bias, residual, y, num_rows, inputs, outputs, scratch, each
+):
+    args = _args_memory()
+    a = carray(pointer(args, np.int64(0)), (10,))
+    a[0], a[1], a[2], a[3], a[4] = x, weight, bias, residual, y
+    a[5], a[6], a[7], a[8], a[9] = num_rows, inputs, outputs, scratch, each
+    run(team, task, args, num_threads)
+
+
+def _product_task(args, thread, num_threads):
+    a = carray(pointer(args, np.int64(0)), (10,))
+    sums = a[8] + thread * a[9]
+    begin_products(min(a[5], 16))
+    panels = (a[7] + COLUMNS - 1) // COLUMNS
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], False, sums, thread, panels, num_threads)
+    end_products()
+
+
+def project(
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+):  # fmt: skip
+    """Some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
+
+    Args:
+        num_rows, room: rows that count, and rows of x that may be read. `residual` may be `y` if the room is
+            a multiple of 16.
+        outputs: of the weight; rows of y are as long, or half of it if gated.
+        gated: weight and bias hold 16 of gate, 16 of up, and so on; there is no residual.
+        sums: address of `scratch_bytes`.
+        first_panel, last_panel, step: which panels of 32 columns.
+    """
+
+
+of_two_kinds(project, project_tiles, project_rows)
+_PRODUCT = Task(_product_task)

@@ -1,0 +1,88 @@
+"""Attention in vector registers, for as many query rows as there are. Behind `attention.attend`.
+
+    S [rows, T] = Q [rows, D] K^T     rows packed as for products; maxima and sums go over a row's lanes
+    P [rows, T] = exp(S - max)        fp32, in place
+    O [rows, D] = P [rows, T] V       / sum of P
+
+Keys come in chunks of 64, counted from position 0: which lane adds a key depends on its position alone.
+
+Legend: T keys, D head dim.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from ..cpu_numba.element_ops import pointer
+from .qkv_heads import BLOCK, QUAD, find_blocks
+from .simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
+from .simd_vectors import scale_rounded, soften_row
+
+_ROWS = 12  # of the highest tile of all kinds
+_INT64, _FP32 = np.int64(0), np.float32(0)
+_LOG2_E = 1.4426950408889634
+
+
+def row_scratch_bytes(longest: int, head_dim: int) -> int:
+    """What `attend_rows` needs."""
+    keys = -(-longest // CHUNK) * CHUNK
+    per_key = 1 + _ROWS * 4  # addresses of blocks, S
+    rows = _ROWS * (-(-head_dim // CHUNK) * ROW_BYTES + 4 * head_dim)  # Q packed, O
+    return keys * per_key + rows + 1024
+
+
+def attend_rows(
+    qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
+    scale, causal, window, scratch,
+):  # fmt: skip
+    """`attention._attend_group`."""
+    shared = num_heads // num_kv
+    num_keys = first + num_rows
+    num_blocks = (num_keys + CHUNK - 1) // CHUNK * QUAD
+    row_bytes = (num_heads + 2 * num_kv) * head_dim * 2
+    head_bytes = 2 * BLOCK * head_dim
+    # In `scratch`: scale, sum; bounds of rows; Q, O, addresses of blocks, S.
+    factor, total, bounds = scratch, scratch + 8, scratch + 64
+    queries = scratch + 512
+    result = queries + _ROWS * ((head_dim + CHUNK - 1) // CHUNK * ROW_BYTES)
+    blocks = result + _ROWS * head_dim * 4
+    scores = blocks + (num_blocks + QUAD) * 8
+    carray(pointer(factor, _FP32), (1,))[0] = scale * np.float32(_LOG2_E)
+    bounds_R2 = carray(pointer(bounds, _INT64), (_ROWS, 2))
+    find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, 2 * num_kv * head_bytes)
+    parts = (row_end - row_begin + most_rows() - 1) // most_rows()
+    for part in range(parts):
+        at = row_begin + (row_end - row_begin) * part // parts
+        count = row_begin + (row_end - row_begin) * (part + 1) // parts - at
+        lowest, highest = num_keys, 0
+        for i in range(count):
+            row = at + i
+            position = first + row % num_rows
+            begin, end = 0, position + 1 if causal else num_keys
+            if window >= 0:
+                begin, end = max(position - window + 1, 0), min(end, position + window)
+            bounds_R2[i, 0], bounds_R2[i, 1] = begin, end
+            lowest, highest = min(lowest, begin), max(highest, end)
+            source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
+            pack_rows(source, _INT64, queries + i * ROW_BYTES, count * ROW_BYTES, 1, head_dim)
+        # Only chunks that a row sees; what stands before or behind would add zeros.
+        begin = lowest // CHUNK
+        chunks = (highest + CHUNK - 1) // CHUNK - begin
+        seen = blocks + 8 * QUAD * begin
+        score_rows(
+            queries, count * ROW_BYTES, seen, chunks, head * head_bytes, scores, head_dim // 2, count
+        )  # fmt: skip
+        for i in range(count):
+            mine = scores + i * ROW_BYTES
+            low, high = bounds_R2[i, 0] - begin * CHUNK, bounds_R2[i, 1] - begin * CHUNK
+            soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
+        combine_rows(scores, seen, chunks * QUAD, (num_kv + head) * head_bytes, result, head_dim, count)
+        for i in range(count):
+            row = at + i
+            q = head * shared + row // num_rows
+            target = out + 2 * (row % num_rows * num_heads + q) * head_dim
+            scale_rounded(result + 4 * i * head_dim, total + 4 * i, target, head_dim // 16)

@@ -1,0 +1,61 @@
+"""Products of as many rows as there are with a packed weight, in vector registers. Behind `products.project`.
+
+Rows are packed first, as many as stay in a core's cache; then panels of the weight go by, each past all of
+these rows, and few rows see several panels at once: there must be sums enough to hide an addition's latency.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from ..cpu_numba.element_ops import elements
+from .amx_tiles import COLUMNS, SUMS_STRIDE
+from .gemm_epilogues import finish_panel
+from .simd_tiles import CHUNK, ROW_BYTES, TILE_BYTES, most_rows, multiply_rows, pack_rows, panels_at_once
+
+_CACHE_BYTES = 2**18
+_EVEN_ROWS = 12  # a multiple of every kind's highest tile
+SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
+
+
+def packed_bytes(num_rows: int, inputs: int) -> int:
+    """Memory that `project_rows` needs behind SUMS_BYTES."""
+    at_once = max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
+    return min(num_rows, at_once) * -(-inputs // CHUNK) * ROW_BYTES
+
+
+@elements
+def _rows_at_once(inputs):
+    """Packed rows that stay in a core's cache while panels of the weight go by."""
+    return max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
+
+
+def project_rows(
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+):  # fmt: skip
+    """`products.project`."""
+    packed, tile_bytes = sums + SUMS_BYTES, inputs // 32 * TILE_BYTES
+    for start in range(0, num_rows, _rows_at_once(inputs)):
+        count = min(_rows_at_once(inputs), num_rows - start)
+        pack_rows(x + 2 * start * inputs, 2 * inputs, packed, count * ROW_BYTES, count, inputs)
+        parts = (count + most_rows() - 1) // most_rows()
+        panel = first_panel
+        while panel < last_panel:
+            panels = panels_at_once(count) if parts == 1 else 1
+            while panel + (panels - 1) * step >= last_panel:
+                panels //= 2
+            tiles = weight + 2 * panel * tile_bytes
+            for part in range(parts):
+                first, last = count * part // parts, count * (part + 1) // parts
+                rows = last - first
+                multiply_rows(
+                    packed + first * ROW_BYTES, count * ROW_BYTES, tiles, tile_bytes, 2 * tile_bytes * step,
+                    sums, inputs // 2, rows, panels,
+                )  # fmt: skip
+                for j in range(panels):
+                    finish_panel(
+                        sums + j * rows * SUMS_STRIDE, start + first, start + last,
+                        (panel + j * step) * COLUMNS, outputs, gated, bias, residual, y,
+                    )  # fmt: skip
+            panel += panels * step

@@ -1,0 +1,265 @@
+"""Products of some rows with bf16 weights in vector registers: for CPUs that have no tiles of AMX's.
+
+A tile is as many rows as there are, up to `MOST_ROWS`, by some sixteens of columns, summed in fp32. Every sum
+is one chain over the inputs in their order, so a row's bits depend neither on the rows beside it nor on how
+many columns are computed at once. Weights are read as bf16 and widened in registers, a shift or a mask each;
+rows are widened before, once for all columns (`pack_rows`): a broadcast reads an fp32.
+
+    rows, packed:  [K / 64] chunks of [rows, 64]      weights: per 16 columns [K / 2] pairs of [16, 2]
+
+The same tiles compute attention (`simd_attention.py`): K and V lie in its blocks as weights do. Vectors of 16
+lanes are LLVM's, which cuts them to what a CPU has. Used by `simd_gemm.py` and `simd_attention.py`.
+"""
+
+# The signatures of intrinsics are Numba's, not Python's.
+# pyright: reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ..cpu_numba.cpu_features import Instructions, bf16_instructions
+from ..cpu_numba.llvm_intrinsics import (
+    FLOATS,
+    INT32,
+    INT64,
+    PAIRS,
+    Value,
+    at,
+    call,
+    integer,
+    lanes,
+    load,
+    procedure,
+    spread,
+    store,
+    widen,
+)
+
+CHUNK = 64  # inputs of a packed row that lie together
+ROW_BYTES = 4 * CHUNK
+TILE_BYTES = 1024  # of weights: 16 columns, 32 inputs
+_WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2, 3: 2})
+_ODD = -65536  # the upper half of an int32
+
+
+def _shape() -> tuple[int, dict[int, int]]:
+    """Rows of the highest tile, and sixteens of columns of the low ones: what the registers hold."""
+    kind = bf16_instructions()
+    return _WIDE if kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512) else _NARROW
+
+
+def _columns(rows: int) -> int:
+    """Sixteens of columns that are summed at once, beside so many rows."""
+    most, of_low_ones = _shape()
+    return of_low_ones.get(rows, 2 if most == _WIDE[0] else 1)
+
+
+@intrinsic
+def most_rows(context):
+    """Rows of the highest tile."""
+
+    def generate(context, builder, signature, args):
+        return integer(_shape()[0])
+
+    return types.int64(), generate
+
+
+@intrinsic
+def panels_at_once(context, rows):
+    """Panels of 32 columns that a tile of so many rows spans: 1, 2 or 4."""
+
+    def generate(context, builder, signature, args):
+        result = integer(1)
+        for count in range(1, _shape()[0] + 1):
+            here = builder.icmp_signed("==", args[0], integer(count))
+            result = builder.select(here, integer(max(_columns(count) // 2, 1)), result)
+        return result
+
+    return types.int64(types.int64), generate
+
+
+class _Tile:
+    """[rows, 16 columns] of fp32 sums in registers."""
+
+    def __init__(self, builder: Any, rows: int, columns: int) -> None:
+        self._builder, self._rows, self._columns = builder, rows, columns
+        self._slots = [cgutils.alloca_once(builder, FLOATS) for _ in range(rows * columns)]
+        for slot in self._slots:
+            builder.store(lanes(0.0), slot)
+
+    def add(self, a: Value, weights: Sequence[Value]) -> None:
+        """Two inputs of each row, at `a`, times those of each sixteen of columns."""
+        builder = self._builder
+        pairs = [load(builder, address, PAIRS) for address in weights]
+        for half in (0, 1):
+            widened = [builder.bitcast(self._half(pair, half), FLOATS) for pair in pairs]
+            for i in range(self._rows):
+                value = load(builder, at(builder, a, (i, ROW_BYTES), (half, 4)), INT32)
+                everywhere = builder.bitcast(spread(builder, value), FLOATS)
+                for j, weight in enumerate(widened):
+                    slot = self._slots[i * self._columns + j]
+                    args = [everywhere, weight, builder.load(slot)]
+                    builder.store(call(builder, "llvm.fma.v16f32", FLOATS, args), slot)
+
+    def _half(self, pair: Value, half: int) -> Value:
+        if half:
+            return self._builder.and_(pair, lanes(_ODD, INT32))
+        return self._builder.shl(pair, lanes(16, INT32))
+
+    def store(
+        self, target: Value, row_bytes: Value | int, places: Sequence[Sequence[tuple[Value, int]]]
+    ) -> None:
+        """Rows are `row_bytes` apart, and each sixteen of columns at its place behind `target`."""
+        builder = self._builder
+        for i in range(self._rows):
+            begin = builder.add(target, builder.mul(_value(row_bytes), integer(i)))
+            for j in range(self._columns):
+                store(
+                    builder, builder.load(self._slots[i * self._columns + j]), at(builder, begin, *places[j])
+                )
+
+
+def _value(number: Value | int) -> Value:
+    return integer(number) if isinstance(number, int) else number
+
+
+def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -> None:
+    """The code of one of the cases."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for value, emit in cases.items():
+        block = builder.append_basic_block(f"case_{value}")
+        switch.add_case(integer(value), block)
+        builder.position_at_end(block)
+        emit()
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _emit_product(builder, args):
+    """See `multiply_rows`."""
+    a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels = args
+
+    def of(count: int, width: int) -> Callable[[], None]:
+        columns = min(_columns(count), 2 * width)
+
+        def emit() -> None:
+            for begin in range(0, 2 * width, columns):
+                mine = range(begin, begin + columns)
+                tile = _Tile(builder, count, columns)
+                with cgutils.for_range(builder, pairs) as loop:
+                    place = _input(builder, a, chunk_bytes, loop.index)
+                    line = at(builder, weight, (loop.index, 64))
+                    tile.add(
+                        place, [at(builder, line, (panel_bytes, j // 2), (tile_bytes, j % 2)) for j in mine]
+                    )
+                tile.store(sums, 128, [[(integer(count * 128), j // 2), (integer(64), j % 2)] for j in mine])
+
+        return emit
+
+    most = _shape()[0]
+    widths = {
+        count: [p for p in (1, 2, 4) if 2 * p <= max(_columns(count), 2)] for count in range(1, most + 1)
+    }
+    cases = {8 * count + width: of(count, width) for count, some in widths.items() for width in some}
+    _switch(builder, at(builder, panels, (rows, 8)), cases)
+
+
+def _input(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
+    """Where a packed row has this pair of inputs."""
+    chunk = builder.lshr(pair, integer(5))
+    inside = builder.and_(pair, integer(CHUNK // 2 - 1))
+    return at(builder, builder.add(a, builder.mul(chunk, chunk_bytes)), (inside, 8))
+
+
+def _emit_scores(builder, args):
+    """See `score_rows`."""
+    queries, chunk_bytes, blocks, count, offset, scores, pairs, rows = args
+
+    def of(num: int) -> Callable[[], None]:
+        columns = min(_columns(num), 4)
+
+        def emit() -> None:
+            with cgutils.for_range(builder, count) as quad:
+                target = at(builder, scores, (builder.mul(quad.index, integer(num)), ROW_BYTES))
+                for begin in range(0, 4, columns):
+                    mine = range(begin, begin + columns)
+                    keys = [
+                        builder.add(
+                            offset, load(builder, at(builder, blocks, (quad.index, 32), (j, 8)), INT64)
+                        )
+                        for j in mine
+                    ]
+                    tile = _Tile(builder, num, columns)
+                    with cgutils.for_range(builder, pairs) as loop:
+                        place = _input(builder, queries, chunk_bytes, loop.index)
+                        tile.add(place, [at(builder, key, (loop.index, 64)) for key in keys])
+                    tile.store(target, ROW_BYTES, [[(integer(64), j)] for j in mine])
+
+        return emit
+
+    _switch(builder, rows, {num: of(num) for num in range(1, _shape()[0] + 1)})
+
+
+def _emit_combination(builder, args):
+    """See `combine_rows`."""
+    weights, blocks, count, offset, result, head_dim, rows = args
+
+    def of(num: int) -> Callable[[], None]:
+        columns = min(_columns(num), 2)
+
+        def emit() -> None:
+            width = 16 * columns
+            with cgutils.for_range(builder, builder.udiv(head_dim, integer(width))) as part:
+                tile = _Tile(builder, num, columns)
+                begin = at(builder, offset, (part.index, width * 32))
+                with cgutils.for_range(builder, count) as outer:
+                    block = builder.add(begin, load(builder, at(builder, blocks, (outer.index, 8)), INT64))
+                    chunk, inside = (
+                        builder.lshr(outer.index, integer(2)),
+                        builder.and_(outer.index, integer(3)),
+                    )
+                    place = at(builder, weights, (builder.mul(chunk, integer(num)), ROW_BYTES), (inside, 64))
+                    with cgutils.for_range(builder, integer(8)) as loop:
+                        line = at(builder, block, (loop.index, 64))
+                        lines = [at(builder, line, (j, TILE_BYTES // 2)) for j in range(columns)]
+                        tile.add(at(builder, place, (loop.index, 8)), lines)
+                target = at(builder, result, (part.index, 4 * width))
+                row_bytes = builder.mul(head_dim, integer(4))
+                tile.store(target, row_bytes, [[(integer(64), j)] for j in range(columns)])
+
+        return emit
+
+    _switch(builder, rows, {num: of(num) for num in range(1, _shape()[0] + 1)})
+
+
+def _emit_pack(builder, args):
+    """See `pack_rows`."""
+    x, x_stride, target, chunk_bytes, rows, inputs = args
+    with cgutils.for_range(builder, rows) as row:
+        source = builder.add(x, builder.mul(row.index, x_stride))
+        to = at(builder, target, (row.index, ROW_BYTES))
+        with cgutils.for_range(builder, builder.udiv(inputs, integer(16))) as loop:
+            chunk, inside = builder.lshr(loop.index, integer(2)), builder.and_(loop.index, integer(3))
+            place = at(builder, builder.add(to, builder.mul(chunk, chunk_bytes)), (inside, 64))
+            store(builder, widen(builder, at(builder, source, (loop.index, 32))), place)
+
+
+# (x, x_stride, target, chunk_bytes, rows, inputs): bf16 rows of a multiple of 32 inputs, packed; from chunk
+# to chunk there are so many bytes.
+pack_rows = procedure(6, _emit_pack)
+# (a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels): sums [panels, rows, 32] of
+# packed rows, whose chunks are so far apart, with panels of two sixteens of columns, so far apart, too; pairs
+# are K / 2, panels 1 or `panels_at_once` or a power of two between.
+multiply_rows = procedure(9, _emit_product)
+# (queries, chunk_bytes, blocks, count, offset, scores, pairs, rows): scores, packed rows of 64 `count` keys.
+# There are 4 `count` addresses of blocks of 16 keys, `offset` is added to each; pairs are D / 2.
+score_rows = procedure(8, _emit_scores)
+# (weights, blocks, count, offset, result, head_dim, rows): fp32 [rows, D] of packed rows of 16 `count` keys.
+combine_rows = procedure(7, _emit_combination)

@@ -1,0 +1,324 @@
+"""Sixteen lanes at a time: epilogues of products, norms, rotation, softmax, transposed tiles.
+
+For what LLVM's vectoriser does not find by itself; instructions of AVX-512 are named where they help and the
+CPU has them. Used by the other files of this folder.
+"""
+
+# The signatures of intrinsics are Numba's, not Python's.
+# pyright: reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ..cpu_numba.cpu_features import Instructions, bf16_instructions
+from ..cpu_numba.llvm_intrinsics import (
+    FLOATS,
+    HALVES,
+    INT16,
+    INT32,
+    PAIRS,
+    BFloat,
+    Value,
+    at,
+    call,
+    integer,
+    lanes,
+    load,
+    procedure,
+    spread,
+    store,
+    widen,
+)
+
+
+def _transposed(builder: Any, source: Value, stride: Value) -> list[Value]:
+    """16 rows of 16 int32, transposed: rows trade halves, quarters, eighths, single elements."""
+    rows = [load(builder, at(builder, source, (stride, i)), PAIRS) for i in range(16)]
+    for step in (8, 4, 2, 1):
+        low = [e if e & step == 0 else 16 + (e ^ step) for e in range(16)]
+        high = [e ^ step if e & step == 0 else 16 + e for e in range(16)]
+        traded = list(rows)
+        for i in range(16):
+            if i & step == 0:
+                pair = rows[i], rows[i | step]
+                traded[i] = builder.shuffle_vector(*pair, ir.Constant(PAIRS, low))
+                traded[i | step] = builder.shuffle_vector(*pair, ir.Constant(PAIRS, high))
+        rows = traded
+    return rows
+
+
+def _round(builder: Any, floats: Value) -> Value:
+    """16 fp32 as bf16, to nearest even; NaNs stay NaNs."""
+    if bf16_instructions() not in (Instructions.AMX, Instructions.AVX512_BF16):
+        return _round_bits(builder, floats)
+    rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFloat(), 16), [floats])
+    return builder.bitcast(rounded, HALVES)
+
+
+def _round_bits(builder: Any, floats: Value) -> Value:
+    bits = builder.bitcast(floats, PAIRS)
+    odd = builder.and_(builder.lshr(bits, lanes(16, INT32)), lanes(1, INT32))
+    nearest = builder.lshr(builder.add(builder.add(bits, odd), lanes(0x7FFF, INT32)), lanes(16, INT32))
+    is_nan = builder.fcmp_unordered("uno", floats, floats)
+    return builder.trunc(builder.select(is_nan, lanes(0x7FC0, INT32), nearest), HALVES)
+
+
+def _has_avx512() -> bool:
+    """Whether the code that is being compiled may say so."""
+    kind = bf16_instructions()
+    return kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512)
+
+
+def _float(builder: Any, name: str, *args: Value) -> Value:
+    return call(builder, f"llvm.{name}.v16f32", FLOATS, args)
+
+
+def _exp2(builder: Any, x: Value) -> Value:
+    """2^x to an ulp or two; 0 of -inf: x = n + f with |f| <= 1/2, and Cephes' polynomial for 2^f."""
+    n = _float(builder, "roundeven", x)
+    f = builder.fsub(x, n)
+    y = lanes(1.535336188319500e-4)
+    for factor in (
+        1.339887440266574e-3,
+        9.618437357674640e-3,
+        5.550332471162809e-2,
+        2.402264791363012e-1,
+        6.931472028550421e-1,
+        1.0,
+    ):
+        y = _float(builder, "fma", y, f, lanes(factor))
+    if not _has_avx512():
+        return _times_power(builder, y, n)
+    mask, exact = ir.Constant(INT16, -1), ir.Constant(INT32, 4)  # all lanes, rounding as usual
+    args = [y, n, lanes(0.0), mask, exact]
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, args)
+
+
+def _times_power(builder: Any, y: Value, n: Value) -> Value:
+    """y 2^n of 1/2 < y < 2 and a whole n up to 127; 0 where the result would be less than 2^-125."""
+    normal = builder.fcmp_ordered(">", n, lanes(-126.0))
+    n = builder.select(normal, n, lanes(0.0))  # of -inf, too
+    power = builder.shl(builder.add(builder.fptosi(n, PAIRS), lanes(127, INT32)), lanes(23, INT32))
+    return builder.select(normal, builder.fmul(y, builder.bitcast(power, FLOATS)), lanes(0.0))
+
+
+def _emit_finish(builder, args, *, adds: bool):
+    sums, residual, target = args if adds else (args[0], None, args[1])
+    for half in (0, 1):
+        value = load(builder, at(builder, sums, (half, 64)), FLOATS)
+        if residual is not None:
+            value = builder.fadd(value, widen(builder, at(builder, residual, (half, 32))))
+        store(builder, _round(builder, value), at(builder, target, (half, 32)))
+
+
+def _emit_gate(builder, args):
+    sums, target = args
+    gate, up = (load(builder, at(builder, sums, (half, 64)), FLOATS) for half in (0, 1))
+    # Below -80 silu is as good as 0, and e^80 is finite.
+    gate = builder.select(builder.fcmp_ordered("<", gate, lanes(-80.0)), lanes(-80.0), gate)
+    power = builder.fmul(gate, lanes(-1.4426950408889634))
+    silu = builder.fmul(gate, _reciprocal(builder, builder.fadd(_exp2(builder, power), lanes(1.0))))
+    store(builder, _round(builder, builder.fmul(silu, up)), target)
+
+
+def _reciprocal(builder: Any, x: Value) -> Value:
+    """1 / x of 1 <= x < 2^126 to an ulp: 14 bits of it, and Newton's step."""
+    if not _has_avx512():
+        return builder.fdiv(lanes(1.0), x)
+    args = [x, lanes(0.0), ir.Constant(INT16, -1)]
+    y = call(builder, "llvm.x86.avx512.rcp14.ps.512", FLOATS, args)
+    rest = _float(builder, "fma", builder.fneg(x), y, lanes(1.0))
+    return _float(builder, "fma", y, rest, y)
+
+
+def _inverse_rms(builder: Any, x: Value, count: Value, eps: Value) -> Value:
+    """1 / sqrt(mean of squares + eps) of 16 `count` bf16, in all lanes; `eps` is the address of an fp32."""
+    total = cgutils.alloca_once(builder, FLOATS)
+    builder.store(lanes(0.0), total)
+    with cgutils.for_range(builder, count) as loop:
+        value = widen(builder, at(builder, x, (loop.index, 32)))
+        builder.store(_float(builder, "fma", value, value, builder.load(total)), total)
+    folded = builder.load(total)
+    for step in (8, 4, 2, 1):
+        order = ir.Constant(PAIRS, [e ^ step for e in range(16)])
+        folded = builder.fadd(folded, builder.shuffle_vector(folded, folded, order))
+    width = builder.uitofp(builder.mul(count, integer(16)), ir.FloatType())
+    mean = builder.fdiv(builder.extract_element(folded, ir.Constant(INT32, 0)), width)
+    mean = builder.fadd(mean, load(builder, eps, ir.FloatType()))
+    root = call(builder, "llvm.sqrt.f32", ir.FloatType(), [mean])
+    inverse = builder.bitcast(builder.fdiv(ir.Constant(ir.FloatType(), 1.0), root), INT32)
+    return builder.bitcast(spread(builder, inverse), FLOATS)
+
+
+def _emit_norm(builder, args):
+    x, weight, target, count, eps = args
+    scale = _inverse_rms(builder, x, count, eps)
+    with cgutils.for_range(builder, count) as loop:
+        place = (loop.index, 32)
+        value = builder.fmul(widen(builder, at(builder, x, place)), scale)
+        value = builder.fmul(value, widen(builder, at(builder, weight, place)))
+        store(builder, _round(builder, value), at(builder, target, place))
+
+
+def _emit_rotate(builder, args, *, norms: bool):
+    x, weight, cos, sin, half, eps = args
+    scale = _inverse_rms(builder, x, builder.mul(half, integer(2)), eps) if norms else None
+    with cgutils.for_range(builder, half) as loop:
+        places = [[(loop.index, 32)], [(loop.index, 32), (half, 32)]]
+        first, second = (widen(builder, at(builder, x, *place)) for place in places)
+        if scale is not None:
+            weights = [widen(builder, at(builder, weight, *place)) for place in places]
+            first, second = (
+                builder.fmul(builder.fmul(value, scale), factor)
+                for value, factor in zip((first, second), weights, strict=True)
+            )
+        for value, other, place in ((first, second, places[0]), (second, first, places[1])):
+            swapped = builder.fmul(other, widen(builder, at(builder, sin, *place)))
+            turned = _float(builder, "fma", value, widen(builder, at(builder, cos, *place)), swapped)
+            store(builder, _round(builder, turned), at(builder, x, *place))
+
+
+def _emit_soften(builder, args):
+    """See `soften`."""
+    scores, count, low, high, scale, totals = args
+    low, high = (load(builder, address, PAIRS) for address in (low, high))
+    scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
+    steps = 4  # chains of maxima and sums side by side
+    tops = [cgutils.alloca_once_value(builder, lanes(float("-inf"))) for _ in range(steps)]
+    sums = [cgutils.alloca_once_value(builder, lanes(0.0)) for _ in range(steps)]
+    for slot in (*tops, *sums):
+        builder.store(lanes(float("-inf") if slot in tops else 0.0), slot)
+    with cgutils.for_range(builder, builder.udiv(count, integer(steps))) as loop:
+        for i in range(steps):
+            t = builder.add(builder.mul(loop.index, integer(steps)), integer(i))
+            address = at(builder, scores, (t, 64))
+            row = spread(builder, builder.trunc(t, INT32))
+            seen = builder.and_(builder.icmp_signed("<=", low, row), builder.icmp_signed("<", row, high))
+            score = builder.select(seen, load(builder, address, FLOATS), lanes(float("-inf")))
+            store(builder, score, address)
+            greater = builder.fcmp_ordered(">", score, builder.load(tops[i]))
+            builder.store(builder.select(greater, score, builder.load(tops[i])), tops[i])
+    top = builder.load(tops[0])
+    for slot in tops[1:]:
+        other = builder.load(slot)
+        top = builder.select(builder.fcmp_ordered(">", other, top), other, top)
+    with cgutils.for_range(builder, builder.udiv(count, integer(steps))) as loop:
+        for i in range(steps):
+            address = at(builder, scores, (loop.index, 64 * steps), (i, 64))
+            power = builder.fmul(builder.fsub(load(builder, address, FLOATS), top), scale)
+            weight = _exp2(builder, power)
+            store(builder, weight, address)
+            builder.store(builder.fadd(builder.load(sums[i]), weight), sums[i])
+    total = builder.load(sums[0])
+    for slot in sums[1:]:
+        total = builder.fadd(total, builder.load(slot))
+    store(builder, total, totals)
+
+
+def _emit_soften_row(builder, args):
+    """See `soften_row`."""
+    scores, chunk_bytes, chunks, low, high, scale, totals = args
+    low, high = (spread(builder, builder.trunc(bound, INT32)) for bound in (low, high))
+    scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
+    steps = 4  # sixteens of a chunk, side by side
+    tops, sums = ([cgutils.alloca_once(builder, FLOATS) for _ in range(steps)] for _ in range(2))
+    for slot in (*tops, *sums):
+        builder.store(lanes(float("-inf") if slot in tops else 0.0), slot)
+    numbers = ir.Constant(PAIRS, list(range(16)))
+    with cgutils.for_range(builder, chunks) as loop:
+        line = builder.add(scores, builder.mul(loop.index, chunk_bytes))
+        first = builder.trunc(builder.mul(loop.index, integer(16 * steps)), INT32)
+        for i in range(steps):
+            key = builder.add(builder.add(spread(builder, first), numbers), lanes(16 * i, INT32))
+            seen = builder.and_(builder.icmp_signed("<=", low, key), builder.icmp_signed("<", key, high))
+            score = builder.select(
+                seen, load(builder, at(builder, line, (i, 64)), FLOATS), lanes(float("-inf"))
+            )
+            store(builder, score, at(builder, line, (i, 64)))
+            greater = builder.fcmp_ordered(">", score, builder.load(tops[i]))
+            builder.store(builder.select(greater, score, builder.load(tops[i])), tops[i])
+    top = _folded(builder, [builder.load(slot) for slot in tops], _larger)
+    with cgutils.for_range(builder, chunks) as loop:
+        line = builder.add(scores, builder.mul(loop.index, chunk_bytes))
+        for i in range(steps):
+            address = at(builder, line, (i, 64))
+            weight = _exp2(builder, builder.fmul(builder.fsub(load(builder, address, FLOATS), top), scale))
+            store(builder, weight, address)
+            builder.store(builder.fadd(builder.load(sums[i]), weight), sums[i])
+    total = _folded(builder, [builder.load(slot) for slot in sums], lambda builder, a, b: builder.fadd(a, b))
+    store(builder, builder.extract_element(total, ir.Constant(INT32, 0)), totals)
+
+
+def _larger(builder: Any, a: Value, b: Value) -> Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _folded(builder: Any, vectors: list[Value], join: Callable[[Any, Value, Value], Value]) -> Value:
+    """All lanes of all vectors joined, in every lane."""
+    whole = reduce(lambda a, b: join(builder, a, b), vectors)
+    for step in (8, 4, 2, 1):
+        order = ir.Constant(PAIRS, [e ^ step for e in range(16)])
+        whole = join(builder, whole, builder.shuffle_vector(whole, whole, order))
+    return whole
+
+
+def _emit_scale(builder, args):
+    """See `scale_rounded`."""
+    sums, total, target, count = args
+    factor = builder.fdiv(lanes(1.0), builder.bitcast(spread(builder, load(builder, total, INT32)), FLOATS))
+    with cgutils.for_range(builder, count) as loop:
+        value = builder.fmul(load(builder, at(builder, sums, (loop.index, 64)), FLOATS), factor)
+        store(builder, _round(builder, value), at(builder, target, (loop.index, 32)))
+
+
+def _emit_transpose(builder, args):
+    source, stride, target = args
+    for i, row in enumerate(_transposed(builder, source, stride)):
+        store(builder, row, at(builder, target, (i, 64)))
+
+
+def _emit_transpose_rounded(builder, args):
+    source, target, stride = args
+    for i, row in enumerate(_transposed(builder, source, integer(64))):
+        store(builder, _round(builder, builder.bitcast(row, FLOATS)), at(builder, target, (stride, i)))
+
+
+def _emit_copy(builder, args):
+    source, target, count = args
+    with cgutils.for_range(builder, count) as loop:
+        line = load(builder, at(builder, source, (loop.index, 64)), PAIRS)
+        store(builder, line, at(builder, target, (loop.index, 64)))
+
+
+# (source, target, count): times 64 bytes.
+copy_lines = procedure(3, _emit_copy)
+# (sums, target): 32 fp32, rounded to bf16.
+finish = procedure(2, lambda builder, args: _emit_finish(builder, args, adds=False))
+# (sums, residual, target): the same of 32 fp32 + 32 bf16.
+finish_added = procedure(3, lambda builder, args: _emit_finish(builder, args, adds=True))
+# (sums, target): of 16 fp32 of gate, 16 of up: silu(gate) * up, rounded.
+finish_gated = procedure(2, _emit_gate)
+# (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `eps` is the address of an fp32.
+norm = procedure(5, _emit_norm)
+# (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16, and their rotation (`layers.RotaryEmbedding`),
+# in place; `rotate` does without the norm.
+norm_rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=True))
+rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=False))
+# (scores, count, low, high, scale, totals): of `count` rows (a multiple of 4) of 16 fp32 lanes, in place,
+# 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and sums per lane.
+soften = procedure(6, _emit_soften)
+# (scores, chunk_bytes, chunks, low, high, scale, total): the same of a row of chunks of 64 fp32, in place,
+# where low <= key < high; and their sum.
+soften_row = procedure(7, _emit_soften_row)
+# (sums, total, target, count): count * 16 fp32 divided by the one at `total`, rounded to bf16.
+scale_rounded = procedure(4, _emit_scale)
+# (source, source_stride, target): 16 x 16 elements of 4 bytes, target rows of 64 bytes.
+transpose = procedure(3, _emit_transpose)
+# (source, target, target_stride): 16 x 16 fp32 in rows of 64 bytes -> bf16.
+transpose_rounded = procedure(3, _emit_transpose_rounded)

@@ -1,0 +1,1 @@
+"""The thread team of the fused CPU pass."""

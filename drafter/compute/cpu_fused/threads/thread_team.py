@@ -1,0 +1,206 @@
+"""Threads that run one compiled task together: thread 0 is the caller's, the others wait here.
+
+A *task* is compiled code, called as task(args, thread, num_threads) on every thread at once; within it
+`barrier` separates what must not overlap. Threads that have nothing to do look for work for some tens of
+microseconds, as a step's passes follow each other closely, then sleep in the kernel. Python sees one call.
+
+    caller: publish the task, then a new epoch, wake who sleeps ─▶ run as thread 0 ─▶ wait until all are done
+    others: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ look, then sleep
+
+One task at a time: who finds the team at work runs its task alone, with the same result, since no task's
+result depends on the number of threads. For the same reason a team may be smaller than asked:
+`thread_team_size.py` says how large it is where other processes take the cores.
+
+An epoch is a count and, in its low bits, how many threads it wants: who is not wanted reads nothing else, and
+who is wanted finds the task in place, for its caller waits for all of them.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from functools import cache
+
+import numpy as np
+from numba import types
+from numba.core.typing import signature
+
+from ...cpu_numba.element_ops import elements
+from ...cpu_numba.llvm_intrinsics import call_task, fetch_add, pause, read_shared, write_shared
+from ...cpu_numba.thread_clock import now_ns
+from .thread_team_size import LIMIT, NUM_SIZE_LINES, begin_sizes, judge, note_wait, size_now, try_out
+
+# Words are 64 bytes apart: a line that one thread writes is not one that another reads.
+_EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _ARRIVED, _PHASE, _CALL, _SIZES = (64 * i for i in range(10))
+_NUM_LINES = 9 + NUM_SIZE_LINES
+_MAX_THREADS = 1024
+_LOOKS = 4000  # some 40 to 200 microseconds, as long as a CPU pauses
+_LOOKS_BEFORE_CLOCK, _LOOKS_BEFORE_YIELD = 250, 2000  # at a barrier; who is waited for may need this core
+
+_FUTEX = 98 if platform.machine() == "aarch64" else 202  # Linux's number of the call, on x86-64 the latter
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # private to the process
+_int64 = types.int64
+_system_call = types.ExternalFunction(
+    "syscall", signature(_int64, _int64, _int64, _int64, _int64, _int64, _int64, _int64)
+)
+_yield = types.ExternalFunction("sched_yield", signature(types.int32))
+
+
+class Team:
+    """The process's threads; they live as long as it does. Grows to what is asked of it."""
+
+    def __init__(self) -> None:
+        _work.compile((types.int64, types.int64))  # now: a caller must not wait for it in a task
+        self._words = np.zeros(8 * (_NUM_LINES + 1), dtype=np.int64)
+        self.address = -(-self._words.ctypes.data // 64) * 64
+        begin_sizes(self.address + _SIZES, _MAX_THREADS)
+        self._num_threads = 1
+        self._lock = threading.Lock()
+
+    @property
+    def limit(self) -> int:
+        """Threads that a task may get at present (`thread_team_size.py`)."""
+        return int(self._words[(self.address - self._words.ctypes.data + _SIZES + LIMIT) // 8])
+
+    def of(self, num_threads: int) -> int:
+        """The team's address, once it has so many threads."""
+        if num_threads > self._num_threads:
+            with self._lock:
+                for thread in range(self._num_threads, num_threads):
+                    args = (self.address, thread)
+                    threading.Thread(target=_work, args=args, name=f"team-{thread}", daemon=True).start()
+                self._num_threads = max(num_threads, self._num_threads)
+        return self.address
+
+
+@cache
+def process_team() -> Team:
+    """There are as many cores as there are, however many models: one team serves all."""
+    _make_anew_in_children()
+    return Team()
+
+
+@cache
+def _make_anew_in_children() -> None:
+    """A child has none of these threads; a child's child hears of it by the same registration."""
+    os.register_at_fork(after_in_child=process_team.cache_clear)
+
+
+@elements
+def run(team, task, args, num_threads):
+    """Run the task on the threads of the team that have cores, or alone if the team is at work."""
+    if num_threads == 1 or fetch_add(team + _BUSY, 1) != 0:
+        if num_threads != 1:
+            fetch_add(team + _BUSY, -1)
+        call_task(task, args, 0, 1)
+        return
+    size, call = size_now(team + _SIZES, num_threads)
+    if call:
+        _call_the_given_up(team)
+    if size == 1:
+        call_task(task, args, 0, 1)
+    else:
+        begin_ns = now_ns()
+        _run_together(team, task, args, size)
+        judge(team + _SIZES, size, now_ns() - begin_ns)
+    fetch_add(team + _BUSY, -1)
+
+
+@elements
+def _run_together(team, task, args, size):
+    write_shared(team + _TASK, task)
+    write_shared(team + _ARGS, args)
+    write_shared(team + _DONE, 0)
+    _begin_epoch(team, size)
+    call_task(task, args, 0, size)
+    _wait_for(team, team + _DONE, size - 1)
+
+
+@elements
+def _begin_epoch(team, size):
+    count = read_shared(team + _EPOCH) // _MAX_THREADS + 1
+    write_shared(team + _EPOCH, count * _MAX_THREADS + size)
+    if read_shared(team + _SLEEPERS) > 0:
+        _wake_all(team + _EPOCH)
+
+
+@elements
+def _call_the_given_up(team):
+    """To a trial, or back; they sleep for a call, or still for the next task."""
+    fetch_add(team + _CALL, 1)
+    _wake_all(team + _CALL)
+    _begin_epoch(team, 1)
+
+
+@elements
+def _wake_all(word):
+    _system_call(_FUTEX, word, _FUTEX_WAKE, 1 << 30, 0, 0, 0)
+
+
+@elements
+def _sleep(word, value):
+    """Until somebody wakes this thread; not at all if the word has changed."""
+    _system_call(_FUTEX, word, _FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
+
+
+@elements
+def barrier(team, num_threads):
+    """Go on when all threads of the task are here."""
+    if num_threads == 1:
+        return
+    phase = read_shared(team + _PHASE)
+    if fetch_add(team + _ARRIVED, 1) == num_threads - 1:
+        write_shared(team + _ARRIVED, 0)
+        write_shared(team + _PHASE, phase + 1)
+        return
+    _wait_for(team, team + _PHASE, phase + 1)
+
+
+@elements
+def _wait_for(team, word, value):
+    """Look for the value; who has looked long lets others have the core, and says how long it took."""
+    looks, begin_ns = 0, 0
+    while read_shared(word) != value:
+        pause()
+        looks += 1
+        if looks == _LOOKS_BEFORE_CLOCK:
+            begin_ns = now_ns()
+        if looks >= _LOOKS_BEFORE_YIELD:
+            _yield()
+    if looks >= _LOOKS_BEFORE_YIELD:
+        note_wait(team + _SIZES, now_ns() - begin_ns)
+
+
+@elements
+def _work(team, thread):
+    """The life of a thread beside the caller's."""
+    epoch, heard = 0, 0
+    while True:
+        while thread >= read_shared(team + _SIZES + LIMIT):  # given up
+            call = read_shared(team + _CALL)
+            if call != heard:
+                try_out(team + _SIZES, thread)
+            heard = call
+            _sleep(team + _CALL, call)
+        epoch = _next_epoch(team, epoch)
+        size = epoch % _MAX_THREADS
+        if thread < size:
+            call_task(read_shared(team + _TASK), read_shared(team + _ARGS), thread, size)
+            fetch_add(team + _DONE, 1)
+
+
+@elements
+def _next_epoch(team, epoch):
+    looks = 0
+    while read_shared(team + _EPOCH) == epoch:
+        pause()
+        looks += 1
+        if looks >= _LOOKS:
+            fetch_add(team + _SLEEPERS, 1)
+            _sleep(team + _EPOCH, epoch)
+            fetch_add(team + _SLEEPERS, -1)
+    return read_shared(team + _EPOCH)

@@ -1,0 +1,114 @@
+"""`CpuBackend`: `TorchBackend` with compiled loops between its products and attention.
+
+Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and in bf16 models with more than plain
+blocks. Chosen at load (`actors/targets/loading/operator_factory.py`).
+
+Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..eager.attention import paged_attention
+from ..eager.attention_metadata import TorchPass
+from ..eager.backend import TorchBackend, norm_values
+from ..eager.moe import TorchExperts
+from ..layers.gated_delta_net import DeltaNetShape
+from ..layers.linear import Activation, RMSNorm
+from ..layers.moe import Experts, ExpertWeights
+from ..layers.rope import RotaryEmbedding
+from ..memory.kv_cache import PagedKVCache
+from . import layers
+from .gated_delta_net import CpuDeltaNet
+
+
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """Return what this machine lacks for compiled loops, which know every feature of models."""
+    if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
+        return "computes float32 and bfloat16 on CPUs"
+    return None
+
+
+class CpuBackend(TorchBackend):
+    """Computes fp32 and bf16 in compiled loops; operators without one are `TorchBackend`'s."""
+
+    def attention(self, shape: AttentionShape) -> Attention:
+        return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
+
+    def delta_net(self, shape: DeltaNetShape) -> Attention:
+        return CpuDeltaNet(shape)
+
+    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
+        return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
+
+    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
+        return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
+
+    def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
+        return layers.gate(gate_up(normed_NH), activation)
+
+
+class _CpuAttention:
+    __slots__ = ("_norm_JD", "_shape")
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._norm_JD = shape.head_norm()
+
+    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, rows, group = self._shape, step.rows, cache.group(layer)
+        if shape.v_norm:
+            norm_values(qkv_NO, shape)
+        layers.norm_rotate_write(
+            qkv_NO,
+            shape.head_dim,
+            shape.num_heads,
+            shape.num_kv_heads,
+            self._norm_JD,
+            shape.eps,
+            shape.rope,
+            rows.positions_N,
+            rows.kv_slots[group],
+            cache.slots(layer),
+        )
+        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
+        return paged_attention(
+            q_NQD,
+            cache,
+            layer,
+            rows.batches[group],
+            shape.scale,
+            causal=shape.causal,
+            window=shape.window,
+            sinks_Q=shape.sinks_Q,
+            first_key=shape.first_key,
+        )
+
+
+class _CpuContextWriter:
+    __slots__ = ("_eps", "_norm_JD", "_num_kv", "_num_layers")
+
+    def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
+        self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
+        self._eps, self._num_kv, self._num_layers = eps, num_kv_heads, len(k_norm_LD)
+
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
+        layers.norm_rotate_write(
+            kv_NO,
+            self._norm_JD.shape[1],
+            0,
+            self._num_kv,
+            self._norm_JD,
+            self._eps,
+            rope,
+            rows.positions_N,
+            rows.kv_slots[cache.group(first)],
+            cache.slots(first, self._num_layers),
+        )

@@ -1,0 +1,191 @@
+"""Parts of the compiled loops: addresses as arrays, elements as fp32 values, options of the compiler.
+
+A loop takes addresses and sizes, since turning tensors into NumPy's arrays costs as much as the work; a value
+`like` gives the type of the elements. NumPy has no bfloat16, so its bits are uint16. Loops are compiled when
+they are first called on a machine and kept on disk, beside their file or in NUMBA_CACHE_DIR; declaring one
+reads and writes nothing.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportReturnType=false, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic, overload
+
+from .cpu_features import bf16_instructions, mask_numba
+
+mask_numba()
+LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+_NUMBERS = (int, float, np.number)
+
+
+class _KeptCode:
+    """Numba's store of a function's code on the disk, opened when the function is first called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @cached_property
+    def _store(self) -> Any:  # Any: Numba's own, here and below
+        try:
+            store = FunctionCache(self._function)
+        except RuntimeError:  # there is no folder to keep it in: every process compiles anew
+            return NullCache()
+        # By kind of instructions, or processes of two kinds would wipe out each other's.
+        name = f"{store._impl.filename_base}.{bf16_instructions()}"
+        store._cache_file = IndexDataCacheFile(store.cache_path, name, _age(self._function))
+        return store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _age(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What kept code must agree with, beside the function's own bytecode, which Numba looks at.
+
+    A loop is made of loops and constants of its folder and of this one, and of numbers that their modules may
+    have from elsewhere.
+    """
+    folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
+    constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))
+    return *sorted(_hash(folder) for folder in folders), repr(constants), str(bf16_instructions())
+
+
+def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return the globals of its module, of the modules of the loops named there, and so on."""
+    found: dict[str, dict[str, Any]] = {}
+    left = [function]
+    while left:
+        one = left.pop()
+        if one.__module__ not in found:
+            found[one.__module__] = one.__globals__
+            left += [value.py_func for value in one.__globals__.values() if hasattr(value, "py_func")]
+    return list(found.values())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, _NUMBERS)
+
+
+@cache
+def _hash(folder: Path) -> str:
+    """Return a digest of the sources in a folder."""
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(text).hexdigest()
+
+
+def _kept(compiled: Any) -> Any:
+    compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
+    return compiled
+
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+    return lambda function: _kept(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
+
+
+class Task:
+    """A function of (args, thread, num_threads) for `team.run`; compiled when its address is asked for."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
+
+    @property
+    def address(self) -> int:
+        if self._code.address is None:
+            self._code.compile()
+        return self._code.address
+
+
+exact = _loop(set())  # each operation is rounded as it stands, whatever loop it stands in
+# A sum may be taken in any order (the same for every row); nothing else may be reordered.
+elements = _loop({"contract"})
+inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
+sums = _loop({"reassoc", "nsz", "contract"})
+
+
+@intrinsic
+def pointer(context, address, like):
+    """Return the address as a pointer to elements of the type of `like`."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(address, like), generate
+
+
+@intrinsic
+def _void_pointer(context, address):
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined
+def records(address, count, dtype):
+    """Return the array of `count` structures at an address; `dtype` is a constant."""
+    return carray(_void_pointer(address), (count,), dtype)
+
+
+def float_of(element):
+    """Return an element as fp32; also NaNs and infinities."""
+
+
+def size_of(like):
+    """Return the bytes of an element of the type of `like`."""
+
+
+def sound(element):
+    """Return the element; 0 in place of NaN and infinities."""
+
+
+def rounded(value, like):
+    """Return the fp32 value as an element of the type of `like`, rounded to nearest even."""
+
+
+@overload(float_of)
+def _float_of(element):
+    if isinstance(element, types.Integer):
+        return lambda element: np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
+    return lambda element: element
+
+
+@overload(sound)
+def _sound(element):
+    if isinstance(element, types.Integer):
+        mask = np.uint16(0x7F80)
+        return lambda element: element if element & mask != mask else np.uint16(0)
+    bits = np.uint32(0x7F800000)
+    return lambda element: element if np.float32(element).view(np.uint32) & bits != bits else np.float32(0)
+
+
+@overload(rounded)
+def _rounded_to(value, like):
+    def round_bits(value, like):
+        bits = np.float32(value).view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.uint16(nearest if value == value else 0x7FC0)
+
+    return round_bits if isinstance(like, types.Integer) else lambda value, like: np.float32(value)
+
+
+@overload(size_of)
+def _size_of(like):
+    size = like.bitwidth // 8
+    return lambda like: size

@@ -1,0 +1,171 @@
+"""Numba's intrinsics by LLVM's instructions: how they are written; memory on the stack; shared words.
+
+All addresses and strides are int64, strides in bytes. Used here and in `cpu_fused/`.
+"""
+
+# The signatures of intrinsics are Numba's, not Python's.
+# pyright: reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+BYTE, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+FLOATS, PAIRS, HALVES = (ir.VectorType(kind, 16) for kind in (FLOAT, INT32, INT16))
+POINTER = BYTE.as_pointer()
+VOID = ir.VoidType()
+Value = Any  # llvmlite's values carry no useful types
+
+
+def call(builder: Any, name: str, result: ir.Type, args: Sequence[Value]) -> Value:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def at(builder: Any, address: Value, *terms: tuple[Value | int, int]) -> Value:
+    """address + the sum of value * factor."""
+    for value, factor in terms:
+        term = integer(value) if isinstance(value, int) else value
+        address = builder.add(address, builder.mul(term, integer(factor)))
+    return address
+
+
+def integer(value: int) -> ir.Constant:
+    return ir.Constant(INT64, value)
+
+
+def load(builder: Any, address: Value, kind: ir.Type) -> Value:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def store(builder: Any, value: Value, address: Value) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def procedure(num_args: int, emit: Callable[[Any, Sequence[Value]], None]) -> Any:
+    """An intrinsic over int64 that returns nothing; `emit(builder, args)` writes its body."""
+
+    def generate(context, builder, signature, args):
+        emit(builder, args)
+        return context.get_dummy_value()
+
+    def typed(*_):
+        return types.void(*[types.int64] * num_args), generate
+
+    names = ["typing", *(f"arg{i}" for i in range(num_args))]  # Numba counts them
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(typed)
+
+
+def lanes(value: float | int, kind: ir.Type = FLOAT) -> ir.Constant:
+    """The value in all of 16 lanes."""
+    return ir.Constant(ir.VectorType(kind, 16), [value] * 16)
+
+
+class BFloat(ir.Type):
+    """A type that llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+def widen(builder: Any, address: Value) -> Value:
+    """Load 16 bf16 as fp32."""
+    bits = builder.zext(load(builder, address, HALVES), PAIRS)
+    return builder.bitcast(builder.shl(bits, lanes(16, INT32)), FLOATS)
+
+
+def spread(builder: Any, value: Value) -> Value:
+    """The int32 in all of 16 lanes."""
+    one = builder.insert_element(ir.Constant(PAIRS, ir.Undefined), value, ir.Constant(INT32, 0))
+    return builder.shuffle_vector(one, one, lanes(0, INT32))
+
+
+def _emit_pause(builder, args):
+    if platform.machine() == "aarch64":
+        call(builder, "llvm.aarch64.hint", VOID, [ir.Constant(INT32, 1)])
+    else:
+        call(builder, "llvm.x86.sse2.pause", VOID, [])
+
+
+# A breath in a loop that waits for another thread.
+pause = procedure(0, _emit_pause)
+
+
+def stack_memory(num_bytes: int) -> Any:
+    """An intrinsic: the address of so many bytes, a multiple of 64, that live as long as the function's call.
+
+    An array's address does not keep the array: Numba frees it behind its last mention.
+    """
+
+    def generate(context, builder, signature, args):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(BYTE, num_bytes))
+        memory.align = 64
+        return builder.ptrtoint(memory, INT64)
+
+    def typed(typing):
+        return types.int64(), generate
+
+    return intrinsic(typed)
+
+
+@intrinsic
+def fetch_add(context, address, value):
+    """Add to the int64 at an address that threads share; what was there before."""
+
+    def generate(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], INT64.as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def read_shared(context, address):
+    """The int64 at an address that other threads write."""
+
+    def generate(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], INT64.as_pointer())
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_shared(context, address, value):
+    """Set the int64 at an address that other threads read."""
+
+    def generate(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], INT64.as_pointer())
+        builder.store_atomic(args[1], pointer, "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def call_task(context, address, args, thread, num_threads):
+    """Call the compiled task at an address: task(args, thread, num_threads)."""
+
+    def generate(context, builder, signature, values):
+        kind = ir.FunctionType(VOID, [INT64] * 3).as_pointer()
+        builder.call(builder.inttoptr(values[0], kind), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate

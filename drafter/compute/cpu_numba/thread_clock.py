@@ -1,0 +1,50 @@
+"""Whether there is a core for a thread: it looks at the clock for a while, and gaps are interruptions.
+
+Short work of others passes, for a machine that serves always has some (an event loop, a scrape, Ray's own
+processes); who computes beside us does not.
+
+Used where threads were given up: `compute/cpu_fused/threads/thread_team_size.py`,
+`actors/system/torch_threads.py`.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from time import CLOCK_MONOTONIC
+
+import numpy as np
+from numba import carray, types
+from numba.core.typing import signature
+
+from .element_ops import elements, pointer
+from .llvm_intrinsics import stack_memory
+
+_TRIAL_NS = 20_000_000  # longer than a quantum: who competes for a core is interrupted by then
+_GAP_NS = 50_000
+_MOST_LOST = 3  # eighths of the trial; two processes that compute beside us take half and more
+
+_clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
+_timespec = stack_memory(64)
+
+
+@elements
+def now_ns():
+    at = _timespec()
+    _clock_gettime(CLOCK_MONOTONIC, at)
+    seconds_and_ns = carray(pointer(at, np.int64(0)), (2,))
+    return seconds_and_ns[0] * 1_000_000_000 + seconds_and_ns[1]
+
+
+@elements
+def finds_a_core():
+    """Look at the clock for a while: does this thread run nearly all the time?"""
+    begin_ns = last_ns = now_ns()
+    lost_ns = 0
+    while last_ns - begin_ns < _TRIAL_NS:
+        at_ns = now_ns()
+        if at_ns - last_ns > _GAP_NS:
+            lost_ns += at_ns - last_ns
+        last_ns = at_ns
+    return 8 * lost_ns < _MOST_LOST * (last_ns - begin_ns)

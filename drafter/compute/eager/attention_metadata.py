@@ -1,0 +1,265 @@
+"""A step's requests in groups, each of which is one product of attention: all indices and masks layers need.
+
+Made once per step from host integers. Short requests (decoding) of similar context are together, padded to
+the longest; each long one (prefill) is alone, in tiles of query rows. What lies wholly before a window is not
+gathered, in whole blocks of keys: one that a row does not see changes no bit of it. Multiplied by
+`attention.py`; batches are built by `step/request_states.py`.
+
+Legend: N rows, G requests of a group, W query rows, T context tokens (padded), P pages of a request, M rows
+of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..backend import Ints, PlacedRows
+from ..layers.rope import RotaryEmbedding, Rotation
+
+_SHORT_ROWS = 32  # requests with at most so many rows share a group
+_TILE_ROWS = 512  # query rows of a long request that are computed at once
+# How the CPU kernel's products round by the number of keys (measured, AVX-512, MKL): keys are summed in
+# blocks of 512, and within a block a sum whose length is no multiple of 16 (with AMX: of 32) otherwise than
+# others, and one of more than 192 is cut where its length says (AMD: at 192 from 384 on; Intel with AMX: 384
+# at once, 512 not). So such lengths are filled up.
+_KEY_MULTIPLE, _KEY_BLOCK, _SHORT_KEYS = 32, 512, 192
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Row of each padded query row; places among them that are real; the rows that these are. int64."""
+
+    padded_M: Tensor
+    real_places_N: Tensor
+    real_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys a row sees, of its request's: as of `paged_attention`."""
+
+    causal: bool
+    window: int | None
+    first_key: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests that one product serves.
+
+    Attributes:
+        num_requests, num_rows, num_keys: G, W before `_width` and T.
+        rows: the group's rows, as a slice if they stand in order and equally many.
+        pages_GP: page ids (int64, flat).
+        first_page: the first page of the only request, if its pages are consecutive; else None.
+        begins_G: absolute position of the first key.
+        positions_GW: absolute position of each query row; a shorter request's last one is repeated.
+        lengths_G: keys that exist.
+        masks: additive masks by their meaning, made when first asked for.
+        views: every plane's K and V of consecutive pages, likewise, by what they are views of; see `_views`.
+    """
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    rows: slice | PaddedRows
+    pages_GP: Tensor
+    first_page: int | None
+    begins_G: Tensor
+    positions_GW: Tensor
+    lengths_G: Tensor
+    masks: dict[tuple[Seen, torch.dtype, int, int], Tensor] = field(default_factory=dict)
+    views: dict[int, tuple[Tensor, list[tuple[Tensor, ...]]]] = field(default_factory=dict)
+
+    def mask(self, seen: Seen, dtype: torch.dtype, copies: int, width: int) -> Tensor:
+        """[G, 1, copies * width, T], or 1 for rows that all see the same: 0 where visible, else -inf."""
+        key = (seen, dtype, copies, width)
+        if key not in self.masks:
+            mask_G1WT = self._make_mask(seen, dtype)
+            if mask_G1WT.shape[2] > 1:
+                mask_G1WT = pad_rows(mask_G1WT, width).repeat(1, 1, copies, 1)
+            self.masks[key] = mask_G1WT
+        return self.masks[key]
+
+    def _make_mask(self, seen: Seen, dtype: torch.dtype) -> Tensor:
+        keys_T = torch.arange(self.num_keys, device=self.positions_GW.device)
+        keys_G1T, query_GW1 = keys_T + self.begins_G.view(-1, 1, 1), self.positions_GW.unsqueeze(-1)
+        hidden_GWT = keys_G1T >= self.lengths_G.view(-1, 1, 1)
+        if seen.causal:
+            hidden_GWT = hidden_GWT | (keys_G1T > query_GW1)
+        if seen.first_key > 0:
+            hidden_GWT = hidden_GWT | (keys_G1T < query_GW1.clamp(max=seen.first_key))
+        if (window := seen.window) is not None:
+            hidden_GWT = hidden_GWT | (keys_G1T <= query_GW1 - window) | (keys_G1T >= query_GW1 + window)
+        zero = torch.zeros((), dtype=dtype, device=keys_T.device)
+        return torch.where(hidden_GWT, zero - float("inf"), zero).unsqueeze(1)
+
+
+class AttentionBatch:
+    """Indices and masks of one step for one cache geometry; see the module's text."""
+
+    __slots__ = ("groups", "num_rows")
+
+    def __init__(self, groups: list[Group], num_rows: int) -> None:
+        self.groups = groups
+        self.num_rows = num_rows
+
+    @classmethod
+    def build(
+        cls,
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
+        window: int | None = None,
+    ) -> AttentionBatch:
+        """Plan the attention of a step's rows; see `backend.Backend.attention_batch`."""
+        lengths_R = first_position_R + num_rows_R
+        starts_R = np.cumsum(num_rows_R) - num_rows_R
+        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
+        groups: list[Group] = []
+        for members in _companions(num_rows_R, lengths_R - step.begins(first_position_R), page_size):
+            groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
+        return cls(groups, int(num_rows_R.sum()))
+
+
+def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list[int]]:
+    """Which requests are computed together: short ones within a factor of two in the keys they see."""
+    if len(num_rows_R) == 1:
+        return [[0]]
+    groups: dict[int, list[int]] = {}
+    for r, (rows, keys) in enumerate(zip(num_rows_R.tolist(), num_keys_R.tolist(), strict=True)):
+        key = -1 - r if rows > _SHORT_ROWS else max(keys - 1, page_size, 64).bit_length()
+        groups.setdefault(key, []).append(r)
+    return list(groups.values())
+
+
+def _padded(length: int, page_size: int) -> int:
+    """Context tokens to gather: whole pages, and a number whose sums are cut like those of any longer one."""
+    unit = math.lcm(page_size, _KEY_MULTIPLE)
+    count = -(-length // unit) * unit
+    blocks, rest = divmod(count, _KEY_BLOCK)
+    if rest > _SHORT_KEYS:
+        count = -(-(blocks + 1) * _KEY_BLOCK // unit) * unit
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Makes groups out of a step's host integers."""
+
+    first_R: Ints
+    rows_R: Ints
+    lengths_R: Ints
+    starts_R: Ints
+    pages_RP: Ints
+    page_size: int
+    device: torch.device | str
+    window: int | None
+
+    def begins(self, first_R: Ints) -> Ints:
+        """Of rows at `first` and behind, the first key that is gathered: of a block that one of them sees."""
+        if self.window is None:
+            return np.zeros_like(first_R)
+        unit = math.lcm(_KEY_BLOCK, self.page_size)
+        return np.maximum(first_R - self.window + 1, 0) // unit * unit
+
+    def _tensor(self, values: Ints | list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+
+    def _pages(self, requests: list[int], begins_G: Ints, num_keys: int) -> Ints:
+        """Page ids [G, T / S]; what a request has not got is page 0, which the masks hide."""
+        columns_GP = begins_G[:, None] // self.page_size + np.arange(num_keys // self.page_size)
+        used_G = -(-self.lengths_R[requests] // self.page_size)
+        last = self.pages_RP.shape[1] - 1
+        have_GP = self.pages_RP[np.array(requests)[:, None], np.minimum(columns_GP, last)]
+        return np.where(columns_GP < used_G[:, None], have_GP, 0)
+
+    def long_request(self, r: int) -> list[Group]:
+        """One request alone, in tiles of query rows; every tile gathers only the keys up to its end."""
+        tiles: list[Group] = []
+        first, start, rows = int(self.first_R[r]), int(self.starts_R[r]), int(self.rows_R[r])
+        for begin in range(0, rows, _TILE_ROWS):
+            # Causal tiles need no later keys, but bidirectional ones do: keep them all.
+            size = min(_TILE_ROWS, rows - begin)
+            tiles.append(self._tile(r, first + begin, start + begin, size))
+        return tiles
+
+    def _tile(self, r: int, position: int, row: int, size: int) -> Group:
+        length, begins_1 = int(self.lengths_R[r]), self.begins(np.array([position]))
+        span = length - int(begins_1[0])
+        num_keys = _padded(span, self.page_size)
+        pages_P = self._pages([r], begins_1, num_keys)[0]
+        consecutive = bool((np.diff(pages_P[: -(-span // self.page_size)]) == 1).all())
+        return Group(
+            num_requests=1,
+            num_rows=size,
+            num_keys=num_keys,
+            rows=slice(row, row + size),
+            pages_GP=self._tensor(pages_P),
+            first_page=int(pages_P[0]) if consecutive else None,
+            begins_G=self._tensor(begins_1),
+            positions_GW=self._tensor(position + np.arange(size)[None]),
+            lengths_G=self._tensor([length]),
+        )
+
+    def short_requests(self, members: list[int]) -> Group:
+        """Several requests, padded to the longest; padding repeats a request's last row."""
+        rows_G, starts_G = self.rows_R[members], self.starts_R[members]
+        longest = int(rows_G.max())
+        begins_G = self.begins(self.first_R[members])
+        num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members] - begins_G)
+        places_GW = np.minimum(np.arange(longest), rows_G[:, None] - 1)
+        rows_GW = starts_G[:, None] + places_GW
+        real_GW = np.arange(longest) < rows_G[:, None]
+        begin, end = int(starts_G[0]), int(starts_G[0]) + longest * len(members)
+        if (rows_G == longest).all() and (starts_G == np.arange(begin, end, longest)).all():
+            rows: slice | PaddedRows = slice(begin, end)
+        else:
+            rows = PaddedRows(
+                padded_M=self._tensor(rows_GW.ravel()),
+                real_places_N=self._tensor(np.flatnonzero(real_GW)),
+                real_N=self._tensor(rows_GW[real_GW]),
+            )
+        return Group(
+            num_requests=len(members),
+            num_rows=longest,
+            num_keys=num_keys,
+            rows=rows,
+            pages_GP=self._tensor(self._pages(members, begins_G, num_keys).ravel()),
+            first_page=None,
+            begins_G=self._tensor(begins_G),
+            positions_GW=self._tensor(self.first_R[members][:, None] + places_GW),
+            lengths_G=self._tensor(self.lengths_R[members]),
+        )
+
+
+def pad_rows(q: Tensor, num_rows: int) -> Tensor:
+    """Repeat the last but one dimension's last row up to `num_rows`."""
+    missing = num_rows - q.shape[-2]
+    if missing == 0:
+        return q
+    # Copied: a row stride of 0 takes the slow way through the product.
+    return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
+
+
+class TorchPass:
+    """What the layers of a pass share: the rows, and their rotation, made when a layer first asks for it."""
+
+    __slots__ = ("_rotations", "rows")
+
+    def __init__(self, rows: PlacedRows) -> None:
+        self.rows = rows
+        self._rotations: dict[int, Rotation] = {}
+
+    def rotation(self, rope: RotaryEmbedding) -> Rotation:
+        found = self._rotations.get(id(rope))
+        if found is None:
+            found = self._rotations[id(rope)] = rope.at(self.rows.positions_N)
+        return found

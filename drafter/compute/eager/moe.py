@@ -1,0 +1,79 @@
+"""Routed experts in PyTorch's operators: the definition, and what a CPU runs.
+
+Pairs of a row and one of its experts are sorted by expert, so that a pass reads the weights of each chosen
+expert once; then the results of a row are added in the order of its choice. Products are `layers.Linear`: in
+fp32 on a CPU a row's bits do not depend on how many rows its expert has.
+
+Legend: N rows, k experts chosen per row, P = N * k pairs, M pairs of one expert, E experts of this rank, H
+hidden, I inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..layers.linear import Activation, Linear, gate, in_fp32
+from ..layers.moe import ExpertActivation, ExpertWeights
+
+_STEEPNESS = 1.702  # of gpt-oss's sigmoid
+
+
+class TorchExperts:
+    """`experts.Experts`, on any device; asks the host which experts were chosen.
+
+    Args:
+        reads_1: counts the experts whose weights were read; see `backend.Backend.expert_reads`.
+        gate: activation(gate) * up of a product [M, 2 I].
+    """
+
+    __slots__ = ("_activation", "_down_E", "_first", "_gate", "_gate_up_E", "_limit", "_reads_1")
+
+    def __init__(
+        self, weights: ExpertWeights, reads_1: Tensor, gate: Callable[[Tensor, Activation], Tensor] = gate
+    ) -> None:
+        self._reads_1, self._gate = reads_1, gate
+        self._activation: ExpertActivation = weights.activation
+        self._limit, self._first = weights.limit, weights.first_expert
+        gate_up_EIH, down_EHI = weights.unpacked()
+        self._gate_up_E = _products(gate_up_EIH, weights.gate_up_bias_EI)
+        self._down_E = _products(down_EHI, weights.down_bias_EH)
+
+    def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        ids_P, num_chosen = expert_ids_Nk.flatten() - self._first, expert_ids_Nk.shape[1]
+        ids_P, order_P = ids_P.sort(stable=True)
+        bounds_E1 = torch.arange(len(self._down_E) + 1, device=ids_P.device, dtype=ids_P.dtype)
+        begins_E1 = torch.searchsorted(ids_P, bounds_E1).tolist()
+        outputs_PH = in_fp32(x_NH.new_zeros((len(ids_P), x_NH.shape[1])))  # 0 of other ranks' experts
+        chosen = [e for e in range(len(self._down_E)) if begins_E1[e] < begins_E1[e + 1]]
+        for expert in chosen:
+            pairs_M = order_P[begins_E1[expert] : begins_E1[expert + 1]]
+            inner_MI = self._inner(self._gate_up_E[expert](x_NH[pairs_M // num_chosen]))
+            outputs_PH[pairs_M] = in_fp32(self._down_E[expert](inner_MI))
+        self._reads_1 += len(chosen)
+        return _weighted_sum(outputs_PH.view(*expert_ids_Nk.shape, -1), weights_Nk).to(x_NH.dtype)
+
+    def _inner(self, gate_up_MI: Tensor) -> Tensor:
+        """An expert's inner state of its product [gate, up]; see `experts.ExpertActivation`."""
+        if self._activation != "swiglu_clamped":
+            return self._gate(gate_up_MI, self._activation)
+        assert self._limit is not None, "a clamp has a limit"
+        gate_MI, up_MI = in_fp32(gate_up_MI).chunk(2, dim=-1)
+        gate_MI, up_MI = gate_MI.clamp(max=self._limit), up_MI.clamp(-self._limit, self._limit)
+        return ((up_MI + 1.0) * gate_MI * torch.sigmoid(_STEEPNESS * gate_MI)).to(gate_up_MI.dtype)
+
+
+def _products(weight_EOH: Tensor, bias_EO: Tensor | None) -> list[Linear]:
+    """A product for each expert."""
+    biases = [None] * len(weight_EOH) if bias_EO is None else bias_EO.unbind()
+    return [Linear(weight_OH, bias_O) for weight_OH, bias_O in zip(weight_EOH, biases, strict=True)]
+
+
+def _weighted_sum(outputs_NkH: Tensor, weights_Nk: Tensor) -> Tensor:
+    """Add a row's outputs times their weights in the order of k: fp32 [N, H]."""
+    total_NH = outputs_NkH[:, 0] * weights_Nk[:, :1]
+    for place in range(1, outputs_NkH.shape[1]):
+        total_NH = total_NH + outputs_NkH[:, place] * weights_Nk[:, place : place + 1]
+    return total_NH

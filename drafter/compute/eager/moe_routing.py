@@ -1,0 +1,77 @@
+"""Routers as `experts.Router` says, in PyTorch's operators: alike on a CPU and a GPU, and on every rank.
+
+Every row is routed by itself. Of equal scores the expert with the lower number is first. Nothing asks the
+host for a value. Sources: transformers' modeling_{qwen3_moe,gpt_oss,gemma4,deepseek_v3}.py.
+
+Legend: N rows, E experts, k chosen per row, G groups, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backend import Projection
+from ..layers.moe import Router, RouterWeights
+
+_NO_DIVISION_BY_ZERO = 1e-20  # beside the sum of sigmoids
+
+
+class TorchRoute:
+    """`experts.Route`.
+
+    Args:
+        project: the product with the router's weight and bias, a row's bits independent of other rows where
+            its backend's products are.
+    """
+
+    __slots__ = ("_project", "_weights")
+
+    def __init__(self, weights: RouterWeights, project: Projection) -> None:
+        self._weights, self._project = weights, project
+
+    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self._weights
+        x_NH = normed_NH if weights.norm is None else weights.norm(residual_NH)
+        logits_NE = self._project(x_NH.to(weights.weight_EH.dtype))
+        return choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E)
+
+
+def choose(
+    logits_NE: Tensor, rule: Router, correction_E: Tensor | None = None, expert_scale_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Which experts, int32 [N, k], the best first, and how much of each, fp32 [N, k]."""
+    logits_NE = logits_NE.float()
+    scores_NE = logits_NE if rule.choose_first else _scores(logits_NE, rule)
+    best_NE = scores_NE if correction_E is None else scores_NE + correction_E
+    if rule.groups > 1:
+        best_NE = _in_best_groups(best_NE, rule)
+    ids_Nk = _highest(best_NE, rule.top_k)
+    weights_Nk = scores_NE.gather(1, ids_Nk)
+    if rule.choose_first:
+        weights_Nk = _scores(weights_Nk, rule)
+    if rule.renormalize:
+        total_N1 = weights_Nk.sum(dim=-1, keepdim=True)
+        weights_Nk = weights_Nk / (total_N1 + _NO_DIVISION_BY_ZERO * (rule.score == "sigmoid"))
+    weights_Nk = weights_Nk * rule.scale
+    if expert_scale_E is not None:
+        weights_Nk = weights_Nk * expert_scale_E[ids_Nk]
+    return ids_Nk.to(torch.int32), weights_Nk
+
+
+def _scores(logits: Tensor, rule: Router) -> Tensor:
+    return logits.softmax(dim=-1) if rule.score == "softmax" else logits.sigmoid()
+
+
+def _highest(scores_NE: Tensor, count: int) -> Tensor:
+    """Their places, the highest first, of equals the lowest place: `topk` promises no order of equals."""
+    return scores_NE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _in_best_groups(scores_NE: Tensor, rule: Router) -> Tensor:
+    """The scores; minus infinity outside the groups whose two best have the highest sums."""
+    scores_NGE = scores_NE.unflatten(1, (rule.groups, -1))
+    two_best_NG2 = scores_NGE.sort(dim=-1, descending=True).values[..., :2]
+    groups = _highest(two_best_NG2.sum(dim=-1), rule.top_groups)
+    kept_NG = torch.zeros_like(two_best_NG2[..., 0], dtype=torch.bool).scatter_(1, groups, True)
+    return scores_NGE.masked_fill(~kept_NG.unsqueeze(-1), float("-inf")).flatten(1)

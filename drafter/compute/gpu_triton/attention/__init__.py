@@ -1,0 +1,1 @@
+"""Paged attention and MLA in Triton. Start with `paged_attention.py`."""

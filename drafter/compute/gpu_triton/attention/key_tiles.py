@@ -1,0 +1,178 @@
+"""Attention of a tile of rows over tiles of paged keys: the loop of `paged_attention.py`'s kernel.
+
+Where keys are latents (`mla.py`), a key has a *tail* behind what is its value, too, and is read once.
+
+In batch-invariant mode a sum is always made so: a split of 256 keys at a time, begun anew; splits of a run
+added in order; runs added in order, whether one program does all this or many. All boundaries are absolute
+positions, and a tile that a row sees nothing of changes none of its bits.
+
+Legend: R rows of a tile (tokens x heads of a group), T keys of a tile, D head dim, F that of values, C of a
+tail.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .split_kv_reduce import add_parts, no_part
+from .work_list import first_seen
+
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
+
+
+@triton.jit
+def attend_piece(
+    queries,
+    keys,
+    lo,
+    hi,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    TAIL: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    RUN_SPLITS: tl.constexpr,
+):
+    """Attend to key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits.
+
+    Args:
+        queries: (q [R, D]; their tails [R, C]; their positions [R]; scale of scores that are powers of two).
+        keys: (pointers to keys, values and the request's page table; number of keys; strides of pages and of
+            tokens).
+    """
+    if SPLIT_TILES == 0:
+        return _attend_tiles(
+            queries, keys, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY
+        )
+    else:
+        RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
+        ROWS: tl.constexpr = queries[0].shape[0]
+        m_R, l_R, o_RF = no_part(ROWS, V_WIDTH)
+        for run in range(lo // RUN, tl.cdiv(hi, RUN)):
+            run_m_R, run_l_R, run_o_RF = no_part(ROWS, V_WIDTH)
+            run_lo = tl.maximum(lo, run * RUN)
+            run_hi = tl.minimum(hi, run * RUN + RUN)
+            for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
+                split_lo = tl.maximum(run_lo, split * SPLIT_TILES)
+                split_hi = tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES)
+                split_m_R, split_l_R, split_o_RF = _attend_tiles(
+                    queries,
+                    keys,
+                    split_lo,
+                    split_hi,
+                    DIM,
+                    V_DIM,
+                    V_WIDTH,
+                    TAIL,
+                    PAGE,
+                    BLOCK_KEYS,
+                    CAUSAL,
+                    WINDOW,
+                    FIRST_KEY,
+                )
+                run_m_R, run_l_R, run_o_RF = add_parts(
+                    run_m_R, run_l_R, run_o_RF, split_m_R, split_l_R, split_o_RF
+                )
+            m_R, l_R, o_RF = add_parts(m_R, l_R, o_RF, run_m_R, run_l_R, run_o_RF)
+        return m_R, l_R, o_RF
+
+
+@triton.jit
+def _attend_tiles(
+    queries,
+    keys,
+    lo,
+    hi,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    TAIL: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+):
+    """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
+    q_RD, q_tail_RC, position_R, scale = queries
+    k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
+    dim_D = tl.arange(0, q_RD.shape[1])
+    dim_F = tl.arange(0, V_WIDTH)
+    m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
+    for tile in range(lo, hi):
+        key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        there_T = key_T < num_keys
+        page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
+        at_T = page_T * page_stride + (key_T % PAGE) * token_stride
+        there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
+        k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
+        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)
+        if TAIL > 0:
+            dim_C = tl.arange(0, q_tail_RC.shape[1])
+            there_CT = inside(there_T[None, :], dim_C[:, None], TAIL, q_tail_RC.shape[1])
+            k_CT = tl.load(k_ptr + DIM + at_T[None, :] + dim_C[:, None], mask=there_CT, other=0.0)
+            x_RT = tl.dot(q_tail_RC, k_CT, x_RT, input_precision=_FP32_PRODUCT)
+            v_TF = tl.trans(k_DT)
+        else:
+            there_TF = inside(there_T[:, None], dim_F[None, :], V_DIM, V_WIDTH)
+            v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
+        x_RT = x_RT * scale
+        seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW, FIRST_KEY)
+        x_RT = tl.where(seen_RT, x_RT, -float("inf"))
+        new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
+        base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # nothing seen yet: inf - inf is no number
+        p_RT = tl.exp2(x_RT - base_R[:, None])
+        shrink_R = tl.exp2(m_R - base_R)
+        l_R = l_R * shrink_R + tl.sum(p_RT, 1)
+        o_RF = tl.dot(p_RT.to(v_TF.dtype), v_TF, o_RF * shrink_R[:, None], input_precision=_FP32_PRODUCT)
+        m_R = new_m_R
+    return m_R, l_R, o_RF
+
+
+@triton.jit
+def key_tiles(
+    position,
+    TOKENS: tl.constexpr,
+    num_keys,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
+    end = num_keys
+    if CAUSAL:
+        end = tl.minimum(end, position + TOKENS)
+    elif WINDOW > 0:
+        end = tl.minimum(end, position + TOKENS - 1 + WINDOW)
+    return first_seen(position, WINDOW) // BLOCK_KEYS, tl.cdiv(end, BLOCK_KEYS)
+
+
+@triton.jit
+def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr):
+    """Which keys a row at `position` sees, of those that exist."""
+    seen = there
+    if CAUSAL:
+        seen = seen & (key <= position)
+    if WINDOW > 0:
+        seen = seen & (key > position - WINDOW)
+        if not CAUSAL:
+            seen = seen & (key < position + WINDOW)
+    if FIRST_KEY > 0:
+        seen = seen & ((key >= FIRST_KEY) | (key == position))
+    return seen
+
+
+@triton.jit
+def inside(there, dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """What of a tile is a head's: all where heads are as wide as tiles."""
+    if DIM < WIDTH:
+        there = there & (dim < DIM)
+    return there

@@ -1,0 +1,217 @@
+"""Latent attention on a GPU, absorbed but for long prompts: what `compute/eager/mla.py` means.
+
+    queries ── K of each head ──▶ main [N, J, C] ┐
+            └─ rotated, in place ▶ tail [N, J, R] ┼─▶ attention over one vector a token ── V of each head ──▶
+    latent ── norm, rotation, write ─▶ pages ────┘                                (`paged_attention.py`)
+
+Keys are one head that all query heads share. A tile takes as many of these as registers hold of sums as wide
+as a latent; the rest are other items that read the same keys. K and V of the heads multiply by PyTorch's
+batched product: a matrix for each head. Who is expanded in their place (`mla_prefill.py`) is found once a
+pass. Made by `drafter/compute/gpu_triton/backend.py`.
+
+Legend: N rows, J heads, E head dim of what is not rotated, R of what is, F of values, C values of a latent,
+P pages, S page size; in the kernel G heads at once.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...eager.mla import split_queries
+from ...layers.mla import Latents
+from ...layers.rope import RotaryEmbedding
+from ..common.launch import dependent_launch, wait_for_predecessor
+from .attention_tiles import AttentionKind, PagedRows
+from .mla_prefill import attend_expanded
+from .mla_prefill_plan import Expansion
+from .norm_rope_kv_write import load_columns, rotate_halves
+from .paged_attention import verify_attention
+from .work_list import WorkList
+
+# Heads of a tile, and so rows: of sums as wide as 512, 64 rows spill registers; where bits depend on no other
+# row, three sums are under way at once, and operands of four bytes take as much room.
+_HEADS, _HEADS_FP32, _HEADS_INVARIANT = 32, 16, 16
+_HEADS_AT_ONCE = 8  # rotated by a program
+
+
+def latent_kind(
+    num_heads: int,
+    rank: int,
+    dtype: torch.dtype,
+    page_size: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    batch_invariant: bool = False,
+) -> AttentionKind:
+    """As attention over as many K/V heads as there are tiles of heads, which all lie in one place."""
+    most = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
+    kv_heads = num_heads // math.gcd(num_heads, most)
+    return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window)
+
+
+def attend_latents(
+    qkv_NO: Tensor,
+    parts: Latents,
+    rope: RotaryEmbedding,
+    positions_N: Tensor,
+    kv_slots_N: Tensor,
+    pages_PSW: Tensor,
+    rows: PagedRows,
+    work: WorkList | None,
+    expansion: Expansion | None,
+    scale: float,
+) -> Tensor:
+    """[N, J * F] of the block's first product, whose latents are written before.
+
+    Args:
+        pages_PSW: of a layer, latents and rotated keys; written.
+        work: of `latent_kind`, for who is absorbed; None where all are expanded.
+        expansion: who is expanded; None: nobody.
+    """
+    q_NJO, latent_NW = split_queries(qkv_NO, parts, rope.cos_TD.shape[1])
+    norm_rotate_write_latents(q_NJO, latent_NW, parts, rope, positions_N, kv_slots_N, pages_PSW)
+    if work is None:
+        out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
+    else:
+        out_NO = _attend_absorbed(q_NJO, parts, pages_PSW, rows, work, scale)
+    if expansion is not None:
+        out_NJF = out_NO.unflatten(-1, (parts.num_heads, -1))
+        attend_expanded(q_NJO, parts, pages_PSW, expansion, scale, out_NJF)
+    return out_NO
+
+
+def _attend_absorbed(
+    q_NJO: Tensor, parts: Latents, pages_PSW: Tensor, rows: PagedRows, work: WorkList, scale: float
+) -> Tensor:
+    """Rows that the work leaves out are of no meaning."""
+    nope = parts.nope_dim
+    main_JNC = torch.bmm(q_NJO[..., :nope].transpose(0, 1), parts.k_up())
+    k_PS1W = pages_PSW.unsqueeze(2)
+    attended_NO = verify_attention(
+        main_JNC.transpose(0, 1), k_PS1W, k_PS1W, rows, work, scale, q_tail_NQC=q_NJO[..., nope:]
+    )
+    attended_JNC = attended_NO.unflatten(-1, (parts.num_heads, -1)).transpose(0, 1)
+    return torch.bmm(attended_JNC, parts.v_up().transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def norm_rotate_write_latents(
+    q_NJO: Tensor,
+    latent_NW: Tensor,
+    parts: Latents,
+    rope: RotaryEmbedding,
+    positions_N: Tensor,
+    kv_slots_N: Tensor,
+    pages_PSW: Tensor,
+) -> None:
+    """Norm latents, rotate their keys, and write both; rotate the last part of each query, in place.
+
+    Args:
+        q_NJO: E + R of each head.
+        latent_NW: C, then R.
+        kv_slots_N: page id * page size + offset; unwanted rows carry the skip slot.
+    """
+    num_rows, num_heads, q_dim = q_NJO.shape
+    rotated = rope.cos_TD.shape[1]
+    assert latent_NW.shape[1] == pages_PSW.shape[2] == parts.rank + rotated, (
+        "a latent, and a key that is rotated"
+    )
+    assert q_NJO.stride()[1:] == (q_dim, 1) and latent_NW.stride(1) == 1, "a row is contiguous"
+    assert pages_PSW.stride(0) == pages_PSW.shape[1] * pages_PSW.stride(1), "a page follows the one before"
+    heads_at_once = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_heads))
+    _norm_rotate_write_latents[(num_rows, 1 + triton.cdiv(num_heads, heads_at_once))](
+        q_NJO,
+        latent_NW,
+        parts.kv_norm.weight_H,
+        rope.cos_TD,
+        rope.sin_TD,
+        positions_N,
+        kv_slots_N,
+        pages_PSW,
+        parts.kv_norm.eps,
+        q_NJO.stride(0),
+        latent_NW.stride(0),
+        pages_PSW.stride(1),
+        HEADS=num_heads,
+        NOPE=parts.nope_dim,
+        RANK=parts.rank,
+        RANK_WIDTH=triton.next_power_of_2(parts.rank),
+        HALF=rotated // 2,
+        WIDTH=triton.next_power_of_2(rotated // 2),
+        AT_ONCE=heads_at_once,
+        num_warps=1,
+        **dependent_launch(q_NJO.device),
+    )
+
+
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views, aligned or not
+def _norm_rotate_write_latents(
+    q_ptr,
+    latent_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    pages_ptr,
+    eps,
+    q_stride,
+    latent_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's latent, or some of its heads' queries."""
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
+    column_C = tl.arange(0, WIDTH)
+    cos_1C = load_columns(cos_ptr + at, column_C, HALF, WIDTH)[None, :]
+    sin_1C = load_columns(sin_ptr + at + HALF, column_C, HALF, WIDTH)[None, :]
+    if tl.program_id(1) == 0:
+        from_ptr = latent_ptr + row * latent_stride
+        to_ptr = pages_ptr + tl.load(slots_ptr + row).to(tl.int64) * slot_stride
+        _norm(from_ptr, to_ptr, norm_ptr, eps, RANK, RANK_WIDTH)
+        one_1 = tl.zeros([1], tl.int32)
+        _turn(from_ptr + RANK, to_ptr + RANK, one_1, one_1 == 0, column_C, cos_1C, sin_1C, HALF)
+    else:
+        head_G = (tl.program_id(1) - 1) * AT_ONCE + tl.arange(0, AT_ONCE)
+        first_ptr = q_ptr + row * q_stride + NOPE
+        offset_G = head_G * (NOPE + 2 * HALF)
+        _turn(first_ptr, first_ptr, offset_G, head_G < HEADS, column_C, cos_1C, sin_1C, HALF)
+
+
+@triton.jit
+def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rounded once, as `layers.RMSNorm`."""
+    column_C = tl.arange(0, WIDTH)
+    inside_C = column_C < RANK
+    x_C = tl.load(from_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
+    weight_C = tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
+    y_C = x_C * tl.rsqrt(tl.sum(x_C * x_C, 0) / RANK + eps) * weight_C
+    tl.store(to_ptr + column_C, y_C.to(to_ptr.dtype.element_ty), mask=inside_C)
+
+
+@triton.jit
+def _turn(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr):
+    """Pairs c, c + HALF of what begins at each offset."""
+    at_GC = offset_G[:, None] + column_C[None, :]
+    inside_GC = there_G[:, None] & (column_C < HALF)[None, :]
+    low_GC = tl.load(from_ptr + at_GC, mask=inside_GC, other=0.0)
+    high_GC = tl.load(from_ptr + at_GC + HALF, mask=inside_GC, other=0.0)
+    low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_1C, sin_1C)
+    tl.store(to_ptr + at_GC, low_GC, mask=inside_GC)
+    tl.store(to_ptr + at_GC + HALF, high_GC, mask=inside_GC)

@@ -1,0 +1,385 @@
+"""A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
+
+Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
+products are ours (`drafter/compute/gpu_triton/linear/projections.py`) they add residuals, norm and gate by
+themselves; where they are PyTorch's, one launch adds the residual and norms it (twice), one makes the gated
+product. Routed experts are a product and a choice (`drafter/compute/gpu_triton/moe/topk_routing.py`), then
+four launches (`drafter/compute/gpu_triton/moe/moe.py`). Per pass and kind of layers: one lists attention's
+work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at load
+(`actors/targets/loading/operator_factory.py`).
+
+Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
+K kv heads, F head dim of values; of a weight P parts and R rows of a block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..blocks.transformer_block import OperatorBackend
+from ..layers.gated_delta_net import DeltaNetShape
+from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
+from ..layers.mla import Latents
+from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
+from ..layers.rope import RotaryEmbedding
+from ..memory.kv_cache import PagedKVCache
+from .attention.attention_tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
+from .attention.mla import attend_latents, latent_kind
+from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
+from .attention.norm_rope_kv_write import norm_rotate_write, write_context
+from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
+from .attention.work_list import WorkList, list_work
+from .delta_net.dynamic_convolution import convolve
+from .delta_net.gated_delta_net import TritonDeltaNet
+from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
+from .linear.gemm_choice import MeasuredChoice
+from .linear.gemm_tiles import ProductWorkspace
+from .linear.norms import add_rms_norm, rms_norm
+from .linear.projections import (
+    ChosenProjection,
+    LayerProjection,
+    OwnProjection,
+    PendingNorm,
+    TorchProjection,
+    as_tensor,
+)
+from .linear.row_square_sums import row_squares
+from .moe.moe import TritonExperts
+from .moe.topk_routing import TritonRoute
+
+
+class PagedAttention(Protocol):
+    """What attends: `SplitAttention`, or what stands in its place (`flash_attention.FlashAttention`)."""
+
+    def reserve(self, v_head_dim: int) -> None:
+        """Once per layer, at load: memory that all its steps use."""
+        ...
+
+    def prepare(self, kind: AttentionKind, rows: PagedRows) -> Any:  # Any: it is handed to `__call__` alone
+        """Once per pass: what layers of a kind share."""
+        ...
+
+    def __call__(
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKF: Tensor,
+        rows: PagedRows,
+        prepared: Any,
+        scale: float,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
+        ...
+
+
+class SplitAttention:
+    """`attention.verify_attention` and its workspaces, one per size of values: layers take turns.
+
+    Args:
+        batch_invariant: see `AttentionWorkspace`.
+    """
+
+    def __init__(self, device: torch.device | str, *, batch_invariant: bool = False) -> None:
+        self._device, self._batch_invariant = device, batch_invariant
+        self._workspaces: dict[int, AttentionWorkspace] = {}
+
+    def reserve(self, v_head_dim: int) -> None:
+        if v_head_dim not in self._workspaces:
+            self._workspaces[v_head_dim] = AttentionWorkspace(
+                v_head_dim, self._device, batch_invariant=self._batch_invariant
+            )
+
+    def prepare(self, kind: AttentionKind, rows: PagedRows) -> WorkList:
+        return list_work(kind, rows, self._workspaces[kind.v_head_dim])
+
+    def __call__(
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKF: Tensor,
+        rows: PagedRows,
+        prepared: WorkList,
+        scale: float,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
+
+
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What this machine or a model lacks for Triton's kernels."""
+    if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        return "runs on GPUs"
+    wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
+    if wide:
+        return f"has no head_dim above {MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
+    return None
+
+
+class TritonBackend(OperatorBackend):
+    """See the module's text. On a GPU a product is whosever is faster; in the interpreter PyTorch's.
+
+    Args:
+        device: of the workspaces.
+        attend: what attends; by default our own kernel.
+        batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
+            tiles of one height, attention is as `AttentionWorkspace` says, and latents stay absorbed.
+        quantised: weights of products are e4m3 (`drafter/compute/gpu_triton/linear/fp8_linear.py`), but
+            heads', routers' and experts'.
+    """
+
+    attention_batch = staticmethod(rows_from_host)
+    packed_experts = True
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        attend: PagedAttention | None = None,
+        *,
+        batch_invariant: bool = False,
+        quantised: bool = False,
+    ) -> None:
+        self._device, self._batch_invariant = torch.device(device), batch_invariant
+        self._quantised = quantised
+        self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
+        self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
+        self._expansions: dict[Hashable, ExpansionWorkspace] = {}
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        if self._quantised:
+            return self._quantised_projection(weight_OH[None, None], bias_O)
+        return self._plain_linear(weight_OH, bias_O)
+
+    def head(self, weight_VH: Tensor) -> LayerProjection:
+        return self._plain_linear(weight_VH)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        if self._quantised:
+            return self._quantised_projection(weight_PLRH, bias_O)
+        return self._projection(weight_PLRH, bias_O, lambda: linear_of_blocks(weight_PLRH, bias_O))
+
+    def _plain_linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
+
+    def _quantised_projection(self, weight_PLRH: Tensor, bias_O: Tensor | None) -> LayerProjection:
+        weight = QuantisedWeight.of(weight_PLRH)
+        return QuantisedProjection(weight, bias_O, self._sums, one_tile=self._batch_invariant)
+
+    def _projection(
+        self,
+        weight_PLRH: Tensor,
+        bias_O: Tensor | None,
+        make_linear: Callable[[], Linear | BlockLinear],
+    ) -> LayerProjection:
+        if self._batch_invariant:
+            return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)
+        other = TorchProjection(make_linear())
+        if self._device.type == "cpu":
+            return other
+        return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
+
+    def begin(self, rows: PlacedRows) -> _Pass:
+        return _Pass(rows, self._attend)
+
+    def attention(self, shape: AttentionShape) -> Attention:
+        self._attend.reserve(shape.v_head_dim)
+        if shape.latent is not None:
+            room = self._room_to_expand(shape, shape.latent)
+            return _TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
+        return _TritonAttention(shape, self._attend)
+
+    def _room_to_expand(self, shape: AttentionShape, parts: Latents) -> ExpansionWorkspace | None:
+        """Which layers alike share; None where prompts stay absorbed."""
+        fewest = parts.fewest_expanded
+        if self._batch_invariant or not shape.causal or shape.window is not None or fewest is None:
+            return None
+        key = parts.kv_up_JUC.shape, shape.head_dim, parts.kv_up_JUC.dtype
+        if key not in self._expansions:
+            self._expansions[key] = ExpansionWorkspace(parts, shape.head_dim, fewest)
+        return self._expansions[key]
+
+    def delta_net(self, shape: DeltaNetShape) -> Attention:
+        return _TritonDeltaNet(shape, by_rows=self._batch_invariant)
+
+    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
+        return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TritonRoute(weights, self._plain_linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TritonExperts(weights, self._count_expert_reads(weights), one_height=self._batch_invariant)
+
+    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
+        return rms_norm(x_NH, norm.weight_H, norm.eps)
+
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        return row_squares(x_NO, widths)
+
+    def residual_norm(
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
+    ) -> tuple[Tensor, Tensor | PendingNorm]:
+        if out_norm is None and scalar is None and isinstance(project, LayerProjection):
+            return project.added(x_NI, residual_NH, norm)
+        y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
+        if out_norm is not None:
+            y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
+        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)
+
+    def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
+        return gate_up.gated(normed_NH, activation)
+
+    convolve = staticmethod(convolve)
+
+    def as_tensor(self, normed_NH: Tensor | PendingNorm) -> Tensor:
+        return as_tensor(normed_NH)
+
+
+class _Pass:
+    """A pass's rows, and what attention has prepared for layers of a kind: when the first of them asks."""
+
+    __slots__ = ("_attend", "_expansions", "_prepared", "rows")
+
+    def __init__(self, rows: PlacedRows, attend: PagedAttention) -> None:
+        self.rows = rows
+        self._attend = attend
+        self._prepared: dict[tuple[int, AttentionKind], Any] = {}  # by page group and kind
+        self._expansions: dict[tuple[int, ExpansionWorkspace], Expansion | None] = {}
+
+    def prepared(self, group: int, kind: AttentionKind) -> Any:
+        key = group, kind
+        if key not in self._prepared:
+            self._prepared[key] = self._attend.prepare(kind, self.rows.batches[group])
+        return self._prepared[key]
+
+    def expansion(self, group: int, room: ExpansionWorkspace) -> Expansion | None:
+        key = group, room
+        if key not in self._expansions:
+            self._expansions[key] = find_expansion(self.rows.batches[group], room)
+        return self._expansions[key]
+
+
+class _TritonAttention:
+    __slots__ = ("_attend", "_q_size", "_shape")
+
+    def __init__(self, shape: AttentionShape, attend: PagedAttention) -> None:
+        self._shape, self._attend = shape, attend
+        self._q_size = shape.num_heads * shape.head_dim
+
+    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
+        tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
+        k_PSKD, v_PSKF = cache.heads(layer)
+        norm_rotate_write(
+            qkv_NO,
+            shape.q_norm_D,
+            shape.k_norm_D,
+            shape.eps,
+            *tables,
+            rows.positions_N,
+            rows.kv_slots[group],
+            k_PSKD,
+            v_PSKF,
+            v_norm=shape.v_norm,
+        )
+        kind = AttentionKind(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            dtype=qkv_NO.dtype,
+            page_size=cache.page_size,
+            causal=shape.causal,
+            window=shape.window,
+            first_key=shape.first_key,
+        )
+        prepared = step.prepared(group, kind)
+        q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
+        batch = rows.batches[group]
+        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, shape.sinks_Q)
+
+
+class _TritonLatentAttention:
+    """Absorbed, but for long prompts where there is room to expand them."""
+
+    __slots__ = ("_batch_invariant", "_room", "_shape")
+
+    def __init__(
+        self, shape: AttentionShape, room: ExpansionWorkspace | None, *, batch_invariant: bool
+    ) -> None:
+        self._shape, self._room, self._batch_invariant = shape, room, batch_invariant
+
+    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, rows, group = self._shape, step.rows, cache.group(layer)
+        assert shape.latent is not None and shape.rope is not None, "a layer of latents"
+        expansion = None if self._room is None else step.expansion(group, self._room)
+        kind = latent_kind(
+            shape.num_heads,
+            shape.latent.rank,
+            qkv_NO.dtype,
+            cache.page_size,
+            causal=shape.causal,
+            window=shape.window,
+            batch_invariant=self._batch_invariant,
+        )
+        work: WorkList | None = None
+        if expansion is None:
+            work = step.prepared(group, kind)
+        elif not expansion.takes_all:
+            work = step.prepared(group, replace(kind, most_rows=expansion.workspace.fewest - 1))
+        return attend_latents(
+            qkv_NO,
+            shape.latent,
+            shape.rope,
+            rows.positions_N,
+            rows.kv_slots[group],
+            cache.pages(layer),
+            rows.batches[group],
+            work,
+            expansion,
+            shape.scale,
+        )
+
+
+class _TritonDeltaNet(TritonDeltaNet):
+    __slots__ = ()
+
+    def __call__(self, mixed_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
+        return self.run(mixed_NO, step.rows.states, cache, layer)
+
+
+class _TritonContextWriter:
+    __slots__ = ("_eps", "_k_norm_LD", "_shape")
+
+    def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
+        self._k_norm_LD, self._eps = k_norm_LD, eps
+        num_layers, head_dim = k_norm_LD.shape
+        self._shape = (2 * num_layers * num_kv_heads, head_dim)
+
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
+        write_context(
+            kv_NO.unflatten(-1, self._shape),
+            self._k_norm_LD,
+            self._eps,
+            rope.cos_TD,
+            rope.sin_TD,
+            rows.positions_N,
+            rows.kv_slots[cache.group(first)],
+            cache.planes(first, len(self._k_norm_LD)),
+        )

@@ -1,0 +1,1 @@
+"""How all Triton kernels are launched."""

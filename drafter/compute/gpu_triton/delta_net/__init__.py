@@ -1,0 +1,1 @@
+"""Gated delta nets in Triton. Start with `gated_delta_net.py`."""

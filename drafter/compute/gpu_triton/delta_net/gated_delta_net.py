@@ -1,0 +1,54 @@
+"""A layer with a gated delta rule in three launches, five for long prompts: as
+`compute/eager/gated_delta_net.py` means it.
+
+    product ─▶ take_in: convolution, unit length ─▶ the rule, by rows or in chunks ─▶ gate_outputs ─▶ result
+               (windows)                            (states, u)                       (drafts' keys, decays)
+
+Who has rows, where states stand and which drafts are to be folded is read on the device (`DeviceStateRows`).
+How a request's rows are run depends on the request alone. Made by `drafter/compute/gpu_triton/backend.py`.
+
+Legend: N rows, O outputs of the layer's product, V value heads, F value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...layers.gated_delta_net import DeltaNetShape
+from ...memory.kv_cache import PagedKVCache
+from ...memory.recurrent_state_cache import DeviceStateRows, StateRows
+from .chunk_delta_rule import chunk_size, run_chunks
+from .conv_and_qk_norm import take_in
+from .gated_norm import gate_outputs
+from .recurrent_delta_rule import MOST_ROWS, run_rows
+
+
+class TritonDeltaNet:
+    """One layer's.
+
+    Args:
+        by_rows: all requests' rows are run one by one, so that their bits do not depend on how many come at
+            once, either.
+    """
+
+    __slots__ = ("_by_rows", "_shape")
+
+    def __init__(self, shape: DeltaNetShape, *, by_rows: bool) -> None:
+        self._shape, self._by_rows = shape, by_rows
+
+    def run(
+        self, mixed_NO: Tensor, states: StateRows | DeviceStateRows | None, cache: PagedKVCache, layer: int
+    ) -> Tensor:
+        """As `backend.Attention` is called."""
+        memory, kind = cache.states, self._shape.geometry
+        assert isinstance(states, DeviceStateRows) and memory is not None, "rows and memory on a device"
+        given = (self._shape, states, memory, layer)
+        qkv_NC = take_in(mixed_NO, *given)
+        shape = (len(mixed_NO), kind.num_value_heads, kind.value_dim)
+        read_NVF = torch.empty(shape, dtype=torch.float32, device=mixed_NO.device)
+        size = None if self._by_rows else chunk_size(cache.page_size, mixed_NO.dtype)
+        run_rows(mixed_NO, qkv_NC, *given, read_NVF, all_rows=size is None)
+        if size is not None and states.max_rows > MOST_ROWS:
+            run_chunks(mixed_NO, qkv_NC, *given, size, read_NVF)
+        return gate_outputs(read_NVF, mixed_NO, qkv_NC, *given)

@@ -1,0 +1,103 @@
+"""Weights of eight bits, made at load: e4m3 times a power of two of their row. Half of bf16's bytes are read.
+
+    QuantisedProjection   up to 64 rows: `skinny_gemm.py`, which widens codes in registers and scales its sums
+                          more: PyTorch's product with the weight as it would be dequantised
+
+A power of two loses nothing beside e4m3 (both are floating), and makes dequantised weights exact in bf16: all
+that computes with them means one model, the quantised one. Not a checkpoint's format. Made by
+`drafter/compute/gpu_triton/backend.py`.
+
+Legend: N rows, K inputs, O outputs, P parts, L layers, R rows of a block of a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...layers.linear import Activation, RMSNorm
+from .gemm_tiles import ROW_TILES, ProductWorkspace
+from .projections import LayerProjection, OwnProjection, PendingNorm, TorchProjection
+
+CODES = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A product's weight.
+
+    Attributes:
+        codes_PLRK: e4m3, contiguous.
+        scale_O: fp32, powers of two.
+    """
+
+    codes_PLRK: Tensor
+    scale_O: Tensor
+
+    @classmethod
+    def of(cls, weight_PLRK: Tensor) -> QuantisedWeight:
+        """The nearest. A row's largest weight takes the upper half of what e4m3 can say."""
+        weight_PLRK = weight_PLRK.float()
+        mantissa_PLR1, exponent_PLR1 = torch.frexp(
+            weight_PLRK.abs().amax(-1, keepdim=True) / torch.finfo(CODES).max
+        )
+        exponent_PLR1 = torch.where(mantissa_PLR1 == 0.5, exponent_PLR1 - 1, exponent_PLR1)
+        scale_PLR1 = torch.ldexp(torch.ones_like(mantissa_PLR1), exponent_PLR1)
+        return cls((weight_PLRK / scale_PLR1).to(CODES).contiguous(), scale_PLR1.flatten())
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[O, K]."""
+        codes_OK = self.codes_PLRK.flatten(0, 2).to(dtype)
+        return codes_OK.mul_(self.scale_O[:, None])
+
+
+class QuantisedProjection(LayerProjection):
+    """See the module's text.
+
+    Args:
+        one_tile: as `OwnProjection`'s; then any number of rows is ours.
+    """
+
+    __slots__ = ("_many", "_one_tile", "_own")
+
+    def __init__(
+        self,
+        weight: QuantisedWeight,
+        bias_O: Tensor | None,
+        workspace: ProductWorkspace,
+        *,
+        one_tile: bool = False,
+    ) -> None:
+        self._one_tile = one_tile
+        self._own = OwnProjection(
+            weight.codes_PLRK, bias_O, workspace, scale_O=weight.scale_O, one_tile=one_tile
+        )
+        self._many = TorchProjection(_Dequantising(weight, bias_O))
+
+    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
+        return self._for(len(x_NK))(x_NK, residual_NO)
+
+    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        return self._for(len(x_NK)).gated(x_NK, activation)
+
+    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
+        return self._for(len(x_NK)).added(x_NK, residual_NH, norm)
+
+    def _for(self, num_rows: int) -> OwnProjection | TorchProjection:
+        return self._own if self._one_tile or num_rows <= ROW_TILES[-1] else self._many
+
+
+class _Dequantising:
+    """`backend.Projection`; the weight in x's dtype lives as long as a call."""
+
+    __slots__ = ("_bias_O", "_weight")
+
+    def __init__(self, weight: QuantisedWeight, bias_O: Tensor | None) -> None:
+        self._weight, self._bias_O = weight, bias_O
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        y_NO = F.linear(x_NK, self._weight.dequantised(x_NK.dtype), self._bias_O)
+        return y_NO if residual_NO is None else y_NO.add_(residual_NO)

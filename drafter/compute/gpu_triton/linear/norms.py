@@ -1,0 +1,122 @@
+"""RMSNorm, alone and after the residual's sum, in one launch each.
+
+What `layers.RMSNorm` is on a CPU. A program owns a row; its statistics are fp32 whatever the model's dtype.
+
+Legend: N rows, H hidden.
+"""
+
+# Type checkers do not know Triton's launch options.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common.launch import dependent_launch, wait_for_predecessor
+
+_WIDTH_PER_WARP = 256  # 8 elements per thread: one load of 16 bytes in bf16
+_MAX_WARPS = 16
+
+
+def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`.
+
+    As `F.rms_norm`: fp32 throughout, rounded once, when the result is written. (Hugging Face's Qwen3RMSNorm
+    rounds also before it multiplies by the weight; the two differ by an ulp.)
+
+    Args:
+        x_NH: rows may have any stride, a row is contiguous.
+    """
+    normed_NH = x_NH.new_empty(x_NH.shape)
+    _launch(x_NH, None, weight_H, eps, None, normed_NH, None)
+    return normed_NH
+
+
+def add_rms_norm(
+    y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float, scalar: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x + y` and its RMSNorm: (sum [N, H], normed [N, H]).
+
+    The sum is rounded to the model's dtype, and what is normed is that rounded sum, as in
+    `rms_norm(x + y)`. `x` stays as it was: the drafter may have tapped it.
+
+    Args:
+        y_NH: what a block adds; rows may have any stride, a row is contiguous.
+        x_NH: the residual, likewise.
+        scalar: multiplies the rounded sum, and is rounded again; None leaves it as it is.
+    """
+    assert y_NH.shape == x_NH.shape and y_NH.dtype == x_NH.dtype, "a residual is added to its like"
+    sum_NH, normed_NH = x_NH.new_empty(x_NH.shape), x_NH.new_empty(x_NH.shape)
+    _launch(x_NH, y_NH, weight_H, eps, sum_NH, normed_NH, scalar)
+    return sum_NH, normed_NH
+
+
+def _launch(
+    x_NH: Tensor,
+    y_NH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    sum_NH: Tensor | None,
+    normed_NH: Tensor,
+    scalar: float | None,
+) -> None:
+    num_rows, width = x_NH.shape
+    assert weight_H.shape == (width,) and weight_H.is_contiguous(), "one weight per element of a row"
+    assert x_NH.stride(1) == 1 and (y_NH is None or y_NH.stride(1) == 1), "a row must be contiguous"
+    block = 1 << (width - 1).bit_length()
+    _rms_norm[(num_rows,)](
+        x_NH,
+        y_NH,
+        weight_H,
+        sum_NH,
+        normed_NH,
+        x_NH.stride(0),
+        (x_NH if y_NH is None else y_NH).stride(0),
+        eps,
+        scalar,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=warps_for(block),
+        **dependent_launch(x_NH.device),
+    )
+
+
+def warps_for(block: int) -> int:
+    """Warps of a program that owns a row of `block` elements (a power of two)."""
+    return min(max(block // _WIDTH_PER_WARP, 1), _MAX_WARPS)
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    sum_ptr,
+    normed_ptr,
+    x_stride,
+    y_stride,
+    eps,
+    scalar,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    columns_H = tl.arange(0, BLOCK)
+    inside_H = columns_H < WIDTH
+    weight_H = tl.load(weight_ptr + columns_H, mask=inside_H, other=0.0).to(tl.float32)
+    x_H = tl.load(x_ptr + row * x_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
+    if y_ptr is not None:
+        y_H = tl.load(y_ptr + row * y_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
+        sum_H = (x_H + y_H).to(dtype)
+        if scalar is not None:
+            sum_H = (sum_H.to(tl.float32) * scalar).to(dtype)
+        tl.store(sum_ptr + row * WIDTH + columns_H, sum_H, mask=inside_H)
+        x_H = sum_H.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)
+    normed_H = (x_H * scale * weight_H).to(dtype)
+    tl.store(normed_ptr + row * WIDTH + columns_H, normed_H, mask=inside_H)

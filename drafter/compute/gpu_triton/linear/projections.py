@@ -1,0 +1,193 @@
+"""Products with weights, and what a layer computes around them: a kernel of ours, or PyTorch's and more.
+
+    TorchProjection    PyTorch's product, then a kernel for the gate, or for residual and norm
+    OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 64 rows
+    ChosenProjection   whichever this device does sooner, by rows and use (`gemm_choice.py`)
+
+Ours leave the norm behind a residual to the products that read it: `PendingNorm` stands for its result.
+Made and called by `drafter/compute/gpu_triton/backend.py`.
+
+Legend: N rows, H hidden, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ...backend import Projection
+from ...layers.linear import Activation, RMSNorm
+from .activations import gate
+from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
+from .norms import add_rms_norm, rms_norm
+from .skinny_gemm import Normed, multiply
+
+Use = Literal["plain", "normed", "gated", "added"]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingNorm:
+    """A norm's result that nobody has computed yet.
+
+    Attributes:
+        x_NH: what is normed.
+        squares_NT: fp32, partial sums of its rows' squares.
+    """
+
+    x_NH: Tensor
+    squares_NT: Tensor
+    norm: RMSNorm
+
+    def __len__(self) -> int:
+        return len(self.x_NH)
+
+    def tensor(self) -> Tensor:
+        return rms_norm(self.x_NH, self.norm.weight_H, self.norm.eps)
+
+
+def as_tensor(x: Tensor | PendingNorm) -> Tensor:
+    return x.tensor() if isinstance(x, PendingNorm) else x
+
+
+class LayerProjection(ABC):
+    """A projection that may take a norm's pending result, and what else a layer makes of its product."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
+        """As `backend.Projection`."""
+
+    @abstractmethod
+    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        """activation(first half) * second half of the product, [N, I]."""
+
+    @abstractmethod
+    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
+        """The product plus the residual, and its norm."""
+
+
+class TorchProjection(LayerProjection):
+    """See the module's text.
+
+    Args:
+        linear: the product.
+    """
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: Projection) -> None:
+        self._linear = linear
+
+    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
+        return self._linear(as_tensor(x_NK), residual_NO)
+
+    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        return gate(self._linear(as_tensor(x_NK), None), activation)
+
+    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self._linear(x_NK, None), residual_NH, norm.weight_H, norm.eps)
+
+
+class OwnProjection(LayerProjection):
+    """See the module's text.
+
+    Args:
+        weight_PLRK, scale_O: as `products.multiply` takes them; a matrix is one block.
+        one_tile: rows come in tiles of one height, whatever their number: their bits depend on no other row.
+    """
+
+    __slots__ = ("_bias_O", "_gated_plan", "_plan", "_scale_O", "_tile", "_weight_PLRK", "_workspace")
+
+    def __init__(
+        self,
+        weight_PLRK: Tensor,
+        bias_O: Tensor | None,
+        workspace: ProductWorkspace,
+        *,
+        scale_O: Tensor | None = None,
+        one_tile: bool = False,
+    ) -> None:
+        outputs, inputs = weight_PLRK.shape[:3].numel(), weight_PLRK.shape[3]
+        self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
+        self._scale_O = scale_O
+        self._plan = plan_product(outputs, inputs, weight_PLRK.dtype)
+        self._gated_plan = plan_product(outputs // 2, inputs, weight_PLRK.dtype, gated=True)
+        self._tile = ROW_TILES[-1] if one_tile else None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight_PLRK
+
+    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
+        return self._multiply(x_NK, residual_NO=residual_NO)
+
+    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        return self._multiply(x_NK, activation=activation)
+
+    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, PendingNorm]:
+        squares_NT = x_NK.new_empty((len(x_NK), self._plan.tiles), dtype=torch.float32)
+        sum_NH = self._multiply(x_NK, residual_NO=residual_NH, squares_NT=squares_NT)
+        return sum_NH, PendingNorm(sum_NH, squares_NT, norm)
+
+    def _multiply(
+        self,
+        x: Tensor | PendingNorm,
+        *,
+        activation: Activation | None = None,
+        residual_NO: Tensor | None = None,
+        squares_NT: Tensor | None = None,
+    ) -> Tensor:
+        x_NK, norm, weight_PLRK, plan = x, None, self._weight_PLRK, self._plan
+        if isinstance(x_NK, PendingNorm):
+            norm = Normed(x_NK.squares_NT, x_NK.norm.weight_H, x_NK.norm.eps)
+            x_NK = x_NK.x_NH
+        if activation is not None:
+            weight_PLRK, plan = weight_PLRK.view(2, 1, -1, weight_PLRK.shape[3]), self._gated_plan
+        return multiply(
+            x_NK,
+            weight_PLRK,
+            plan,
+            self._workspace,
+            self._tile or row_tile(len(x_NK)),
+            scale_O=self._scale_O,
+            bias_O=self._bias_O,
+            norm=norm,
+            activation=activation,
+            residual_NO=residual_NO,
+            squares_NT=squares_NT,
+        )
+
+
+class Choice(Protocol):
+    """Which of the two a call takes."""
+
+    def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool:
+        """Whether it is ours."""
+        ...
+
+
+class ChosenProjection(LayerProjection):
+    """See the module's text."""
+
+    __slots__ = ("_choice", "_other", "_own")
+
+    def __init__(self, own: OwnProjection, other: TorchProjection, choice: Choice) -> None:
+        self._own, self._other, self._choice = own, other, choice
+
+    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
+        use = "normed" if isinstance(x_NK, PendingNorm) else "plain"
+        return self._for(use, len(x_NK))(x_NK, residual_NO)
+
+    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        return self._for("gated", len(x_NK)).gated(x_NK, activation)
+
+    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
+        return self._for("added", len(x_NK)).added(x_NK, residual_NH, norm)
+
+    def _for(self, use: Use, num_rows: int) -> OwnProjection | TorchProjection:
+        return self._own if self._choice(use, self._own, self._other, num_rows) else self._other

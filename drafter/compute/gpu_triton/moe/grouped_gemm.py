@@ -1,0 +1,290 @@
+"""Products of tiles of rows with the weights of the experts that they chose, and the sums of what they make.
+
+    x [N, H] ──gather──▶ gate, up ──[+ bias]──▶ activation ──▶ [pairs, I] ──▶ down ──[+ bias]──▶ [pairs, H]
+    y [N, H] ◀── a row's pairs, each times its weight, in the order of the choice
+
+A verified block's rows choose few rows for each of many experts: the time is that of reading their weights,
+so programs own rows of a weight, as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`, and stream them
+past a tile's few rows of x. What an expert makes of a row stands in a place of its own; nothing is added by
+whoever comes first, and so a row's bits depend on no other row where tiles have one height. MXFP4 and INT4
+are read packed and unpacked in registers. Each step rounds where its own operator would
+(`compute/eager/moe.py`). Called by `moe.py`.
+
+Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`moe_align.py`), K
+inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
+columns of a gate), S inputs at a time, B words of two inputs at a time.
+"""
+
+# Type checkers know neither Triton's launch options nor what a jitted function returns.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...layers.moe import ExpertActivation
+from ...quantization.packed_4bit import Packed
+from ..common.launch import dependent_launch, wait_for_predecessor
+from ..linear.activations import expert_gate
+from .grouped_gemm_tiles import cut_weight
+from .int4 import unpack_integers
+from .moe_align import ExpertTiles
+from .mxfp4 import split_words, unpack
+
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`
+_SUM_BLOCK = 1024  # columns of a row that a program adds up
+
+
+def multiply_tiles(
+    x_RK: Tensor,
+    weights_EOK: Tensor | Packed,
+    tiles: ExpertTiles,
+    *,
+    bias_EO: Tensor | None = None,
+    activation: ExpertActivation | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """Of each pair in a tile, the product of its row with its expert's weight: [P, O] in the dtype of `x`.
+
+    Pairs that are in no tile are not written.
+
+    Args:
+        x_RK: a row for each pair, or for each k of them (R = N); any stride, a row is contiguous.
+        weights_EOK: of x's dtype or packed, contiguous; with an activation gate rows, then up rows, and the
+            result has half as many columns.
+        bias_EO: as the weights' rows, contiguous.
+        limit: of `swiglu_clamped`.
+    """
+    packed = not isinstance(weights_EOK, Tensor)
+    _, outputs, inputs = weights_EOK.shape
+    rows, height = len(x_RK), tiles.pairs_TM.shape[1]
+    assert x_RK.shape == (rows, inputs) and x_RK.stride(1) == 1, "a row of x is what a weight takes"
+    assert tiles.num_pairs % rows == 0, "each row has the same number of pairs"
+    if not packed:
+        assert x_RK.dtype is weights_EOK.dtype, "x is what the weight takes"
+    y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
+    if packed:  # two inputs a word, as two codes are a byte
+        x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
+    cut = cut_weight(height, y_PO.dtype, packed=packed)
+    _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
+        x_RK,
+        weights_EOK.blocks_EOBJ if packed else weights_EOK,
+        weights_EOK.scales_EOB if packed else None,
+        bias_EO,
+        y_PO,
+        tiles.pairs_TM,
+        tiles.experts_T,
+        tiles.count_1,
+        0.0 if limit is None else limit,
+        tiles.num_pairs,
+        x_RK.stride(0),
+        PLACES=tiles.num_pairs // rows,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        ACTIVATION=activation,
+        HEIGHT=height,
+        COLUMNS=cut.columns,
+        STEP=cut.step,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **dependent_launch(x_RK.device),
+    )
+    return y_PO
+
+
+def add_up(
+    outputs_PH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor, num_experts: int, first_expert: int
+) -> Tensor:
+    """y [N, H]: of each row the outputs of its pairs times their weights, added in fp32 in their order.
+
+    Args:
+        expert_ids_Nk: int32, contiguous; pairs of experts that are not this rank's count nothing.
+        weights_Nk: fp32, contiguous.
+    """
+    assert weights_Nk.is_contiguous() and expert_ids_Nk.is_contiguous(), "a pair's place is its number"
+    num_rows, places = weights_Nk.shape
+    width = outputs_PH.shape[1]
+    y_NH = outputs_PH.new_empty((num_rows, width))
+    block = min(triton.next_power_of_2(width), _SUM_BLOCK)
+    _add_up[(num_rows, triton.cdiv(width, block))](
+        outputs_PH,
+        expert_ids_Nk,
+        weights_Nk,
+        y_NH,
+        FIRST=first_expert,
+        EXPERTS=num_experts,
+        PLACES=places,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=4,
+        **dependent_launch(outputs_PH.device),
+    )
+    return y_NH
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _multiply_tiles(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    pairs_ptr,
+    experts_ptr,
+    count_ptr,
+    limit,
+    num_pairs,
+    x_stride,
+    PLACES: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of pairs and some rows of its expert's weight; rows behind the last repeat it, unwritten."""
+    wait_for_predecessor(PDL)
+    tile = tl.program_id(0)
+    if tile >= tl.load(count_ptr):
+        return
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    pair_M = tl.load(pairs_ptr + tile * HEIGHT + tl.arange(0, HEIGHT))
+    real_M = pair_M < num_pairs
+    number_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if ACTIVATION is not None:  # a column's gate and up side by side
+        number_C = number_C // 2 + (number_C % 2) * (OUTPUTS // 2)
+    number_C = tl.minimum(number_C, OUTPUTS - 1)
+    row_C = expert * OUTPUTS + number_C
+    x_ptrs_M = x_ptr + (pair_M // PLACES).to(tl.int64) * x_stride
+    if scale_ptr is None:
+        sum_CM = _sum_plain(x_ptrs_M, weight_ptr + row_C * INPUTS, real_M, INPUTS, HEIGHT, COLUMNS, STEP)
+    else:
+        sum_CM = _sum_packed(
+            x_ptrs_M, weight_ptr + row_C * (INPUTS // 2), scale_ptr + row_C * (INPUTS // 32), real_M,
+            scale_ptr.dtype.element_ty, y_ptr.dtype.element_ty, INPUTS, HEIGHT, COLUMNS, STEP,
+        )  # fmt: skip
+    if bias_ptr is not None:
+        sum_CM += tl.load(bias_ptr + row_C).to(tl.float32)[:, None]
+    _finish(sum_CM, pair_M, real_M, limit, y_ptr, OUTPUTS, ACTIVATION, HEIGHT, COLUMNS)
+
+
+@triton.jit
+def _sum_plain(
+    x_ptrs_M,
+    weight_ptrs_C,
+    real_M,
+    INPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The products, transposed: the weight's rows are the instruction's, x may have few."""
+    sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
+    for start in range(0, INPUTS, STEP):
+        at_S = start + tl.arange(0, STEP)
+        if INPUTS % STEP == 0:
+            weight_CS = tl.load(weight_ptrs_C[:, None] + at_S[None, :])
+            x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=real_M[None, :], other=0.0)
+        else:
+            inside_S = at_S < INPUTS
+            weight_CS = tl.load(weight_ptrs_C[:, None] + at_S[None, :], mask=inside_S[None, :], other=0.0)
+            here_SM = inside_S[:, None] & real_M[None, :]
+            x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=here_SM, other=0.0)
+        sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=_FP32_PRODUCT)
+    return sum_CM
+
+
+@triton.jit
+def _sum_packed(
+    x_ptrs_M,
+    weight_ptrs_C,
+    scale_ptrs_C,
+    real_M,
+    scale_dtype: tl.constexpr,
+    dtype: tl.constexpr,
+    INPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The same of packed weights, inputs of even and of odd numbers apart."""
+    sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
+    WORDS: tl.constexpr = STEP // 2
+    BLOCKS: tl.constexpr = STEP // 32
+    for start in range(0, INPUTS // 2, WORDS):
+        at_B = start + tl.arange(0, WORDS)
+        block_G = start // 16 + tl.arange(0, BLOCKS)
+        inside_B, inside_G = at_B < INPUTS // 2, block_G < INPUTS // 32
+        byte_CB = tl.load(weight_ptrs_C[:, None] + at_B[None, :], mask=inside_B[None, :], other=0)
+        scale_CG = tl.load(scale_ptrs_C[:, None] + block_G[None, :], mask=inside_G[None, :], other=0)
+        here_BM = inside_B[:, None] & real_M[None, :]
+        word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=here_BM, other=0)
+        if scale_dtype == tl.uint8:  # exponents
+            low_CB, high_CB = unpack(byte_CB, scale_CG, dtype)
+        else:
+            low_CB, high_CB = unpack_integers(byte_CB, scale_CG, dtype)
+        even_BM, odd_BM = split_words(word_BM, dtype)
+        sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
+        sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)
+    return sum_CM
+
+
+@triton.jit
+def _finish(
+    sum_CM,
+    pair_M,
+    real_M,
+    limit,
+    y_ptr,
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The activation of a tile's products, rounded before it; and the writing, each pair to its place."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    y_CM = sum_CM.to(dtype)
+    if ACTIVATION is None:
+        width: tl.constexpr = OUTPUTS
+        out_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    else:
+        width: tl.constexpr = OUTPUTS // 2
+        out_C = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        pairs_DM2 = tl.permute(tl.reshape(y_CM, (COLUMNS // 2, 2, HEIGHT)), (0, 2, 1))
+        gate_DM, up_DM = tl.split(pairs_DM2)
+        y_CM = expert_gate(gate_DM.to(tl.float32), up_DM.to(tl.float32), limit, ACTIVATION, dtype)
+    at_CM = (pair_M.to(tl.int64) * width)[None, :] + out_C[:, None]
+    tl.store(y_ptr + at_CM, y_CM, mask=(out_C < width)[:, None] & real_M[None, :])
+
+
+@triton.jit
+def _add_up(
+    outputs_ptr,
+    ids_ptr,
+    weights_ptr,
+    y_ptr,
+    FIRST: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some columns of a row."""
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside_H = column_H < WIDTH
+    total_H = tl.zeros([BLOCK], tl.float32)
+    for place in range(PLACES):
+        pair = row * PLACES + place
+        expert = tl.load(ids_ptr + pair) - FIRST
+        mine = (expert >= 0) & (expert < EXPERTS)
+        output_H = tl.load(outputs_ptr + pair * WIDTH + column_H, mask=inside_H & mine, other=0.0)
+        total_H += output_H.to(tl.float32) * tl.load(weights_ptr + pair)
+    tl.store(y_ptr + row * WIDTH + column_H, total_H.to(y_ptr.dtype.element_ty), mask=inside_H)

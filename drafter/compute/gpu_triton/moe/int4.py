@@ -1,0 +1,27 @@
+"""INT4's codes as numbers, in a kernel's registers: what `drafter/compute/quantization/int4.py` says its
+bytes mean.
+
+Bytes lie as MXFP4's do, so that the product is the same (`grouped_gemm.py`, which calls this).
+
+Legend: C rows of a weight's tile, B bytes of a step, G = B / 16 groups of a step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...quantization.int4 import ZERO
+from .mxfp4 import spread
+
+_ZERO = tl.constexpr(ZERO)
+
+
+@triton.jit
+def unpack_integers(byte_CB, scale_CG, dtype: tl.constexpr):
+    """Low and high codes of packed bytes, times their groups' scales, rounded to `dtype`: [C, B] each."""
+    scale_CB = spread(scale_CG.to(tl.float32))
+    code_CB = byte_CB.to(tl.int32)
+    low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB
+    high_CB = ((code_CB >> 4) - _ZERO).to(tl.float32) * scale_CB
+    return low_CB.to(dtype), high_CB.to(dtype)

@@ -1,0 +1,69 @@
+"""A layer's routed experts on a GPU, in four launches whose grids follow from the number of rows alone.
+
+    expert ids ──▶ tiles of pairs by expert                              expert_pairs.py
+    x ──▶ gate, up and activation of each pair ──▶ down of each pair     expert_products.py, mxfp4.py, int4.py
+      ──▶ a row's pairs times their weights, added up                    expert_products.py
+
+Nothing asks the host for a value, and each expert's weights are read once for as many rows as a tile holds.
+Made by `drafter/compute/gpu_triton/backend.py`; the choice of experts is `topk_routing.py`'s.
+
+Legend: N rows, k experts chosen per row, H hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .....cluster.errors import CheckpointError
+from ...layers.moe import ExpertWeights
+from ...quantization.mxfp4 import MXFP4
+from .grouped_gemm import add_up, multiply_tiles
+from .grouped_gemm_tiles import INVARIANT_HEIGHT, tile_height
+from .moe_align import list_tiles
+from .mxfp4 import MOST_EXPONENT
+
+
+class TritonExperts:
+    """`experts.Experts`.
+
+    Args:
+        reads_1: counts the experts that have rows; see `backend.Backend.expert_reads`.
+        one_height: of all tiles, whatever the number of rows: their bits depend on no other row.
+    """
+
+    __slots__ = ("_one_height", "_reads_1", "_weights")
+
+    def __init__(self, weights: ExpertWeights, reads_1: Tensor, *, one_height: bool = False) -> None:
+        for weight in (weights.gate_up, weights.down):
+            if isinstance(weight, MXFP4):
+                _check_scales(weight)
+            parts = (weight,) if isinstance(weight, Tensor) else (weight.blocks_EOBJ, weight.scales_EOB)
+            assert all(part.is_contiguous() for part in parts), "rows of all experts lie one behind the other"
+        self._weights, self._reads_1, self._one_height = weights, reads_1, one_height
+
+    def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        weights = self._weights
+        if len(x_NH) == 0:
+            return x_NH.new_empty(x_NH.shape)
+        num_experts, first = weights.gate_up.shape[0], weights.first_expert
+        height = INVARIANT_HEIGHT if self._one_height else tile_height(expert_ids_Nk.numel(), num_experts)
+        tiles = list_tiles(expert_ids_Nk, num_experts, first, height, self._reads_1)
+        inner_PI = multiply_tiles(
+            x_NH,
+            weights.gate_up,
+            tiles,
+            bias_EO=weights.gate_up_bias_EI,
+            activation=weights.activation,
+            limit=weights.limit,
+        )
+        outputs_PH = multiply_tiles(inner_PI, weights.down, tiles, bias_EO=weights.down_bias_EH)
+        return add_up(outputs_PH, expert_ids_Nk, weights_Nk, num_experts, first)
+
+
+def _check_scales(packed: MXFP4) -> None:
+    most = int(packed.scales_EOB.max())
+    if most > MOST_EXPONENT:
+        raise CheckpointError(
+            f"A block of packed expert weights has the scale 2^{most - 127}; the GPU's kernels take at most "
+            f"2^{MOST_EXPONENT - 127}. Check the checkpoint's scales, or set attention_backend to 'torch'."
+        )

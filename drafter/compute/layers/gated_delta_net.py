@@ -1,0 +1,62 @@
+"""What a layer with a gated delta rule is made of; a backend makes what computes it at load, as of attention.
+
+    one product --> [q, k, v | z | b | a] --conv--> rule(q, k, v, g(a), beta(b)) --norm, gate(z)--> [N, V * F]
+
+The product before it and the one behind are the block's own, as they are attention's. The meaning is
+`compute/eager/gated_delta_net.py`'s, the memory `drafter/compute/memory/recurrent_state_cache.py`'s.
+
+Legend: N rows, O outputs of the product, C channels (q, k and v), T taps, V value heads, F value dim, G = V *
+F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ..memory.kv_cache import PagedKVCache
+from ..memory.recurrent_state_cache import DeviceStateRows, StateMemory, StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """One layer's rule, on one rank; tensors are fp32 and contiguous.
+
+    Attributes:
+        kernel_CT: of the convolution; the last tap is a row's own.
+        rate_V: below 0; a row's g is rate * softplus(a + dt_bias).
+        norm_F: weight of the heads' RMSNorm behind the rule.
+        eps: of that norm.
+    """
+
+    geometry: StateGeometry
+    kernel_CT: Tensor
+    rate_V: Tensor
+    dt_bias_V: Tensor
+    norm_F: Tensor
+    eps: float
+
+
+class Mixed(NamedTuple):
+    """A layer's product, told apart: views of it."""
+
+    x_NC: Tensor
+    z_NG: Tensor
+    b_NV: Tensor
+    a_NV: Tensor
+
+
+def tell_apart(mixed_NO: Tensor, kind: StateGeometry) -> Mixed:
+    sizes = [kind.channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads, kind.num_value_heads]
+    return Mixed(*mixed_NO.split(sizes, dim=1))
+
+
+def states_of(
+    states: StateRows | DeviceStateRows | None, cache: PagedKVCache
+) -> tuple[StateRows, StateMemory]:
+    """Whose rows they are, where the host lays them out, and the memory."""
+    assert isinstance(states, StateRows) and cache.states is not None, "rows and memory of such a model"
+    return states, cache.states

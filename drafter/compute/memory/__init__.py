@@ -1,0 +1,1 @@
+"""K/V caches and recurrent states in memory."""

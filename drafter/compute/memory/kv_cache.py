@@ -1,0 +1,153 @@
+"""Paged K/V memory of one model: keys and values of all its layers, by page id.
+
+Not the bookkeeping: who has which page is `cluster/kv_cache/kv_cache_manager.py`'s business. The drafter's
+cache uses the target's page ids in memory of its own, or ids of its own. Read by
+`compute/eager/attention.py`, written by models.
+
+A page holds some tokens of one page group's layers. The memory has *planes*; groups use the same planes with
+pages of their own, so that any page can be any group's. A plane is as wide as the widest layer needs, and
+narrower layers share one (`cluster/pages/kv_cache_groups.py`, with a drawing):
+
+    kv [A, P + 1, S, W]            a token's values in a plane
+    layer i                        plane `places[i].plane`, by the page table of group `places[i].group`;
+                                   of W its own w values, behind those of `places[i].part` layers like it
+    its w values                   keys of all heads [K, D], then values [K, F]; or keys alone, whose first
+                                   F are the values (latent attention)
+
+A row's K and V are written at its *slot* = page id * page_size + offset. One page more than `num_pages`
+exists: rows whose K/V are not wanted (rejected drafts, padding) go to `skip_slot`, its first slot, so that
+shapes stay fixed.
+
+Legend: A planes, L layers, P pages, S page size, K kv heads, D head dim, F head dim of values, w values of a
+token in a layer, W in a plane, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ....cluster.pages.kv_cache_groups import KVGeometry, LayerPlace, plane_width
+from .recurrent_state_cache import StateMemory
+
+
+def skip_slot(num_pages: int, page_size: int) -> int:
+    """The slot that swallows what nobody may see."""
+    return num_pages * page_size
+
+
+class PagedKVCache:
+    """Keys and values of a model's layers in `num_pages` pages (plus the one that swallows).
+
+    Args:
+        places: of each layer; or the number of layers that all share one group.
+        geometry: of all layers, or of each.
+        states: what the model's other layers keep; None where all have K/V.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[LayerPlace] | int,
+        num_pages: int,
+        page_size: int,
+        geometry: KVGeometry | Sequence[KVGeometry],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        states: StateMemory | None = None,
+    ) -> None:
+        self.states = states
+        if isinstance(places, int):
+            places = [LayerPlace(0, layer) for layer in range(places)]
+        if isinstance(geometry, KVGeometry):
+            geometry = [geometry] * len(places)
+        self.num_layers, self.num_pages, self.page_size = len(places), num_pages, page_size
+        self.places, self.geometries, self.dtype = tuple(places), tuple(geometry), dtype
+        num_planes = 1 + max(place.plane for place in places)
+        shape = (num_planes, num_pages + 1, page_size, plane_width(places, self.geometries))
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.device = self.kv.device
+        self.plane_bytes = self.kv.nbytes // num_planes
+        # Views made once: indexing a tensor costs a microsecond, and there are many layers.
+        kinds = [(kind, place.part) for kind, place in zip(self.geometries, places, strict=True)]
+        spans = {(kind, part): self.kv[..., part * kind.width :][..., : kind.width] for kind, part in kinds}
+        pairs = {kind: _pairs(spans[kind], kind[0]) for kind in spans}
+        self._pages_APSw = tuple(spans[kind] for kind in kinds)
+        self._pairs_APS2KD = tuple(pairs[kind] for kind in kinds)
+        self._layer_pages = tuple(
+            span[place.plane] for span, place in zip(self._pages_APSw, places, strict=True)
+        )
+        self._slots_1Nw = tuple(self._slots(layer, 1) for layer in range(len(places)))
+        self._heads = tuple(self._split_heads(layer) for layer in range(len(places)))
+        self._groups = tuple(place.group for place in places)
+
+    def _split_heads(self, layer: int) -> tuple[Tensor, Tensor]:
+        kind = self.geometries[layer]
+        if kind.v_in_k:
+            k_PSKD = self.pages(layer).unflatten(-1, (kind.num_kv_heads, -1))
+            return k_PSKD, k_PSKD[..., : kind.v_head_dim]
+        sizes = [kind.num_kv_heads * kind.head_dim, kind.num_kv_heads * kind.v_head_dim]
+        k_PSKD, v_PSKF = (
+            part.unflatten(-1, (kind.num_kv_heads, -1)) for part in self.pages(layer).split(sizes, dim=-1)
+        )
+        return k_PSKD, v_PSKF
+
+    @property
+    def skip_slot(self) -> int:
+        return skip_slot(self.num_pages, self.page_size)
+
+    def group(self, layer: int) -> int:
+        """The page group that a layer's pages are of."""
+        return self._groups[layer]
+
+    def pages(self, layer: int) -> Tensor:
+        """[P + 1, S, w] of a layer."""
+        return self._layer_pages[layer]
+
+    def heads(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [P + 1, S, K, D] and values [P + 1, S, K, F] of a layer."""
+        return self._heads[layer]
+
+    def slots(self, layer: int, count: int = 1) -> Tensor:
+        """[count, slots, w] of some layers alike that follow each other in one group."""
+        return self._slots_1Nw[layer] if count == 1 else self._slots(layer, count)
+
+    def _slots(self, layer: int, count: int) -> Tensor:
+        plane = self.places[layer].plane
+        return self._pages_APSw[layer][plane : plane + count].flatten(1, 2)
+
+    def planes(self, layer: int, count: int) -> Tensor:
+        """[count, P + 1, S, 2, K, D] of the same, whose values are as long as their keys."""
+        plane, all_planes = self.places[layer].plane, self._pairs_APS2KD[layer]
+        assert all_planes is not None, "only keys and values of one size are one tensor"
+        return all_planes[plane : plane + count]
+
+    def all_planes(self, layer: int) -> Tensor | None:
+        """[A, P + 1, S, 2, K, D]: this part of every plane; None where values are shorter than keys."""
+        return self._pairs_APS2KD[layer]
+
+    def write(self, layer: int, slots_N: Tensor, kv_Nw: Tensor) -> None:
+        """Write rows of one layer. `slots` int64; unwanted rows carry `skip_slot`.
+
+        What is no number becomes 0. Other requests gather these rows and hide them by a mask that is added,
+        and neither NaN + -inf nor 0 x NaN is hidden.
+        """
+        self._slots_1Nw[layer][0].index_copy_(0, slots_N, kv_Nw.nan_to_num(0.0, 0.0, 0.0))
+
+    def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
+        """Write rows of some layers that follow each other in one group; as `write` does."""
+        kv_LN2KD = kv_LN2KD.nan_to_num(0.0, 0.0, 0.0)
+        self.planes(first, len(kv_LN2KD)).flatten(1, 2).index_copy_(1, slots_N, kv_LN2KD)
+
+    @staticmethod
+    def bytes_per_page(num_planes: int, page_size: int, width: int, dtype: torch.dtype) -> int:
+        """Memory of one page over all planes, keys and values, of so many values each token."""
+        return num_planes * page_size * width * dtype.itemsize
+
+
+def _pairs(kv_APSw: Tensor, kind: KVGeometry) -> Tensor | None:
+    """[A, P + 1, S, 2, K, D] where values are as long as keys."""
+    if kind.head_dim != kind.v_head_dim or kind.v_in_k:
+        return None
+    return kv_APSw.unflatten(-1, (2, kind.num_kv_heads, kind.head_dim))

@@ -1,0 +1,1 @@
+"""4-bit weights."""

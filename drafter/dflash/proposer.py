@@ -1,0 +1,73 @@
+"""Drafting for a step: proposals before the target's pass, context after it.
+
+A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
+the drafter's logits; where it has a selector, along a path (`step/sampling/selector.py`). With it comes how
+sure it is (`step/inputs/proposals.py`). Used by target ranks (colocated) and by a drafter in a process of its
+own.
+
+Legend: N target rows, X mask rows, R requests of the step, K most drafts, m taps, H hidden, E rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...cluster.step.scheduler_output import SchedulerOutput
+from ..compute.memory.kv_cache import PagedKVCache
+from ..step.inputs.proposals import Proposals
+from ..step.inputs.row_layout import StepRows
+from ..step.request_states import RequestStates
+from ..step.sampling.sampler import sample_with_margins
+from ..step.sampling.selector import select_paths
+from ..step.sampling.step_ops import DEFINITION, StepOperators
+from .model import DFlashDrafter
+
+
+class Proposer:
+    """A drafter and its pages; `operators` choose proposals."""
+
+    def __init__(
+        self, drafter: DFlashDrafter, cache: PagedKVCache, operators: StepOperators = DEFINITION
+    ) -> None:
+        self.drafter = drafter
+        self.cache = cache
+        self._operators = operators
+
+    def with_drafter(self, drafter: DFlashDrafter) -> Proposer:
+        """The same with another drafter of the same shape, over the same pages."""
+        return Proposer(drafter, self.cache, self._operators)
+
+    def beside(self, drafter: DFlashDrafter) -> Proposer:
+        """Another drafter of the same shape, over the same page ids in memory of its own."""
+        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
+        return Proposer(drafter, cache, self._operators)
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        """K = 0 if nobody drafts."""
+        block = states.lay_out_block(plan, self.drafter.config.mask_token_id)
+        if block is None:
+            return Proposals.none(plan.num_requests, states.device)
+        hidden_XH = self.drafter.block_hidden(block, self.cache)
+        logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
+        if selector is not None:
+            gates_XE = selector.gates(hidden_XH)
+            return select_paths(logits_XV, gates_XE, block, selector.codebooks, self._operators)
+        chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
+        shape = plan.num_requests, block.max_count
+        if len(chosen[0]) == plan.num_requests * block.max_count:
+            return Proposals(*(values_X.view(shape) for values_X in chosen))
+        return Proposals(
+            *(self._operators.by_request(values_X, block.counts_R, block.max_count) for values_X in chosen)
+        )
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
+        """Make context of what the target saw, whatever stood of it.
+
+        Rows of rejected drafts too: as in the target's pages, their slots are written again by the next block
+        before any mask exposes them.
+        """
+        self.inject_features(self.drafter.context_features(taps_NmH), rows)
+
+    def inject_features(self, c_NH: Tensor, rows: StepRows) -> None:
+        """The same from features that were computed elsewhere."""
+        self.drafter.write_context(c_NH, rows, self.cache)

@@ -1,0 +1,99 @@
+"""What every kind of drafter has: layers that attend, taps of the target, a vocabulary, at times its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cluster.errors import CheckpointError
+from ..cluster.pages.kv_cache_groups import KVGeometry
+from .compute.checkpoint.safetensors_reader import FLOATS, INTEGERS, TensorHeaders
+from .compute.layers.rope import RopeConfig
+
+TOKEN_MAP = "d2t"  # the tensor that maps a drafter's own tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """Attention of one layer: whether rows see only earlier rows of their block, and the window, if any."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterShape:
+    """Of a drafter of any kind and format.
+
+    Attributes:
+        file: its config.json, for messages.
+        target_layer_ids: tapped blocks, 0-based, in `fc`'s column order: id i is the output of block i.
+        layers: attention of each layer.
+        vocab_size: of the target it was made for.
+        draft_vocab_size: rows of its own head; equals `vocab_size` unless `d2t` maps them.
+        attention_bias: whether q, k, v and o have biases.
+    """
+
+    file: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    target_layer_ids: tuple[int, ...]
+    layers: tuple[DraftLayer, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    attention_bias: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_geometry(self) -> KVGeometry:
+        """Of each layer."""
+        return KVGeometry(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.target_layer_ids)
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether its tokens must be mapped to the target's (`d2t`)."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def check_token_map(self, d2t_V: Tensor) -> None:
+        """Raise CheckpointError unless each token of its own is another one of the target's.
+
+        Args:
+            d2t_V: [draft_vocab_size], integers: what is added to a token of its own.
+        """
+        ids = torch.arange(len(d2t_V)) + d2t_V.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size or len(ids.unique()) != len(ids):
+            raise CheckpointError(
+                f"{self.file}: d2t must map each draft token to a token of its own below {self.vocab_size}.",
+                param="d2t",
+            )
+
+
+def stored_dtypes(name: str) -> tuple[str, ...]:
+    """Dtypes that a drafter's checkpoint may store this tensor in, in safetensors' words."""
+    return INTEGERS if name == TOKEN_MAP else FLOATS
+
+
+def check_tensors(found: TensorHeaders, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless all of these tensors are there, in a form that can be computed with.
+
+    Args:
+        shapes: of every tensor that is read, by its name in the files.
+    """
+    for name, shape in shapes.items():
+        found.check(name, shape, stored_dtypes(name))
+    found.refuse_stray_scales(shapes)

@@ -1,0 +1,144 @@
+"""The keys of an EAGLE-3 drafter's config.json, in SGLang's and Speculators' format, checked one by one.
+
+What asks for mathematics that we do not have is refused. What the keys mean together is said in `config.py`,
+which alone calls this, but for `method_of_drafter`. PyTorch is not imported.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
+from ..dflash.config_formats import KINDS as DFLASH_KINDS
+from ..dflash.config_formats import Backbone, each_once
+from ..dflash.known_keys import StrictConfig
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LayerIds = Annotated[tuple[int, ...], Field(description="a list of integers"), AfterValidator(each_once)]
+KINDS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+
+
+class OneLayer(Backbone):
+    """The block that both formats describe: a Llama's, or a Qwen3's whose heads are normed."""
+
+    model_type: Literal["llama", "qwen3"] = Field(
+        "llama", description="'llama' or 'qwen3': others are not yet supported"
+    )
+    bias: Off = False
+    logit_scale: float = 1.0
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether queries and keys are normed per head."""
+        return self.model_type == "qwen3"
+
+    @field_validator("num_hidden_layers")
+    @classmethod
+    def _is_one(cls, count: int) -> int:
+        if count != 1:
+            raise ValueError("must be 1: drafters of more layers are not yet supported")
+        return count
+
+    @field_validator("logit_scale")
+    @classmethod
+    def _changes_nothing(cls, scale: float) -> float:
+        if scale != 1.0:
+            raise ValueError("must be absent or 1: not yet supported")
+        return scale
+
+
+class Norms(StrictConfig):
+    """Where drafters of one kind differ, at the top of both formats.
+
+    `fc_norm` and `norm_output` (norms of each tap, and of what a pass hands to the next) are not supported.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: Off = False
+    norm_output: Off = False
+    target_hidden_size: Count | None = None
+    eagle_aux_hidden_state_layer_ids: LayerIds = ()
+
+
+class EagleKeys(StrictConfig):
+    """`eagle_config` of SGLang's format; neutral values are what published files have."""
+
+    eagle_aux_hidden_state_layer_ids: LayerIds = ()
+    use_aux_hidden_state: Literal[True] = True
+    use_input_layernorm_in_first_layer: Literal[True] = True
+    use_last_layernorm: Literal[True] = True
+    use_mtp_layernorm: Off = False
+    parallel_draft_step: Literal[1] = 1
+
+
+class Kind(HfConfig):
+    """Whether it is an EAGLE-3 drafter at all."""
+
+    architectures: tuple[str, ...] = ()
+
+    @field_validator("architectures")
+    @classmethod
+    def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(names) > 1 or set(names) - set(KINDS):
+            raise ValueError(
+                f'must be one of {", ".join(KINDS)}; DFlash drafters are run with method="dflash"'
+            )
+        return names
+
+
+class SGLang(OneLayer, Norms):
+    """The original layout, as SafeAILab and SpecForge write it: a Llama configuration and a few keys."""
+
+    draft_vocab_size: Count | None = None
+    eagle_config: EagleKeys = EagleKeys()
+    tie_word_embeddings: Off = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> SGLang:
+        _check_draft_vocabulary(self.draft_vocab_size, self)
+        return self
+
+
+class SpeculatorsKind(HfConfig):
+    """Whether it is an EAGLE-3 drafter at all, in Speculators' format."""
+
+    speculators_model_type: Literal["eagle3"] = Field(
+        description="'eagle3' (for 'dflash' and 'dflash2' set speculative_config.method=\"dflash\")"
+    )
+
+
+class Speculators(SpeculatorsKind, Norms):
+    """Speculators' format: the block's configuration is nested."""
+
+    transformer_layer_config: OneLayer
+    draft_vocab_size: Count = 32000  # of the format's class
+
+    @model_validator(mode="after")
+    def _fits(self) -> Speculators:
+        _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config)
+        return self
+
+
+def _check_draft_vocabulary(size: int | None, backbone: Backbone) -> None:
+    if size is not None and size > backbone.vocab_size:
+        raise ValueError(f"draft_vocab_size must be at most vocab_size ({backbone.vocab_size})")
+
+
+def is_eagle3(raw: Json) -> bool:
+    """Whether a config.json is an EAGLE-3 drafter's; a plain Llama's has no draft vocabulary."""
+    if "speculators_model_type" in raw:
+        return raw["speculators_model_type"] == "eagle3"
+    named = set(raw.get("architectures") or ())
+    return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
+
+
+def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
+    """Return which kind of drafter a config.json describes; None for a target's."""
+    if is_eagle3(raw):
+        return "eagle3"
+    named = set(raw.get("architectures") or ())
+    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
+    return "dflash" if is_drafter else None

@@ -1,0 +1,117 @@
+"""Drafting a chain for a step: a pass for each token before the target's, entries' K and V after it.
+
+A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
+the drafter's logits; with it comes how sure it is (`step/inputs/proposals.py`). The first pass needs the
+target's feature of the position before the anchor. It is kept by page, of the newest committed position that
+the page holds: so it is there after a step, after a prefix hit, and for whoever shares the page.
+
+Called by `actors/targets/runners/cpu_runner.py`, in every step: `propose`, then `inject`.
+
+Legend: N target rows, R requests of the step, E those that still draft, K most drafts, m taps, H hidden,
+P pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...cluster.step.scheduler_output import SchedulerOutput
+from ..compute.eager.attention_metadata import AttentionBatch
+from ..compute.memory.kv_cache import PagedKVCache
+from ..step.inputs.proposals import Proposals
+from ..step.inputs.row_layout import StepRows
+from ..step.request_states import RequestStates
+from ..step.sampling.sampler import sample_with_margins
+from ..step.sampling.step_ops import DEFINITION, StepOperators
+from .model import Eagle3Drafter
+
+
+class ChainProposer:
+    """A drafter and its pages; `operators` choose proposals."""
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        cache: PagedKVCache,
+        operators: StepOperators = DEFINITION,
+        features_PH: Tensor | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.cache = cache
+        self._operators = operators
+        if features_PH is None:
+            shape = cache.num_pages + 1, drafter.config.hidden_size
+            features_PH = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
+        self._features_PH = features_PH
+        self._before_RH = features_PH[:0]  # of the step under way, before each request's first row
+
+    def with_drafter(self, drafter: Eagle3Drafter) -> ChainProposer:
+        """The same with another drafter of the same shape, over the same pages."""
+        return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
+
+    def beside(self, drafter: Eagle3Drafter) -> ChainProposer:
+        """Another drafter of the same shape, over the same page ids in memory of its own."""
+        cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
+        return ChainProposer(drafter, cache, self._operators)
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        """K = 0 if nobody drafts."""
+        pages_R = torch.from_numpy(states.pages_before(plan, self.cache.group(0))).to(states.device)
+        self._before_RH = self._features_PH.index_select(0, pages_R.clamp(min=0))
+        self._before_RH.masked_fill_((pages_R < 0).unsqueeze(1), 0.0)  # where a sequence begins
+        num_drafts = int(plan.num_drafts.max(initial=0))
+        if num_drafts == 0:
+            return Proposals.none(plan.num_requests, states.device)
+        shape, device = (plan.num_requests, num_drafts), states.device
+        drafts_RK = torch.full(shape, -1, dtype=torch.int64, device=device)
+        margins_RK = torch.full(shape, float("nan"), device=device)
+        self._fill(plan, states, drafts_RK, margins_RK)
+        return Proposals(drafts_RK, margins_RK)
+
+    def _fill(
+        self, plan: SchedulerOutput, states: RequestStates, drafts_RK: Tensor, margins_RK: Tensor
+    ) -> None:
+        x_RH, tokens_R = self._before_RH, drafts_RK.new_zeros(len(drafts_RK))
+        for depth in range(drafts_RK.shape[1]):
+            who_E = np.flatnonzero(plan.num_drafts > depth)
+            rows = states.lay_out_link(plan, who_E, depth, AttentionBatch.build)
+            everyone = len(who_E) == plan.num_requests
+            index_E = torch.from_numpy(who_E).to(drafts_RK.device)
+            x_EH = x_RH if everyone else x_RH.index_select(0, index_E)
+            tokens_E = rows.token_ids_N if depth == 0 else tokens_R.index_select(0, index_E)
+            x_EH, normed_EH = self.drafter.forward(tokens_E, x_EH, rows, self.cache)
+            logits_EV = self.drafter.logits(normed_EH)
+            tokens_E, margins_E = sample_with_margins(logits_EV, rows.sampling, self._operators)
+            x_RH = x_EH if everyone else x_RH.index_copy(0, index_E, x_EH)
+            tokens_R = tokens_R.index_copy(0, index_E, tokens_E)
+            drafts_RK[index_E, depth], margins_RK[index_E, depth] = tokens_E, margins_E
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
+        """Make entries of what the target saw, and keep the newest features.
+
+        Entries of rejected drafts too: as in the target's pages, they are written again before any mask
+        exposes them.
+
+        Args:
+            num_tokens_R: tokens that came out of the step.
+        """
+        g_NH = self.drafter.features(taps_NmH)
+        first_R = np.cumsum(rows.num_rows_R) - rows.num_rows_R
+        before_NH = g_NH.roll(1, 0)
+        before_NH[torch.from_numpy(first_R).to(g_NH.device)] = self._before_RH
+        self.drafter.write_entries(rows.token_ids_N, before_NH, rows, self.cache)
+        self._keep(g_NH, rows, first_R, num_tokens_R.cpu().numpy())
+
+    def _keep(self, g_NH: Tensor, rows: StepRows, first_R: np.ndarray, num_tokens_R: np.ndarray) -> None:
+        """Of every page the feature of its newest committed position among these rows."""
+        num_rows_R, page_size = rows.num_rows_R, self.cache.page_size
+        # All rows but those of drafts that fell; the last token that came out has no row yet.
+        stood_R = num_rows_R - rows.counts_R.cpu().numpy() + num_tokens_R
+        in_request_N = np.arange(len(g_NH)) - np.repeat(first_R, num_rows_R)
+        slots_N = rows.kv_slots[self.cache.group(0)].cpu().numpy()
+        ends_N = (slots_N % page_size == page_size - 1) | (in_request_N == np.repeat(stood_R, num_rows_R) - 1)
+        kept = np.flatnonzero(ends_N & (in_request_N < np.repeat(stood_R, num_rows_R)))
+        pages = torch.from_numpy(slots_N[kept] // page_size).to(g_NH.device)
+        self._features_PH[pages] = g_NH[torch.from_numpy(kept).to(g_NH.device)]

@@ -1,0 +1,206 @@
+"""A process that tries grammars, each in a child that may be killed. It knows no torch and no Ray.
+
+    python -m manta.drafter.grammars.compile_sandbox CONTROL MODEL
+
+llguidance overflows its stack, or computes for minutes, over texts that are small. A child compiles a grammar
+with little stack, memory and time, and reads a few tokens with it. Whatever becomes of the child is the
+grammar's fault: it is refused, and nothing else ends.
+
+`CONTROL` is the descriptor of a socket: each message holds one descriptor of a connection, on which a client
+sends a question and reads the answer (`Question`, `Answer`). The process ends when the control socket closes.
+`MODEL` is the descriptor of a file that holds the arguments of `GrammarCompiler` as JSON. The client is
+`actors/structured_outputs/grammar_validator.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
+
+# Small enough that the stacks of threads that compile (`STACK_BYTES`) and make masks are larger.
+TRIAL_STACK_BYTES = 1 << 20
+TRIAL_BYTES = 128 << 20
+NUM_TOKENS = 4  # that are read after compiling: some grammars fail at the first
+
+
+class Question(TypedDict):
+    """A grammar to try.
+
+    Attributes:
+        kind: as of `Grammar`; "grammar" is Lark, or EBNF that is to become Lark.
+        cpu_s: time of a core that it may take.
+    """
+
+    kind: str
+    text: str
+    cpu_s: float
+
+
+class Answer(TypedDict):
+    """The outcome of a trial.
+
+    Attributes:
+        text: the grammar; what was EBNF is Lark.
+        forces: as of `Grammar`.
+        cpu_s: time that it took.
+        grown_bytes: memory that it took.
+        error: why llguidance refuses it.
+        signal: what ended the child; then all else is missing.
+    """
+
+    text: NotRequired[str]
+    forces: NotRequired[bool]
+    cpu_s: NotRequired[float]
+    grown_bytes: NotRequired[int]
+    error: NotRequired[str]
+    signal: NotRequired[int]
+
+
+def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> tuple[str, bool]:
+    """Compile a grammar and read a few tokens with it. Raises GrammarError.
+
+    Returns:
+        its text, and whether it forces no more than `MAX_FORCED` tokens at once, as far as can be seen.
+    """
+    if kind == "grammar":
+        kind, text = "lark", lark_of(text)
+    assert kind in ("json_schema", "regex", "lark")
+    matcher = compiler.compile((kind, text))
+    most_forced = len(matcher.compute_ff_tokens())
+    for token in _tokens(matcher.compute_bitmask):
+        matcher.try_consume_tokens([token])
+        most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
+        if matcher.is_error():
+            raise GrammarError(reason_of(matcher))
+        if matcher.is_stopped():
+            break
+    return text, most_forced <= MAX_FORCED
+
+
+def _tokens(mask: Callable[[], bytes]) -> Iterator[int]:
+    """Choose tokens that can follow, at random but always the same."""
+    chance = random.Random(0)
+    for _ in range(NUM_TOKENS):
+        bits = mask()
+        places = [place for place, byte in enumerate(bits) if byte]
+        if not places:
+            return
+        place = chance.choice(places)
+        yield 8 * place + chance.choice([bit for bit in range(8) if bits[place] >> bit & 1])
+
+
+class _Server:
+    def __init__(self, control: socket.socket, compiler: GrammarCompiler) -> None:
+        self._control, self._compiler = control, compiler
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the client closes the control socket."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._reap(key.fd)
+                elif not self._begin():
+                    return
+
+    def _begin(self) -> bool:
+        """Take a connection, and have a child answer on it. False: the client is gone."""
+        message, files, _, _ = socket.recv_fds(self._control, 16, 1)
+        if not message:
+            return False
+        connection = socket.socket(fileno=files[0])
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._control.close()
+                for _, other in self._children.values():
+                    other.close()  # or its client would wait for this child too
+                _answer(connection, self._compiler)
+            finally:
+                os._exit(0)
+        child = os.pidfd_open(pid)
+        self._children[child] = pid, connection
+        self._selector.register(child, selectors.EVENT_READ)
+        return True
+
+    def _reap(self, child: int) -> None:
+        """Tell the client what ended a child, if it did not end by itself."""
+        pid, connection = self._children.pop(child)
+        self._selector.unregister(child)
+        os.close(child)
+        _, status = os.waitpid(pid, 0)
+        with connection:
+            if os.WIFSIGNALED(status):
+                _send(connection, Answer(signal=os.WTERMSIG(status)))
+
+
+def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
+    """Read a question, limit this process, and answer; in a child."""
+    with connection.makefile("rb") as stream:
+        question: Question = json.loads(stream.read())
+    memory_bytes = _data_bytes()
+    most_bytes = memory_bytes + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace where it gets no memory
+    signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # its signal ends the process
+    try:
+        text, forces = on_stack(
+            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
+        )
+    except GrammarError as error:
+        answer = Answer(error=str(error)[:2000])
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGABRT)  # as llguidance ends where it gets no memory
+        return
+    else:
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        answer = Answer(
+            text=text, forces=forces, cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
+        )
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    _send(connection, answer)
+
+
+def _send(connection: socket.socket, answer: Answer) -> None:
+    with suppress(OSError):  # the client has left
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _data_bytes() -> int:
+    """Return the size of this process's private memory, as RLIMIT_DATA counts it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+
+
+def main() -> None:
+    control_file, model_file = (int(argument) for argument in sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends when its client does
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(model_file, encoding="utf-8") as stream:
+        model = json.load(stream)
+    compiler = GrammarCompiler(model["tokenizer_json"], model["vocab_size"], tuple(model["eos_token_ids"]))
+    gc.disable()  # children would copy the pages that it marks
+    gc.freeze()
+    _Server(socket.socket(fileno=control_file), compiler).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The choice of a token per row and its margin, as `../choice.py` means them, in one loop.
+
+PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
+vocabulary] of int64. With noise these are the two best of `selector_candidates.py`. Called by `sampler.py`.
+
+Legend: M rows, V vocabulary.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, size_of
+from ...compute.cpu_numba.lane_scans import top_two
+from .gumbel_noise import mixed_tokens
+from .selector_candidates import NOTHING, find_noisy
+
+_FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
+_INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)
+
+
+def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Of fp32 or bf16."""
+    logits_NV = logits_NV.contiguous()
+    num_rows, vocab_size = logits_NV.shape
+    ids_N, margins_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    _argmax(
+        logits_NV.data_ptr(),
+        ids_N.data_ptr(),
+        margins_N.data_ptr(),
+        num_rows,
+        vocab_size,
+        LIKE[logits_NV.dtype],
+    )
+    return ids_N, margins_N
+
+
+def are_numbers(logits_NV: Tensor) -> Tensor:
+    """Of fp32 or bf16, by their bits: those of NaN and infinity have no larger ones of their sign."""
+    logits_NV = logits_NV.contiguous()
+    num_rows, vocab_size = logits_NV.shape
+    found_N = torch.empty(num_rows, dtype=torch.bool)
+    if logits_NV.dtype is torch.bfloat16:
+        _are_numbers_16(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
+    else:
+        _are_numbers_32(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
+    return found_N
+
+
+def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
+    """Of fp32 or bf16."""
+    logits_MV = logits_MV.contiguous()
+    num_rows, vocab_size = logits_MV.shape
+    ids_M, margins_M = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    _noisy_argmax(
+        logits_MV.data_ptr(),
+        temperature_M1.data_ptr(),
+        key_2M1.data_ptr(),
+        ids_M.data_ptr(),
+        margins_M.data_ptr(),
+        num_rows,
+        vocab_size,
+        LIKE[logits_MV.dtype],
+    )
+    return ids_M, margins_M
+
+
+@elements
+def _are_numbers_16(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT16), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
+    found_N = carray(pointer(found, _BOOL), (num_rows,))
+    for n in range(num_rows):
+        most, most_negative = np.int16(0), np.uint16(0)
+        for v in range(vocab_size):
+            most = max(most, signed_NV[n, v])
+            most_negative = max(most_negative, unsigned_NV[n, v])
+        found_N[n] = most < 0x7F80 and most_negative <= 0xFF80
+
+
+@elements
+def _are_numbers_32(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
+    found_N = carray(pointer(found, _BOOL), (num_rows,))
+    for n in range(num_rows):
+        most, most_negative = np.int32(0), np.uint32(0)
+        for v in range(vocab_size):
+            most = max(most, signed_NV[n, v])
+            most_negative = max(most_negative, unsigned_NV[n, v])
+        found_N[n] = most < 0x7F800000 and most_negative <= 0xFF800000
+
+
+@elements
+def _argmax(logits, ids, margins, num_rows, vocab_size, like):
+    ids_N = carray(pointer(ids, _INT), (num_rows,))
+    margins_N = carray(pointer(margins, _FLOAT), (num_rows,))
+    for n in range(num_rows):
+        ids_N[n], margins_N[n] = _argmax_row(logits + n * vocab_size * size_of(like), vocab_size, like)
+
+
+@elements
+def _argmax_row(row, vocab_size, like):
+    """Sixteen at a time, then the rest one by one."""
+    row_V = carray(pointer(row, like), (vocab_size,))
+    place, best, second = top_two(row, vocab_size // 16, like)
+    for v in range(vocab_size // 16 * 16, vocab_size):
+        value = float_of(row_V[v])
+        if value > best:
+            place, best, second = v, value, best
+        elif value > second:
+            second = value
+    return place, np.float32(0) if best == second else best - second
+
+
+@elements
+def _noisy_argmax(logits, temperature, keys, ids, margins, num_rows, vocab_size, like):
+    logits_MV = carray(pointer(logits, like), (num_rows, vocab_size))
+    temperature_M = carray(pointer(temperature, _FLOAT), (num_rows,))
+    key_2M = carray(pointer(keys, _INT), (2, num_rows))
+    ids_M = carray(pointer(ids, _INT), (num_rows,))
+    margins_M = carray(pointer(margins, _FLOAT), (num_rows,))
+    mixed_V, bound_V = mixed_tokens(vocab_size), np.empty(vocab_size, np.float32)
+    score_2, best_2 = np.empty(2, np.float32), np.empty(2, np.int64)
+    for m in range(num_rows):
+        noise = temperature_M[m], np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m])
+        find_noisy(logits_MV[m], mixed_V, noise, NOTHING, score_2, best_2, bound_V)
+        ids_M[m] = best_2[0]
+        margins_M[m] = np.float32(0) if score_2[0] == score_2[1] else score_2[0] - score_2[1]

@@ -1,0 +1,165 @@
+"""The walk over candidates, as `../paths.py` means it, in one call for all requests.
+
+Row after row, behind the one token that was chosen before: of the pairs that the definition scores it looks
+at one in sixteen. Called by `selector.py`.
+
+Legend: X mask rows, V vocabulary, E rank, R requests, W drafts, K candidates of a row, M rows with
+temperature > 0.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, sums
+from ..inputs.proposals import Proposals
+from ..inputs.row_layout import StepRows
+from ..sampling.selector_walk import Codebooks
+from .gumbel_noise import negative_gumbel
+
+_FLOAT, _INT = np.float32(0), np.int64(0)
+_NOTHING = np.float32(-np.inf)
+
+
+def walk(z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: Codebooks) -> Proposals:
+    """Gates and codebooks in fp32 or bf16."""
+    num_requests, width, batch = len(block.counts_R), block.max_count, block.sampling
+    drafts_RW = torch.empty(num_requests, width, dtype=torch.int64)
+    margins_RW = torch.empty(num_requests, width)
+    gates_XE, books = gates_XE.contiguous(), (codebooks.predecessor_VE, codebooks.successor_VE)
+    filters = (batch.top_k_M, batch.top_p_M1, batch.min_p_M1)
+    of_noise = (batch.noisy_M, batch.temperature_M1, batch.key_2M1, *filters)
+    _walk(
+        *(x.data_ptr() for x in (z_XK, ids_XK, gates_XE, *books, block.token_ids_N, block.sampled_X)),
+        *(0 if x is None else x.data_ptr() for x in of_noise),
+        0 if batch.noisy_M is None else len(batch.noisy_M),
+        *(x.data_ptr() for x in (block.counts_R, drafts_RW, margins_RW)),
+        num_requests,
+        width,
+        *z_XK.shape,
+        *books[0].shape,
+        len(block.token_ids_N),
+        LIKE[gates_XE.dtype],
+        LIKE[books[0].dtype],
+    )
+    return Proposals(drafts_RW, margins_RW)
+
+
+@elements
+def _walk(
+    z, ids, gates, predecessors, successors, token_ids, sampled,
+    noisy, temperatures, keys, top_ks, top_ps, min_ps, num_noisy,
+    counts, drafts, margins, num_requests, width, num_rows, top_k, vocab_size, rank, num_inputs,
+    like_gate, like_book,
+):  # fmt: skip
+    z_XK = carray(pointer(z, _FLOAT), (num_rows, top_k))
+    ids_XK = carray(pointer(ids, _INT), (num_rows, top_k))
+    gates_XE = carray(pointer(gates, like_gate), (num_rows, rank))
+    predecessor_VE = carray(pointer(predecessors, like_book), (vocab_size, rank))
+    successor_VE = carray(pointer(successors, like_book), (vocab_size, rank))
+    token_ids_N = carray(pointer(token_ids, _INT), (num_inputs,))
+    sampled_X = carray(pointer(sampled, _INT), (num_rows,))
+    noisy_M = carray(pointer(noisy, _INT), (num_noisy,))
+    temperature_M = carray(pointer(temperatures, _FLOAT), (num_noisy,))
+    key_2M = carray(pointer(keys, _INT), (2, num_noisy))
+    top_k_M = carray(pointer(top_ks, _INT), (num_noisy,))
+    top_p_M = carray(pointer(top_ps, _FLOAT), (num_noisy,))
+    min_p_M = carray(pointer(min_ps, _FLOAT), (num_noisy,))
+    counts_R = carray(pointer(counts, _INT), (num_requests,))
+    drafts_RW = carray(pointer(drafts, _INT), (num_requests, width))
+    margins_RW = carray(pointer(margins, _FLOAT), (num_requests, width))
+    score_K, plain_K = np.empty(top_k, np.float32), np.empty(top_k, np.float32)
+    gated_E = np.empty(rank, np.float32)
+    narrows = top_ks != 0 or top_ps != 0 or min_ps != 0
+    x = m = 0
+    for r in range(num_requests):
+        drafts_RW[r, :], margins_RW[r, :] = -1, np.float32(np.nan)
+        before = token_ids_N[sampled_X[x] - 1] if counts_R[r] else _INT
+        for w in range(counts_R[r]):
+            _score(z_XK[x], ids_XK[x], predecessor_VE[before], gates_XE[x], successor_VE, gated_E, score_K)
+            plain_K[:] = score_K
+            if m < num_noisy and noisy_M[m] == x:
+                if narrows:
+                    _filter(
+                        score_K,
+                        temperature_M[m],
+                        top_k_M[m] if top_ks else 0,
+                        top_p_M[m] if top_ps else np.float32(1),
+                        min_p_M[m] if min_ps else np.float32(0),
+                    )
+                key_0, key_1 = np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m])
+                for k in range(top_k):
+                    score_K[k] -= temperature_M[m] * negative_gumbel(key_0, key_1, np.uint32(ids_XK[x, k]))
+                m += 1
+            place, margin = _best(score_K)
+            if narrows and margin == np.inf:  # one alone is kept: sure as it is without filters
+                margin = _best(plain_K)[1]
+            before = ids_XK[x, place]
+            drafts_RW[r, w], margins_RW[r, w] = before, margin
+            x += 1
+
+
+@elements
+def _score(z_K, ids_K, predecessor_E, gate_E, successor_VE, gated_E, score_K):
+    """Of a row's candidates behind one token, without noise; what is no number never wins."""
+    for e in range(len(gated_E)):
+        gated_E[e] = float_of(predecessor_E[e]) * float_of(gate_E[e])
+    for k in range(len(z_K)):
+        score = z_K[k] + _dot(successor_VE[ids_K[k]], gated_E)
+        score_K[k] = score if score == score else _NOTHING
+
+
+@sums
+def _dot(row_E, gated_E):
+    total = np.float32(0)
+    for e in range(len(gated_E)):
+        total += float_of(row_E[e]) * gated_E[e]
+    return total
+
+
+@elements
+def _best(score_K):
+    """The first place of the best, and how far the second is behind."""
+    place, best, second = 0, score_K[0], _NOTHING
+    for k in range(1, len(score_K)):
+        if score_K[k] > best:
+            place, best, second = k, score_K[k], best
+        elif score_K[k] > second:
+            second = score_K[k]
+    return place, np.float32(0) if best == second else best - second
+
+
+@elements
+def _filter(score_K, temperature, top_k, top_p, min_p):
+    """-inf where min-p, top-k or top-p cut, as of a row whose only tokens these are (`../filters.py`)."""
+    scaled_K = score_K / temperature
+    largest = scaled_K.max()
+    if min_p > 0:
+        _cut_below(score_K, scaled_K, largest + np.log(min_p))
+    if 0 < top_k < len(score_K):
+        _cut_below(score_K, scaled_K, np.sort(scaled_K)[len(score_K) - top_k])
+    if top_p < 1 and largest > _NOTHING:
+        mass_K = np.exp((scaled_K - largest).astype(np.float64))
+        whole, floor = mass_K.sum(), largest
+        for k in range(len(score_K)):
+            ahead = 0.0
+            for j in range(len(score_K)):
+                if scaled_K[j] > scaled_K[k]:
+                    ahead += mass_K[j]
+            if ahead < top_p * whole:
+                floor = min(floor, scaled_K[k])
+        _cut_below(score_K, scaled_K, floor)
+
+
+@elements
+def _cut_below(score_K, scaled_K, floor):
+    for k in range(len(score_K)):
+        if scaled_K[k] < floor:
+            score_K[k] = scaled_K[k] = _NOTHING

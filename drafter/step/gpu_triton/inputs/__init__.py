@@ -1,0 +1,1 @@
+"""A step's inputs on the GPU."""

@@ -1,0 +1,81 @@
+"""Prompt look-up as `../lookup.py` means it, on the device: one launch, and the host reads nothing.
+
+A program goes back through its request's tokens from the end, many places at a time, and ends where it has
+found a run of the greatest length. What it proposes it leaves behind the known tokens, where `lay_out_rows`
+reads it. A pass has rows for as many drafts as were planned, found or not: where nothing is found they hold
+token 0, a draft like any other that falls. Called by `actors/targets/runners/draft_pass.py`.
+
+Legend: R requests.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .inputs.row_layout import SlotTables, StepRequests
+
+_PLACES = 1024  # looked at in one turn
+
+
+def look_up(requests: StepRequests, tables: SlotTables, shortest: int, longest: int) -> None:
+    """Draft for requests that lack their newest token alone.
+
+    Args:
+        shortest, longest: of the runs of tokens that are looked for.
+    """
+    _look_up[len(requests.slots_R),](
+        requests.slots_R,
+        requests.num_drafts_R,
+        tables.token_ids,
+        tables.num_computed,
+        tables.token_ids.stride(0),
+        shortest,
+        longest,
+        PLACES=_PLACES,
+        LANES=triton.next_power_of_2(requests.max_drafts),
+    )
+
+
+@triton.jit(do_not_specialize=["shortest", "longest"])
+def _look_up(
+    slots,
+    num_drafts,
+    token_ids,
+    num_computed,
+    token_stride,
+    shortest,
+    longest,
+    PLACES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One request."""
+    request = tl.program_id(0)
+    drafts = tl.load(num_drafts + request)
+    if drafts == 0:
+        return
+    slot = tl.load(slots + request)
+    tokens = token_ids + slot.to(tl.int64) * token_stride
+    end = tl.load(num_computed + slot) + 1  # known tokens
+    best, begin, last = shortest - 1, end, end - 2
+    while (last >= 0) & (best < longest):
+        places = last - tl.arange(0, PLACES)  # where a run ends
+        length = tl.zeros([PLACES], tl.int32)
+        goes_on = places >= 0
+        for n in range(longest):
+            goes_on = goes_on & (places >= n)
+            mine = tl.load(tokens + (end - 1 - n), mask=n < end, other=-1)
+            goes_on = goes_on & (tl.load(tokens + places - n, mask=goes_on, other=-2) == mine)
+            length += goes_on.to(tl.int32)
+        found = tl.max(length, 0)
+        behind = tl.max(tl.where(length == found, places, -1), 0) + 1  # the last of the longest
+        begin = tl.where(found > best, behind, begin)
+        best = tl.maximum(found, best)
+        last -= PLACES
+    lanes = tl.arange(0, LANES)
+    is_draft = lanes < drafts
+    place = begin + lanes % tl.maximum(end - begin, 1)  # a copy that reaches the end goes on in itself
+    token = tl.load(tokens + place, mask=is_draft & (begin < end), other=0)
+    tl.store(tokens + end + lanes, token, mask=is_draft)

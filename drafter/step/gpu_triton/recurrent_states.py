@@ -1,0 +1,282 @@
+"""Where recurrent states stand, where the device drives steps: the twin of
+`drafter/step/recurrent_states.py`.
+
+The host says who has which state and what is to be saved (both are in the plan), and asks for nothing: how
+many drafts stood, and so how many records the next pass folds, the device knows before the host does.
+
+    a step   enter: who enters begins with zeros or a copy      launches of their own, in the plan's order
+             place: what of a slot's records is folded          one launch of each pass, in its graph
+             layers write states, records, and saves that known rows pass
+             save_stood: saves that drafts passed which stood   one launch, where the plan asks for any
+
+Copies are rare beside the passes, which read and write all states in them, so they are no part of a graph.
+One follows the other: what the first is made of, the second may replace. Used by
+`actors/targets/runners/gpu_runner.py` and `target_pass.py`.
+
+Legend: S slots of requests, Z states, R requests of a pass, M saves of each, G requests by their places in
+the plan.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....cluster.step.scheduler_output import SchedulerOutput
+from ...compute.memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
+from .inputs.row_layout import Ints, SlotTables, StepRequests
+
+_MOST_PROGRAMS, _BLOCK = 32, 1024  # that copy a layer's state; elements of a turn
+_NO_SOURCE = -1
+
+
+def num_save_values(room: int) -> int:
+    """Integers of `pack_saves`."""
+    return 2 * room * MAX_SAVES
+
+
+def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -> Ints:
+    """[2, room, M]: positions and states of a pass's requests; position 0 is none."""
+    saves_2RM = np.zeros((2, room, MAX_SAVES), dtype=np.int32)
+    if (saves := plan.saves) is None:
+        return saves_2RM
+    place_R = np.full(plan.num_requests, -1)
+    place_R[requests_G] = np.arange(len(requests_G))
+    asked = zip(place_R[saves.requests].tolist(), saves.positions, saves.states, strict=True)
+    count_R = [0] * len(requests_G)
+    for place, position, state in asked:
+        if place >= 0:
+            assert count_R[place] < MAX_SAVES, "a step passes no more positions than are asked for at once"
+            saves_2RM[:, place, count_R[place]] = position, state
+            count_R[place] += 1
+    return saves_2RM
+
+
+class DeviceRecurrent:
+    """See the module's text.
+
+    Args:
+        states_S: int32, whose is which; written with a plan's admissions.
+    """
+
+    def __init__(self, memory: StateMemory, states_S: Tensor, tables: SlotTables) -> None:
+        self._memory, self._states_S, self._tables = memory, states_S, tables
+        self._stands_Z = torch.zeros(memory.num_slots, dtype=torch.int32, device=states_S.device)
+        self._parts = [(part, part[0, :1].numel()) for part in memory.tensors]
+        programs = min(triton.cdiv(max(size for _, size in self._parts), _BLOCK), _MOST_PROGRAMS)
+        self._programs = (programs, memory.num_layers)
+
+    def enter(self, plan: SchedulerOutput) -> None:
+        """Whoever enters gets a state, which begins as zeros or as a copy."""
+        for request in plan.admitted:
+            entry = request.state
+            if entry is not None and entry.source != entry.state:
+                source = _NO_SOURCE if entry.source is None else entry.source
+                _enter[self._programs](
+                    *self._of_parts(), self._stands_Z, source, entry.state, entry.num_tokens, **self._sizes()
+                )
+
+    def place(self, requests: StepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
+        """What layers do in a pass; from now on states stand behind its known rows.
+
+        Args:
+            saves_2RM: of a pass without drafts, as they are packed.
+        """
+        num_requests = len(requests.slots_R)
+        lists_3R = torch.empty(
+            3, (num_requests + 3) // 4 * 4, dtype=torch.int32, device=self._stands_Z.device
+        )
+        slots_R, pending_R, first_R = lists_3R[:, :num_requests].unbind(0)
+        _place[num_requests,](
+            requests.slots_R,
+            requests.cu_rows_R1,
+            requests.num_drafts_R,
+            self._tables.num_computed,
+            self._states_S,
+            self._stands_Z,
+            saves_2RM,
+            0 if saves_2RM is None else saves_2RM.stride(0),
+            slots_R,
+            pending_R,
+            first_R,
+            MAX_DRAFTS=self._memory.max_drafts,
+            SAVES=MAX_SAVES,
+            num_warps=1,
+        )
+        return DeviceStateRows(
+            slots_R=slots_R,
+            cu_rows_R1=requests.cu_rows_R1,
+            num_drafts_R=requests.num_drafts_R,
+            pending_R=pending_R,
+            first_R=first_R,
+            saves_2RM=saves_2RM,
+            max_rows=requests.max_rows,
+            max_drafts=requests.max_drafts,
+        )
+
+    def save_stood(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
+        """Copy the states of requests that decode to where they are to be saved, if they have passed that."""
+        _save_stood[len(slots_R) * MAX_SAVES, *self._programs](
+            *self._of_parts(),
+            self._stands_Z,
+            slots_R,
+            self._tables.num_computed,
+            self._states_S,
+            saves_2RM,
+            saves_2RM.stride(0),
+            SAVES=MAX_SAVES,
+            **self._sizes(),
+        )
+
+    def _of_parts(self) -> list[Tensor]:
+        return [part for part, _ in self._parts]
+
+    def _sizes(self) -> dict[str, int]:
+        names = ("STATE", "WINDOW", "K", "U", "G", "X")
+        sizes = {name: size for name, (_, size) in zip(names, self._parts, strict=True)}
+        return {"SLOTS": self._memory.num_slots, "BLOCK": _BLOCK, **sizes}
+
+
+@triton.jit(
+    do_not_specialize=["saves_stride"],
+    do_not_specialize_on_alignment=["num_drafts", "saves", "state_slots", "pendings", "firsts"],
+)
+def _place(
+    slots,
+    cu_rows,
+    num_drafts,
+    num_computed,
+    states,
+    stands,
+    saves,
+    saves_stride,
+    state_slots,
+    pendings,
+    firsts,
+    MAX_DRAFTS: tl.constexpr,
+    SAVES: tl.constexpr,
+):
+    """One request."""
+    request = tl.program_id(0)
+    count = tl.load(cu_rows + request + 1) - tl.load(cu_rows + request)
+    if count == 0:
+        tl.store(state_slots + request, 0)
+        tl.store(pendings + request, 0)
+        tl.store(firsts + request, 0)
+        return
+    slot = tl.load(slots + request)
+    state, first = tl.load(states + slot), tl.load(num_computed + slot)
+    pending = first - tl.load(stands + state)
+    # A made-up step may be run again where it stood.
+    tl.store(pendings + request, tl.minimum(tl.maximum(pending, 0), MAX_DRAFTS))
+    tl.store(state_slots + request, state)
+    tl.store(firsts + request, first)
+    behind = first + count - tl.load(num_drafts + request)
+    tl.store(stands + state, behind)
+    if saves is not None:
+        for save in range(SAVES):
+            position = tl.load(saves + request * SAVES + save)
+            if (position > first) & (position <= behind):
+                tl.store(stands + tl.load(saves + saves_stride + request * SAVES + save), position)
+
+
+@triton.jit(do_not_specialize=["source", "target", "num_tokens"])
+def _enter(
+    states,
+    windows,
+    k_records,
+    u_records,
+    g_records,
+    x_records,
+    stands,
+    source,
+    target,
+    num_tokens,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K: tl.constexpr,
+    U: tl.constexpr,
+    G: tl.constexpr,
+    X: tl.constexpr,
+):
+    parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
+    _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 0)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        is_copy = source >= 0
+        stood = tl.load(stands + source, mask=is_copy, other=0)
+        tl.store(stands + target, tl.where(is_copy, stood, num_tokens))
+
+
+@triton.jit(do_not_specialize=["saves_stride"], do_not_specialize_on_alignment=["slots", "saves"])
+def _save_stood(
+    states,
+    windows,
+    k_records,
+    u_records,
+    g_records,
+    x_records,
+    stands,
+    slots,
+    num_computed,
+    states_of_slots,
+    saves,
+    saves_stride,
+    SAVES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K: tl.constexpr,
+    U: tl.constexpr,
+    G: tl.constexpr,
+    X: tl.constexpr,
+):
+    """One of a request's saves: of the state before its drafts, and their records."""
+    slot = tl.load(slots + tl.program_id(0) // SAVES)
+    at = saves + tl.program_id(0)
+    position, source = tl.load(at), tl.load(states_of_slots + slot)
+    begin = tl.load(stands + source)
+    if (position == 0) | (position < begin) | (position > tl.load(num_computed + slot)):
+        return
+    target = tl.load(at + saves_stride)
+    parts, sizes = (states, windows, k_records, u_records, g_records, x_records), (STATE, WINDOW, K, U, G, X)
+    _copy_parts(parts, sizes, source, target, SLOTS, BLOCK, 1)
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(stands + target, begin)
+
+
+@triton.jit
+def _copy_parts(parts, sizes, source, target, SLOTS: tl.constexpr, BLOCK: tl.constexpr, AXIS: tl.constexpr):
+    """States and windows, then records of drafts (k, u, g, x), of which there are none without a source."""
+    for part in tl.static_range(2):
+        _copy(parts[part], source, target, SLOTS, BLOCK, sizes[part], AXIS)
+    if source >= 0:
+        for part in tl.static_range(2, 6):
+            _copy(parts[part], source, target, SLOTS, BLOCK, sizes[part], AXIS)
+
+
+@triton.jit
+def _copy(
+    part,
+    source,
+    target,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """This program's share of a slot's `SIZE` elements of a layer; zeros without a source."""
+    first = tl.program_id(AXIS + 1).to(tl.int64) * SLOTS
+    to, from_ = (first + target) * SIZE, (first + source) * SIZE
+    for begin in range(tl.program_id(AXIS) * BLOCK, SIZE, tl.num_programs(AXIS) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        values = tl.load(part + from_ + at, mask=(at < SIZE) & (source >= 0), other=0.0)
+        tl.store(part + to + at, values, mask=at < SIZE)

@@ -1,0 +1,1 @@
+"""Sampling, grammar masks and logits processors in Triton. Start with `sampler.py`."""

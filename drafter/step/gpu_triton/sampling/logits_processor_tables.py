@@ -1,0 +1,123 @@
+"""The rules of request slots, on the device: tables of the arena, written when a request enters.
+
+What they mean is `drafter/step/inputs/logits_processors.py`; `logits_processors.py` beside this file reads
+them. Which tokens a row has seen is no state: they stand in the table of tokens. Owned by
+`drafter/step/gpu_triton/request_states.py`.
+
+Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one; M
+tokens of a mark around reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .....cluster.request.logits_processors import RuleLimits, TokenRules
+from ..inputs.arena import Arena
+from ..inputs.row_layout import Ints
+
+RULE_LIMITS = RuleLimits(
+    allowed_tokens=1024, biased_tokens=512, bad_words=256, bad_word_tokens=8, reasoning_tokens=16
+)
+_NUMBERS = {  # a number of each slot
+    "is_ruled": torch.int32,
+    "prompt_length": torch.int32,
+    "num_allowed": torch.int32,
+    "num_biased": torch.int32,
+    "num_bad_words": torch.int32,
+    "repetition": torch.float32,
+    "frequency": torch.float32,
+    "presence": torch.float32,
+    "budget": torch.int32,
+    "start_length": torch.int32,
+    "end_length": torch.int32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTables:
+    """Views of the arena; of a slot without rules only `is_ruled` is of any meaning.
+
+    Attributes:
+        is_ruled, prompt_length, num_allowed, num_biased, num_bad_words: int32 [S]; with no allowed tokens
+            all are.
+        repetition, frequency, presence: fp32 [S].
+        allowed_ids: int32 [S, A].
+        biased_ids, biases: int32 and fp32 [S, B].
+        bad_words: int32 [S, W, L], the last token last, -1 before the first.
+        budget, start_length, end_length: int32 [S]; with no end reasoning has no limit.
+        marks: int32 [S, 2, M], the start and the end of reasoning.
+    """
+
+    is_ruled: Tensor
+    prompt_length: Tensor
+    num_allowed: Tensor
+    num_biased: Tensor
+    num_bad_words: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    budget: Tensor
+    start_length: Tensor
+    end_length: Tensor
+    allowed_ids: Tensor
+    biased_ids: Tensor
+    biases: Tensor
+    bad_words: Tensor
+    marks: Tensor
+
+    @staticmethod
+    def shapes(num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of the arena's tables."""
+        most = RULE_LIMITS
+        return {
+            **{name: ((num_slots,), dtype) for name, dtype in _NUMBERS.items()},
+            "allowed_ids": ((num_slots, most.allowed_tokens), torch.int32),
+            "biased_ids": ((num_slots, most.biased_tokens), torch.int32),
+            "biases": ((num_slots, most.biased_tokens), torch.float32),
+            "bad_words": ((num_slots, most.bad_words, most.bad_word_tokens), torch.int32),
+            "marks": ((num_slots, 2, most.reasoning_tokens), torch.int32),
+        }
+
+    @classmethod
+    def of(cls, arena: Arena) -> RuleTables:
+        return cls(**{name: arena.tables[name] for name in cls.shapes(0)})
+
+
+def rule_entries(arena: Arena, slot: int, rules: TokenRules | None) -> list[tuple[Ints, Ints]]:
+    """What an admission writes; of a request without rules one word."""
+    if rules is None:
+        return [arena.entries("is_ruled", (slot,), 0)]
+    allowed, bad_words, thinking = rules.allowed_token_ids or (), rules.bad_words, rules.thinking
+    start, end = ((), ()) if thinking is None else (thinking.start, thinking.end)
+    numbers = {
+        "is_ruled": 1,
+        "prompt_length": rules.prompt_length,
+        "num_allowed": len(allowed),
+        "num_biased": len(rules.logit_bias),
+        "num_bad_words": len(bad_words),
+        "repetition": rules.repetition,
+        "frequency": rules.frequency,
+        "presence": rules.presence,
+        "budget": 0 if thinking is None else thinking.budget,
+        "start_length": len(start),
+        "end_length": len(end),
+    }
+    found = [arena.entries(name, (slot,), value) for name, value in numbers.items()]
+    biased_ids, biases = zip(*rules.logit_bias, strict=True) if rules.logit_bias else ((), ())
+    lists = {"allowed_ids": allowed, "biased_ids": biased_ids, "biases": biases}
+    found += [arena.entries(name, (slot, np.arange(len(x))), x) for name, x in lists.items() if x]
+    for number, mark in enumerate((start, end)):
+        if mark:
+            found.append(arena.entries("marks", (slot, number, np.arange(len(mark))), mark))
+    if bad_words:
+        length = RULE_LIMITS.bad_word_tokens
+        aligned = [(-1,) * (length - len(word)) + word for word in bad_words]
+        places = (slot, np.arange(len(aligned))[:, None], np.arange(length))
+        found.append(arena.entries("bad_words", places, aligned))
+    return found

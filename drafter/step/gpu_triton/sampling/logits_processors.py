@@ -1,0 +1,235 @@
+"""Requests' rules on the GPU: the meaning of `drafter/step/inputs/logits_processors.py`, in one launch over
+rows and columns.
+
+Nothing is counted ahead: each program counts, in a histogram of its columns, the tokens that stand before its
+row in the table of tokens, drafts among them. So a row sees the same whoever wrote them there and when, and
+the host, which does not know them yet, is not asked. Called by `sampler.py`, for steps in which any request
+has filters or rules; programs of rows without rules end at once.
+
+What may differ from PyTorch: logits of less than fp32 are rounded to their kind after the rules, and a
+product and a sum may be one rounding.
+
+Legend: N rows, V columns of the logits.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..inputs.row_layout import SlotTables
+from .logits_processor_tables import RuleTables
+
+_TILE = tl.constexpr(1024)  # tokens counted together
+_CHUNK = 1024  # columns of a program
+
+
+def apply_rules(
+    logits_NV: Tensor,
+    slots_N: Tensor,
+    positions_N: Tensor,
+    rules: RuleTables,
+    tables: SlotTables,
+    *,
+    drafts: bool,
+) -> None:
+    """Edit the logits in place.
+
+    Args:
+        logits_NV: any float dtype, columns contiguous, the whole vocabulary.
+        slots_N: int32; -1 is padding.
+        positions_N: of the token to be chosen; the row sees all before it.
+        drafts: rows propose drafts, which see the known tokens alone.
+    """
+    num_rows, vocab_size = logits_NV.shape
+    _apply[triton.cdiv(vocab_size, _CHUNK), num_rows](
+        logits_NV,
+        logits_NV.stride(0),
+        slots_N,
+        positions_N,
+        tables.token_ids,
+        tables.token_ids.stride(0),
+        tables.num_computed,
+        rules.is_ruled,
+        rules.prompt_length,
+        rules.num_allowed,
+        rules.num_biased,
+        rules.num_bad_words,
+        rules.repetition,
+        rules.frequency,
+        rules.presence,
+        rules.budget,
+        rules.start_length,
+        rules.end_length,
+        rules.allowed_ids,
+        rules.biased_ids,
+        rules.biases,
+        rules.bad_words,
+        rules.marks,
+        vocab_size,
+        DRAFTS=drafts,
+        MOST_ALLOWED=rules.allowed_ids.shape[1],
+        MOST_BIASED=rules.biased_ids.shape[1],
+        MOST_WORDS=rules.bad_words.shape[1],
+        WORD=rules.bad_words.shape[2],
+        MARK=rules.marks.shape[2],
+        CHUNK=_CHUNK,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _apply(
+    logits,
+    row_stride,
+    slots,
+    positions,
+    token_ids,
+    tokens_stride,
+    num_computed,
+    is_ruled,
+    prompt_lengths,
+    nums_allowed,
+    nums_biased,
+    nums_bad_words,
+    repetitions,
+    frequencies,
+    presences,
+    budgets,
+    start_lengths,
+    end_lengths,
+    allowed_ids,
+    biased_ids,
+    biases,
+    bad_words,
+    marks,
+    vocab_size,
+    DRAFTS: tl.constexpr,
+    MOST_ALLOWED: tl.constexpr,
+    MOST_BIASED: tl.constexpr,
+    MOST_WORDS: tl.constexpr,
+    WORD: tl.constexpr,
+    MARK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of one row."""
+    first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    if tl.load(is_ruled + slot) == 0:
+        return
+    columns = first + tl.arange(0, CHUNK)
+    places = logits + row.to(tl.int64) * row_stride + columns
+    z = tl.load(places, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
+    end = tl.load(num_computed + slot) + 1 if DRAFTS else tl.load(positions + row).to(tl.int32)
+    tokens, prompt_length = token_ids + slot.to(tl.int64) * tokens_stride, tl.load(prompt_lengths + slot)
+
+    num_allowed = tl.load(nums_allowed + slot)
+    if num_allowed > 0:
+        hits = _count(allowed_ids + slot * MOST_ALLOWED, 0, num_allowed, first, CHUNK)
+        z = tl.where(hits > 0, z, -float("inf"))
+    num_words = tl.load(nums_bad_words + slot)
+    if num_words > 0:
+        words = bad_words + slot * MOST_WORDS * WORD
+        hits = _endings(words, num_words, tokens, prompt_length, end, first, MOST_WORDS, WORD, CHUNK)
+        z = tl.where(hits > 0, -float("inf"), z)
+    for i in range(0, tl.load(nums_biased + slot)):
+        place = slot * MOST_BIASED + i
+        z = tl.where(columns == tl.load(biased_ids + place), z + tl.load(biases + place), z)
+
+    repetition, frequency = tl.load(repetitions + slot), tl.load(frequencies + slot)
+    presence = tl.load(presences + slot)
+    if repetition != 1.0:
+        seen = _count(tokens, 0, end, first, CHUNK)
+        z = tl.where(seen > 0, tl.where(z > 0, tl.math.div_rn(z, repetition), z * repetition), z)
+    if (frequency != 0.0) | (presence != 0.0):
+        counts = _count(tokens, prompt_length, end, first, CHUNK)
+        z = z - frequency * counts.to(tl.float32)
+        z = z - presence * (counts > 0).to(tl.float32)
+    if tl.load(end_lengths + slot) > 0:
+        spans = (tl.load(start_lengths + slot), tl.load(end_lengths + slot), tl.load(budgets + slot))
+        forced = _forced(tokens, prompt_length, end, marks + slot * 2 * MARK, spans, MARK)
+        z = tl.where(forced < 0, z, tl.where(columns == forced, 0.0, -float("inf")))
+    tl.store(places, z.to(logits.dtype.element_ty), mask=columns < vocab_size)
+
+
+@triton.jit
+def _count(tokens, begin, end, first, CHUNK: tl.constexpr):
+    """How often each column's token stands in tokens[begin:end], int32 [CHUNK]."""
+    counts = tl.zeros([CHUNK], tl.int32)
+    for start in range(begin, end, _TILE):
+        at = start + tl.arange(0, _TILE)
+        counts += _histogram(tl.load(tokens + at, mask=at < end, other=-1), first, CHUNK)
+    return counts
+
+
+@triton.jit
+def _endings(
+    words,
+    num_words,
+    tokens,
+    prompt_length,
+    end,
+    first,
+    MOST_WORDS: tl.constexpr,
+    WORD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """How many bad words each column's token would end behind the tokens generated before `end`."""
+    word = tl.arange(0, MOST_WORDS)
+    is_word = word < num_words
+    ends = is_word
+    for back in range(1, WORD):
+        wanted = tl.load(words + word * WORD + WORD - 1 - back, mask=is_word, other=-1)
+        is_generated = end - back >= prompt_length
+        token = tl.load(tokens + end - back, mask=is_generated, other=-2)
+        ends = ends & ((wanted < 0) | (wanted == token))
+    last = tl.load(words + word * WORD + WORD - 1, mask=ends, other=-1)
+    return _histogram(last, first, CHUNK)
+
+
+@triton.jit
+def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
+    """The token that reasoning must go on with to end (`drafter/step/sampling/thinking_budget.py`); -1 where
+    it is free."""
+    start_length, end_length, budget = spans
+    begin = prompt_length
+    if start_length > 0:
+        begin = _behind_last(tokens, 0, end, marks, start_length)
+    token = -1
+    if (begin >= 0) & (end - begin >= budget):
+        place = _behind_last(tokens, begin, end, marks + MARK, end_length)
+        if place < 0:
+            begun = 0  # tokens of the end that stand there already
+            for length in range(1, end_length):
+                stands = end - begin >= length
+                for i in range(0, length):
+                    seen = tl.load(tokens + end - length + i, mask=stands, other=-1)
+                    stands = stands & (seen == tl.load(marks + MARK + i))
+                begun = tl.where(stands, length, begun)
+            token = tl.load(marks + MARK + begun)
+    return token
+
+
+@triton.jit
+def _behind_last(tokens, begin, end, mark, length):
+    """The position behind the last place in tokens[begin:end] where a mark stands; -1 if it does not."""
+    found = tl.full([_TILE], -1, tl.int32)
+    for start in range(begin, end, _TILE):
+        at = start + tl.arange(0, _TILE)  # of the mark's last token
+        stands = (at < end) & (at - begin >= length - 1)
+        for i in range(0, length):
+            seen = tl.load(tokens + at - length + 1 + i, mask=stands, other=-1)
+            stands = stands & (seen == tl.load(mark + i))
+        found = tl.maximum(found, tl.where(stands, at + 1, -1))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def _histogram(tokens, first, CHUNK: tl.constexpr):
+    """How often each column's token is among these; negative ones are none."""
+    is_here = (tokens >= first) & (tokens < first + CHUNK)
+    return tl.histogram(tl.where(is_here, tokens - first, 0), CHUNK, mask=is_here)

@@ -1,0 +1,219 @@
+"""A row's candidates on the GPU: what `drafter/step/sampling/selector_candidates.py` means, by slots' state.
+
+Two launches: each program of the first reads one chunk of one row and leaves the chunk's best, with their
+noise; one program per row then takes the best of all chunks. A token is a number that orders as scores do,
+of equals the lowest id first, so no order of programs changes anything, and ranks that share a vocabulary
+find what one rank would. Where requests have filters, the launch of `sampler.py` comes before: it applies
+rules and finds the rows' floors. The host reads nothing and grids follow from shapes, so that a CUDA graph
+may hold it all. Called where drafts are made: `actors/targets/runners/draft_pass.py`,
+`actors/workers/drafter/gpu_drafter_session.py`.
+
+Legend: N rows of blocks, anchors and padding among them, U vocabulary of a rank, C chunks, K candidates of a
+row.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...inputs.gumbel_noise import GREATEST_NEGATIVE
+from ..inputs.row_layout import StepRows
+from .gumbel_noise import negative_gumbel, noise_keys
+from .sampler import SamplingWorkspace, sample_rows
+from .sampling_metadata import SamplingState, has_filters, read_filters, read_logits, read_temperature
+
+_CUT = tl.constexpr(GREATEST_NEGATIVE)
+_NOTHING = tl.constexpr(-(2**63))  # behind every token
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Of each row, [N, K], ids ascending.
+
+    Attributes:
+        scores_NK: z + T g, or z where greedy, fp32: what they are the largest of.
+        z_NK: logits, fp32.
+        ids_NK: int64.
+    """
+
+    scores_NK: Tensor
+    z_NK: Tensor
+    ids_NK: Tensor
+
+
+def find_candidates(
+    logits_NU: Tensor,
+    rows: StepRows,
+    state: SamplingState,
+    top_k: int,
+    *,
+    filters: bool,
+    workspace: SamplingWorkspace,
+    vocab_start: int = 0,
+) -> Candidates:
+    """The best of each row under its noise; of padding any.
+
+    Args:
+        logits_NU: any float dtype, columns contiguous; edited as rules want it.
+        filters: whether any running request has rules, or filters; then `logits` has the whole vocabulary.
+        workspace: its contents are overwritten.
+        vocab_start: the token id of column 0.
+    """
+    assert logits_NU.stride(1) == 1, "columns must be contiguous"
+    if filters:
+        where = (rows.slots_N, rows.positions_N, state)
+        sample_rows(
+            logits_NU, *where, filters=True, workspace=workspace, vocab_start=vocab_start, drafts=True
+        )
+    num_rows, vocab_size = logits_NU.shape
+    top_k, chunks, device = min(top_k, vocab_size), triton.cdiv(vocab_size, _CHUNK), logits_NU.device
+    keys_NCK = torch.empty(num_rows, chunks, top_k, dtype=torch.int64, device=device)
+    scores_NK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
+    z_NK, ids_NK = torch.empty_like(scores_NK), torch.empty_like(scores_NK, dtype=torch.int64)
+    _best_of_chunk[chunks, num_rows](
+        logits_NU,
+        logits_NU.stride(0),
+        rows.positions_N,
+        state.min_length,
+        state.stop_ids,
+        rows.slots_N,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        state.seed,
+        workspace.filters.floor_N,
+        keys_NCK,
+        vocab_size,
+        vocab_start,
+        FILTERS=filters,
+        TOP_K=top_k,
+        NUM_STOP_IDS=state.stop_ids.shape[1],
+        CHUNK=_CHUNK,
+        num_warps=8,
+    )
+    _best_of_row[num_rows,](
+        keys_NCK,
+        logits_NU,
+        logits_NU.stride(0),
+        scores_NK,
+        z_NK,
+        ids_NK,
+        vocab_start,
+        TOP_K=top_k,
+        PLACES=triton.next_power_of_2(top_k),
+        KEYS=chunks * top_k,
+        WIDTH=triton.next_power_of_2(chunks * top_k),
+    )
+    return Candidates(scores_NK, z_NK, ids_NK)
+
+
+# Of addresses only that of the logits tells anything by being a multiple of 16.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _best_of_chunk(
+    logits,
+    row_stride,
+    positions,
+    min_lengths,
+    stop_ids,
+    slots,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    floors,
+    keys,
+    vocab_size,
+    vocab_start,
+    FILTERS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    slot = tl.maximum(tl.load(slots + row), 0)  # padding: as any row of the first slot
+    position = tl.load(positions + row).to(tl.int32)
+    temperature = read_temperature(slot, temperatures, top_ks)
+    logits_row = (
+        logits + row.to(tl.int64) * row_stride,
+        vocab_size,
+        stop_ids + slot * NUM_STOP_IDS,
+        position < tl.load(min_lengths + slot),
+        temperature,
+    )
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    score = read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS)
+    if temperature > 0:
+        key_0, key_1 = noise_keys(tl.load(seeds + slot), position)
+        negative_g = negative_gumbel(key_0, key_1, columns + vocab_start)
+        if has_filters(read_filters(slot, temperature, top_ks, top_ps, min_ps)) & FILTERS:
+            is_cut = tl.math.div_rn(score, temperature) < tl.load(floors + row)
+            negative_g = tl.where(is_cut, _CUT, negative_g)
+        score -= temperature * negative_g
+    key = tl.where(columns < vocab_size, _key(score, columns), _NOTHING)
+    keys += (row.to(tl.int64) * tl.num_programs(0) + chunk) * TOP_K
+    for k in range(TOP_K):
+        best = tl.max(key, 0)
+        tl.store(keys + k, best)
+        key = tl.where(key == best, _NOTHING, key)
+
+
+@triton.jit(do_not_specialize=["vocab_start"])
+def _best_of_row(
+    keys,
+    logits,
+    row_stride,
+    scores,
+    z,
+    ids,
+    vocab_start,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The best of all chunks', in the order of their ids."""
+    row, places, at = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES), tl.arange(0, WIDTH)
+    key = tl.load(keys + row * KEYS + at, mask=at < KEYS, other=_NOTHING)
+    chosen = tl.full([PLACES], _NOTHING, tl.int64)
+    for k in range(TOP_K):
+        best = tl.max(key, 0)
+        chosen = tl.where(places == k, best, chosen)
+        key = tl.where(key == best, _NOTHING, key)
+    is_place = places < TOP_K
+    columns = _column(chosen)
+    order = tl.sum(((columns[None, :] < columns[:, None]) & is_place[None, :]).to(tl.int32), 1)
+    there = row * TOP_K + order
+    score = _score(chosen)
+    logit = tl.load(logits + row * row_stride + columns, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(scores + there, score, mask=is_place)
+    tl.store(z + there, tl.where(score > -float("inf"), logit, score), mask=is_place)
+    tl.store(ids + there, columns + vocab_start, mask=is_place)
+
+
+@triton.jit
+def _key(score, columns):
+    """Orders as scores do, of equals the lowest column first; a score of -0 is below 0."""
+    bits = score.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - columns).to(tl.int64)
+
+
+@triton.jit
+def _column(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
+def _score(key):
+    order = (key >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

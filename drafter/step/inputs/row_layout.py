@@ -1,0 +1,140 @@
+"""A step's rows where the host lays them out: what they are, where they stand, which tokens they carry.
+
+The definition, in NumPy and PyTorch, anywhere; `step/cpu_numba/row_layout.py` is the same in compiled loops,
+and `step/gpu_triton/inputs/row_layout.py` its twin for state that lives on a GPU. Pages are known on the host
+and tokens live where the step computes, so indices are made here and put there once. Not the state's owner:
+tables are handed in by `drafter/step/request_states.py`.
+
+Legend: N rows of a step, X rows a token is chosen of, R requests of a step, W values of a request, S slots, P
+pages of a request, T tokens, G page groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....cluster.step.scheduler_output import SchedulerOutput
+from ...compute.backend import PlacedRows
+from .sampling_metadata import SamplingBatch
+
+Ints = NDArray[np.int64]
+Layout = tuple[Tensor, Ints, Ints, Ints, Ints]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequests:
+    """Who takes part in a step: a plan's numbers as int64.
+
+    Attributes:
+        slots_R, num_rows_R, num_drafts_R: requests, rows of each, drafts among their last rows.
+        first_R: absolute position of each request's first row.
+        begin_R: position behind its known tokens.
+        counts_R: of how many of its last rows a token is chosen.
+    """
+
+    plan: SchedulerOutput
+    slots_R: Ints
+    num_rows_R: Ints
+    num_drafts_R: Ints
+    first_R: Ints
+    begin_R: Ints
+    counts_R: Ints
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, num_computed_S: Ints) -> StepRequests:
+        numbers = (plan.slots, plan.num_rows, plan.num_drafts)
+        slots_R, num_rows_R, num_drafts_R = (x.astype(np.int64) for x in numbers)
+        first_R = np.where(plan.num_computed < 0, num_computed_S[slots_R], plan.num_computed)
+        begin_R, counts_R = first_R + num_rows_R - num_drafts_R, (num_drafts_R + 1) * plan.samples
+        return cls(plan, slots_R, num_rows_R, num_drafts_R, first_R, begin_R, counts_R)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows(PlacedRows):
+    """A model's rows in a step, request after request.
+
+    The target's: known tokens, then drafts. The drafter's: [anchor, MASK x k] of every request that drafts,
+    with slots in look-ahead pages.
+
+    Attributes:
+        token_ids_N: inputs.
+        sampled_X: rows a token is chosen of: of the target's the last ones, of the drafter's all masks.
+        counts_R: how many of them each request of the plan has, int64.
+        max_count: the most of them.
+        sampling: how a token is chosen in each of them; a proposal as the target will choose there.
+        num_rows_R: rows of each request that has any, int64, on the host.
+    """
+
+    token_ids_N: Tensor
+    sampled_X: Tensor
+    counts_R: Tensor
+    max_count: int
+    sampling: SamplingBatch
+    num_rows_R: Ints
+
+    def owners(self) -> Tensor:
+        is_anchor_N = torch.ones_like(self.token_ids_N).index_fill_(0, self.sampled_X, 0)
+        return is_anchor_N.cumsum(0)
+
+
+def lay_out_rows(
+    tokens_ST: Tensor,
+    slots_R: Ints,
+    first_R: Ints,
+    num_rows_R: Ints,
+    counts_R: Ints,
+    page_tables_GSP: Ints,
+    page_size: int,
+) -> Layout:
+    """Rows, request after request.
+
+    Args:
+        tokens_ST: where the step computes.
+        first_R: absolute position of each request's first row.
+        counts_R: of how many of its last rows a token is chosen.
+
+    Returns:
+        token_ids_N, beside `tokens`; positions_N, kv_slots_GN; sampled_X (which rows), slots_X (of their
+        requests). int64.
+    """
+    ends_R = np.cumsum(num_rows_R)
+    rows_N, slots_N = np.arange(num_rows_R.sum()), np.repeat(slots_R, num_rows_R)
+    positions_N = rows_N + np.repeat(first_R - ends_R + num_rows_R, num_rows_R)
+    pages_GN = page_tables_GSP[:, slots_N, positions_N // page_size]
+    # NumPy lays a group's picked pages apart; who reads them wants them one behind the other.
+    kv_slots_GN = np.ascontiguousarray(pages_GN * page_size + positions_N % page_size)
+    sampled_X = np.flatnonzero(rows_N >= np.repeat(ends_R - counts_R, num_rows_R))
+    token_ids_N = tokens_ST[_beside(tokens_ST, slots_N), _beside(tokens_ST, positions_N)]
+    return token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_N[sampled_X]
+
+
+def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor) -> None:
+    """Write the first `counts` values of each request from position `begin` on, but for negative ones.
+
+    The last column of `tokens` is nobody's: what must not be kept may be written there.
+    """
+    columns_W = torch.arange(values_RW.shape[1], device=values_RW.device)
+    wanted_RW = (columns_W < _beside(tokens_ST, counts_R).unsqueeze(1)) & (values_RW >= 0)
+    columns_RW = _beside(tokens_ST, begin_R).unsqueeze(1) + columns_W
+    columns_RW = torch.where(wanted_RW, columns_RW, tokens_ST.shape[1] - 1)
+    tokens_ST[_beside(tokens_ST, slots_R).unsqueeze(1), columns_RW] = values_RW
+
+
+def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
+    """The values [R, W] of each request, which stand one behind the other; behind its `counts` -1 or nan."""
+    columns_W = torch.arange(width, device=counts_R.device)
+    nothing = torch.nan if values_X.is_floating_point() else -1
+    if values_X.numel() == 0:
+        return values_X.new_full((len(counts_R), width), nothing)
+    starts_R = counts_R.cumsum(0) - counts_R
+    places_RW = (starts_R.unsqueeze(1) + columns_W).clamp_(max=values_X.numel() - 1)
+    return torch.where(columns_W < counts_R.unsqueeze(1), values_X[places_RW], nothing)
+
+
+def _beside(tokens: Tensor, values: Ints) -> Tensor:
+    return torch.from_numpy(values).to(tokens.device)

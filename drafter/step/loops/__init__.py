@@ -1,1 +1,0 @@
-"""A step's rows, choice and verdict, compiled on a CPU; `operators.py` is the way in."""

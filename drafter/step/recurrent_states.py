@@ -1,0 +1,94 @@
+"""Where recurrent states stand, on a worker that has them; and what a pass does to them.
+
+A mirror of `cluster/kv_cache/recurrent_state_manager.py`, as `request_states.py` is of pages: it changes as
+plans and results say. What a state holds lies in `compute/memory/recurrent_state_cache.py`, its ids are that
+memory's slots, and layers write it. Here is only after how many tokens each stands:
+
+    a state's tokens    0 .. stands - 1 | drafts that stood | first row of the next pass
+                        in the state    | in its records
+
+so how many records the next pass folds is the first row's position less `stands`, whoever has the state by
+then: the sequence itself, or one that begins as a copy of it. Called by `states.RequestStates`, in its order.
+
+Legend: S slots of requests, Z states, R requests of a step, B requests that enter, M saves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...cluster.step.scheduler_output import BoolArray, SchedulerOutput, StateSaves
+from ..compute.memory.recurrent_state_cache import Save, StateMemory, StateRows
+from .inputs.row_layout import Ints, StepRequests
+
+
+class RecurrentStates:
+    """See the module's text.
+
+    Args:
+        num_slots: of running requests.
+    """
+
+    def __init__(self, memory: StateMemory, num_slots: int) -> None:
+        self._memory = memory
+        self._state_S = np.zeros(num_slots, dtype=np.int64)
+        self._stands_Z = np.zeros(memory.num_slots, dtype=np.int64)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Whoever enters gets a state, which begins as zeros or as a copy."""
+        entered = [(request.slot, request.state) for request in plan.admitted if request.state is not None]
+        if not entered:
+            return
+        for slot, entry in entered:
+            self._state_S[slot] = entry.state
+        copied = [(e.source, e.state) for _, e in entered if e.source not in (None, e.state)]
+        if copied:  # before any is written: a source may be somebody else's now
+            sources_B, targets_B = np.array(copied, dtype=np.int64).T.copy()
+            self._memory.copy(sources_B, targets_B)
+            self._stands_Z[targets_B] = self._stands_Z[sources_B]
+        fresh = [(e.state, e.num_tokens) for _, e in entered if e.source is None]
+        if fresh:
+            fresh_B, stands_B = np.array(fresh, dtype=np.int64).T.copy()
+            self._memory.reset(fresh_B)
+            self._stands_Z[fresh_B] = stands_B
+
+    def rows(self, r: StepRequests) -> StateRows:
+        """What layers do in a step's pass."""
+        states_R = self._state_S[r.slots_R]
+        # A made-up step may be run again where it stood.
+        pending_R = np.maximum(r.first_R - self._stands_Z[states_R], 0)
+        assert (pending_R <= self._memory.max_drafts).all(), "a state has not seen what comes before the rows"
+        return StateRows(
+            slots_R=states_R,
+            num_rows_R=r.num_rows_R,
+            num_drafts_R=r.num_drafts_R,
+            pending_R=pending_R,
+            saves=self._saves(r),
+        )
+
+    def _saves(self, r: StepRequests) -> tuple[Save, ...]:
+        """Of what is to be saved, that which known rows pass."""
+        if (saves := r.plan.saves) is None:
+            return ()
+        known_M = _passed(saves, r.first_R, r.begin_R)
+        num_rows_M = saves.positions - r.first_R[saves.requests]
+        columns = (saves.requests, num_rows_M, saves.states)
+        return tuple(map(Save._make, zip(*(column[known_M].tolist() for column in columns), strict=True)))
+
+    def advance(self, r: StepRequests, counts_R: Ints) -> None:
+        """The pass is over, and brought so many tokens: drafts that stood, and one more."""
+        self._stands_Z[self._state_S[r.slots_R]] = r.begin_R
+        if (saves := r.plan.saves) is None:
+            return
+        known_M = _passed(saves, r.first_R, r.begin_R)
+        self._stands_Z[saves.states[known_M]] = saves.positions[known_M]
+        stood_M = _passed(saves, r.begin_R, r.begin_R + counts_R - 1)
+        if stood_M.any():  # what is saved there is the state before the drafts, and their records
+            requests_M, targets_M = saves.requests[stood_M], saves.states[stood_M].astype(np.int64)
+            self._memory.copy(self._state_S[r.slots_R[requests_M]], targets_M)
+            self._stands_Z[targets_M] = r.begin_R[requests_M]
+
+
+def _passed(saves: StateSaves, first_R: Ints, end_R: Ints) -> BoolArray:
+    """Which [M] positions lie behind first and not behind end."""
+    return (first_R[saves.requests] < saves.positions) & (saves.positions <= end_R[saves.requests])

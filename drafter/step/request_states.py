@@ -1,0 +1,335 @@
+"""What a worker knows of the running requests, by slot: tokens, pages, sampling; and the rows of a step.
+
+A mirror, not an authority: it changes only as plans and results say. Token ids live on the device, where
+new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
+NumPy and put on the device once. Used by target ranks and by a split drafter alike.
+
+Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `guide(plan, proposals)`; then,
+of the plan as it is or trimmed, `place_drafts(plan, drafts)`, `lay_out_rows(plan)` and `advance(plan,
+token_ids, num_tokens)`. The twin of `step/gpu_triton/request_states.py`.
+
+Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, K most drafts,
+W = K + 1, P pages of a request, G page groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...cluster.pages.kv_cache_groups import ONE_GROUP, PagePlan
+from ...cluster.pages.page_pool import pages_for
+from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
+from ..compute.eager.attention_metadata import AttentionBatch
+from .inputs.proposals import Proposals
+from .inputs.row_layout import Ints, StepRequests, StepRows
+from .inputs.sampling_metadata import SamplingBatch
+from .recurrent_states import RecurrentStates
+from .sampling.logits_processor_states import RuleStates
+from .sampling.logprobs import AskedRows, AskedSlots
+from .sampling.ngram_lookup import look_up
+from .sampling.step_ops import DEFINITION, StepOperators
+
+if TYPE_CHECKING:  # a worker without grammars, as a drafter is, needs no llguidance
+    from ..grammars.matchers import GrammarStates, StepWalks
+
+
+class RequestStates:
+    """Slots of running requests; see the module's text.
+
+    Args:
+        num_pages: of each pool.
+        attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
+        operators: lay out rows and write tokens, on this device; the definition by default.
+        pages: the models' page groups; one that all layers share by default.
+        grammars: of a target whose requests may have grammars. A drafter knows none: what it proposes is
+            guided where it is verified.
+        recurrent: states of a target whose layers have them; no drafter's have.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        num_pages: Sequence[int],
+        page_size: int,
+        device: torch.device | str,
+        attention_batch: Callable[..., Any] = AttentionBatch.build,
+        operators: StepOperators = DEFINITION,
+        pages: PagePlan = ONE_GROUP,
+        grammars: GrammarStates | None = None,
+        recurrent: RecurrentStates | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self._attention_batch = attention_batch
+        self._operators = operators
+        self.page_size = page_size
+        self._groups = pages.groups
+        self._target_groups, self._drafter_groups = (
+            frozenset(place.group for place in places) for places in (pages.target, pages.drafter)
+        )
+        # One column more than the longest sequence: what must not be kept is written there.
+        self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
+        self._no_page_G = np.array([num_pages[group.pool] for group in pages.groups], dtype=np.int64)
+        shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
+        # Rows of a slot that nobody was admitted to go nowhere: a drafter may be newer than the requests.
+        self.page_tables_GSP = np.broadcast_to(self._no_page_G[:, None, None], shape).copy()
+        self._temperature = np.zeros(num_slots, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int64)
+        self._top_p = np.ones(num_slots, dtype=np.float32)
+        self._min_p = np.zeros(num_slots, dtype=np.float32)
+        self._seed = np.zeros(num_slots, dtype=np.int64)
+        self._min_length = np.zeros(num_slots, dtype=np.int64)
+        self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._rules = RuleStates(self.device)
+        self._asked = AskedSlots(num_slots)
+        self._num_computed = np.zeros(num_slots, dtype=np.int64)
+        self.grammars = grammars
+        self._recurrent = recurrent
+        self._walks: StepWalks | None = None  # of the step under way, as is:
+        self._now: StepRequests | None = None
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in admissions and new pages; comes first in a step."""
+        for request in plan.admitted:
+            self._admit(request)
+        if self._recurrent is not None:
+            self._recurrent.apply(plan)
+        if len(plan.page_slots):
+            self.page_tables_GSP[plan.page_groups, plan.page_slots, plan.page_indices] = plan.page_ids
+
+    def _admit(self, request: AdmittedRequest) -> None:
+        slot, sampling = request.slot, request.sampling
+        tokens = torch.from_numpy(np.array(request.token_ids, dtype=np.int64))
+        self.token_ids[slot, : len(tokens)] = tokens.to(self.device)
+        # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
+        self.page_tables_GSP[:, slot] = self._no_page_G[:, None]
+        self._temperature[slot] = sampling.temperature
+        self._top_k[slot] = sampling.top_k
+        self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
+        self._seed[slot] = sampling.seed
+        self._min_length[slot] = sampling.min_length
+        self._stop_ids[slot] = sampling.stop_token_ids
+        self._rules.admit(slot, sampling.rules)
+        self._asked.admit(slot, sampling)
+        if self.grammars is not None:
+            self.grammars.admit(slot, sampling.grammar)
+
+    def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
+        """The target's rows; drafts must have been placed."""
+        r = self._requests(plan)
+        rows_of_R = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R)
+        rows = self._lay_out(*rows_of_R, all_counts_R=r.counts_R, mask_id=None)
+        if self._recurrent is not None:
+            rows = replace(rows, states=self._recurrent.rows(r))
+        if self._walks is None:
+            return rows
+        assert self.grammars is not None, "who walked"
+        masks = self.grammars.masks(self._walks, r.counts_R)
+        return replace(rows, sampling=replace(rows.sampling, masks=masks))
+
+    def lay_out_block(self, plan: SchedulerOutput, mask_id: int) -> StepRows | None:
+        """The drafter's rows, or None if nobody drafts."""
+        r = self._requests(plan)
+        who_D = np.flatnonzero(r.num_drafts_R)
+        if len(who_D) == 0:
+            return None
+        drafts_D = r.num_drafts_R[who_D]
+        rows_of_D = (r.slots_R[who_D], r.first_R[who_D], drafts_D + 1, drafts_D)
+        return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
+
+    def lay_out_link(
+        self, plan: SchedulerOutput, who_E: Ints, depth: int, attention_batch: Callable[..., Any]
+    ) -> StepRows:
+        """A chain's pass: a row of each of these requests, `depth` behind its anchor, which chooses the token
+        behind it. Known tokens stand in the first pass alone.
+
+        Args:
+            attention_batch: in the place of this state's own: such a drafter may be computed otherwise.
+        """
+        r = self._requests(plan)
+        slots_E, known_E, ones_E = r.slots_R[who_E], r.first_R[who_E] + 1, np.ones(len(who_E), np.int64)
+        first_E = known_E + (depth - 1)
+        token_ids_E, positions_E, kv_slots_GE, rows_E, _ = self._operators.lay_out_rows(
+            self.token_ids, slots_E, first_E, ones_E, ones_E, self.page_tables_GSP, self.page_size
+        )
+        in_link_R = np.zeros(len(r.slots_R), np.int64)
+        in_link_R[who_E] = 1
+        where = (slots_E, first_E, ones_E, self._drafter_groups)
+        return StepRows(
+            positions_N=self._put(positions_E),
+            kv_slots=self._put(kv_slots_GE).unbind(0),
+            batches=self._attention(*where, attention_batch),
+            token_ids_N=token_ids_E,
+            sampled_X=self._put(rows_E),
+            counts_R=self._put(in_link_R),
+            max_count=1,
+            sampling=self._sampling(slots_E, first_E + 1, known_E),
+            num_rows_R=ones_E,
+        )
+
+    def pages_before(self, plan: SchedulerOutput, group: int) -> Ints:
+        """The page [R] of the position before each request's first row; -1 where that is a sequence's."""
+        r = self._requests(plan)
+        before_R = r.first_R - 1
+        pages_R = self.page_tables_GSP[group, r.slots_R, np.maximum(before_R, 0) // self.page_size]
+        return np.where(before_R < 0, -1, pages_R)
+
+    def look_up(self, plan: SchedulerOutput, shortest: int, longest: int) -> Tensor:
+        """Drafts [R, K] by prompt look-up (`drafter/step/sampling/ngram_lookup.py`); -1 where there is
+        none."""
+        r = self._requests(plan)
+        lengths = (shortest, longest)
+        return look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
+
+    def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows that choose log probabilities are asked for."""
+        r = self._requests(plan)
+        return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+
+    def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows of prompts they are."""
+        r = self._requests(plan)
+        return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
+
+    def tokens_behind(self, plan: SchedulerOutput, asked: AskedRows) -> Tensor:
+        """The known token [Y] (int64) behind each of these rows of prompts."""
+        r = self._requests(plan)
+        in_request_Y = asked.rows() - np.repeat(asked.begins_A, asked.counts_A)
+        requests_Y = np.repeat(asked.requests_A, asked.counts_A)
+        positions_Y = r.first_R[requests_Y] + in_request_Y + 1
+        return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
+
+    def guide(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
+        """The drafts as requests' grammars leave them; these say too what the rows that are laid out may
+        choose."""
+        self._walks = None
+        if self.grammars is None or not self.grammars.holds(plan.slots):
+            return proposals
+        r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
+        margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
+        walks = self.grammars.walk(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing, margins_RK)
+        self._walks = walks
+        if walks is None:
+            return proposals
+        margins = None if margins_RK is None else torch.from_numpy(margins_RK).to(self.device)
+        return Proposals(torch.from_numpy(guided_RK).to(self.device), margins)
+
+    def _standing(self, slot: int, begin: int, end: int) -> list[int]:
+        return self.token_ids[slot, begin:end].tolist()
+
+    def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
+        """Write proposals behind the known tokens, where `lay_out_rows` reads them; -1 marks what is none."""
+        if drafts_RK.shape[1]:
+            r = self._requests(plan)
+            self._operators.write_tokens(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, drafts_RK)
+
+    def advance(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        """Write the tokens that came out of the step over the drafts, and step on.
+
+        Args:
+            token_ids_RW: NOT_A_NUMBER, behind which a request ends, is written as token 0.
+        """
+        token_ids_RW = token_ids_RW.clamp(min=0)
+        r, counts_R = self._requests(plan), num_tokens_R.cpu().numpy()
+        self._operators.write_tokens(self.token_ids, r.slots_R, r.begin_R, counts_R, token_ids_RW)
+        self._num_computed[r.slots_R] = r.begin_R + np.maximum(counts_R - 1, 0)
+        if self._recurrent is not None:
+            self._recurrent.advance(r, counts_R)
+        self._now = None
+
+    def _requests(self, plan: SchedulerOutput) -> StepRequests:
+        if self._now is None or self._now.plan is not plan:
+            self._now = StepRequests.of(plan, self._num_computed)
+        return self._now
+
+    def _lay_out(
+        self,
+        slots_R: Ints,
+        first_R: Ints,
+        num_rows_R: Ints,
+        counts_R: Ints,
+        *,
+        all_counts_R: Ints,
+        mask_id: int | None,
+    ) -> StepRows:
+        """Rows of these requests; `all_counts` are those of all requests of the plan."""
+        token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
+            self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
+        )
+        rows_X, chosen_at_X = self._put(sampled_X), positions_N[sampled_X]
+        groups = self._target_groups if mask_id is None else self._drafter_groups
+        if mask_id is None:
+            chosen_at_X += 1  # a known token's row chooses the next one, a mask's its own
+            num_before_X = chosen_at_X
+        else:
+            token_ids_N.index_fill_(0, rows_X, mask_id)
+            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see what is known
+        return StepRows(
+            positions_N=self._put(positions_N),
+            kv_slots=self._put(kv_slots_GN).unbind(0),
+            batches=self._attention(slots_R, first_R, num_rows_R, groups, self._attention_batch),
+            token_ids_N=token_ids_N,
+            sampled_X=rows_X,
+            counts_R=self._put(all_counts_R),
+            max_count=int(all_counts_R.max()),
+            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
+            num_rows_R=num_rows_R,
+        )
+
+    def _attention(
+        self,
+        slots_R: Ints,
+        first_R: Ints,
+        num_rows_R: Ints,
+        groups: Collection[int],
+        batch: Callable[..., Any],
+    ) -> tuple[Any, ...]:
+        """For each page group that a model has layers in, what its backend wants to know."""
+        used = pages_for(int((first_R + num_rows_R).max()), self.page_size)
+        return tuple(
+            batch(
+                first_R,
+                num_rows_R,
+                self.page_tables_GSP[number, slots_R, :used],
+                self.page_size,
+                self.device,
+                group.window,
+            )
+            if number in groups
+            else None
+            for number, group in enumerate(self._groups)
+        )
+
+    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingBatch:
+        temperature_X = self._temperature[slots_X]
+        forbidden = self._forbidden(slots_X, positions_X)
+        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X)
+        if not temperature_X.any():
+            return SamplingBatch.greedy(len(slots_X), forbidden, self.device, ruled)
+        return SamplingBatch.build(
+            temperature=temperature_X,
+            top_k=self._top_k[slots_X],
+            top_p=self._top_p[slots_X],
+            min_p=self._min_p[slots_X],
+            seed=self._seed[slots_X],
+            position=positions_X,
+            forbidden=forbidden,
+            device=self.device,
+            ruled=ruled,
+        )
+
+    def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
+        """Stop tokens of the rows whose sequence is still shorter than its minimum."""
+        early = np.flatnonzero(positions_X < self._min_length[slots_X])
+        pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
+        return np.array(pairs, dtype=np.int64).T if pairs else None
+
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device)

@@ -1,0 +1,1 @@
+"""Sampling, verification and draft selection, as defined. Start with `verification.py`."""

@@ -1,0 +1,157 @@
+"""Which rules hold in which rows of a step: the rules of request slots, and the tokens they have seen.
+
+Only for slots that have rules: of those with penalties the distinct tokens are counted, a step's new ones
+each time; rows of a block add the drafts before them. Owned by `drafter/step/request_states.py`, which tells
+it who enters; what the rules mean is `drafter/step/inputs/logits_processors.py`.
+
+    position    n        n+1     n+2            known: all up to n; the third row sees d1 and d2 besides
+    row         anchor   d1      d2
+    chooses     X_n+1    X_n+2   X_n+3
+    counts      known    + d1    + d1 + d2
+
+Legend: S slots, T tokens of a request, X rows that choose, W those of a request, U distinct tokens before any
+of them, F (row, token) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.request.logits_processors import TokenRules
+from ..inputs.logits_processors import FixedRules, RuledRows, SeenTokens
+from ..inputs.row_layout import Ints
+from .thinking_budget import Thoughts
+
+Endings = dict[int, list[tuple[tuple[int, ...], int]]]
+
+
+class RuleStates:
+    """The rules of those slots that have any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: dict[int, _SlotRules] = {}
+
+    def admit(self, slot: int, rules: TokenRules | None) -> None:
+        """A request enters a slot, new or back; what stood there is forgotten."""
+        self._slots.pop(slot, None)
+        if rules is not None:
+            self._slots[slot] = _SlotRules.of(rules, self._device)
+
+    def rows(self, tokens_ST: Tensor, slots_X: Ints, num_before_X: Ints) -> tuple[RuledRows, ...]:
+        """What holds in rows that choose tokens.
+
+        Args:
+            tokens_ST: all tokens, drafts behind the known ones.
+            slots_X: of the rows; those of a request stand together.
+            num_before_X: how many tokens of the request each row sees: never fewer than the row before it.
+                Those that the first row sees will not change any more.
+        """
+        if not self._slots or not len(slots_X):
+            return ()
+        begins = np.flatnonzero(np.diff(slots_X, prepend=-1)).tolist()
+        return tuple(
+            self._slots[slot].rows(begin, end, tokens_ST[slot], num_before_X[begin:end])
+            for begin, end in zip(begins, [*begins[1:], len(slots_X)], strict=True)
+            if (slot := int(slots_X[begin])) in self._slots
+        )
+
+
+@dataclass(slots=True)
+class _SlotRules:
+    """A slot's rules.
+
+    Attributes:
+        endings: by the last token before it, what would end a bad word: (the tokens before it, itself).
+        longest: most tokens before an ending.
+        thoughts: behind tokens that will not change any more; None where reasoning has no limit.
+        counts: of each token among the first `num_counted`, how often it was generated. Tokens of the prompt
+            are there where they are penalized.
+    """
+
+    rules: TokenRules
+    fixed: FixedRules
+    endings: Endings
+    longest: int
+    thoughts: Thoughts | None
+    counts: dict[int, int] = field(default_factory=dict[int, int])
+    num_counted: int = 0
+
+    @classmethod
+    def of(cls, rules: TokenRules, device: torch.device) -> _SlotRules:
+        endings: Endings = {}
+        for *before, last in rules.bad_words:
+            if before:
+                endings.setdefault(before[-1], []).append((tuple(before), last))
+        longest = max((len(word) - 1 for word in rules.bad_words), default=0)
+        thinking = rules.thinking
+        thoughts = None if thinking is None else Thoughts.at_start(thinking, rules.prompt_length)
+        return cls(rules, FixedRules.of(rules, device), endings, longest, thoughts)
+
+    def rows(self, begin: int, end: int, tokens_T: Tensor, num_before_W: Ints) -> RuledRows:
+        """What holds in rows `begin` to `end`."""
+        impossible = self._impossible(tokens_T, num_before_W) if self.endings else None
+        seen = self._seen(tokens_T, num_before_W) if self.rules.penalizes else None
+        forced = None if self.thoughts is None else self._forced(self.thoughts, tokens_T, num_before_W)
+        return RuledRows(begin, end, self.rules, self.fixed, impossible, seen, forced)
+
+    def _impossible(self, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+        """Rows in whose place a bad word of several tokens would end, and with which."""
+        start = max(self.rules.prompt_length, int(num_before_W[0]) - self.longest)
+        generated = tokens_T[start : int(num_before_W[-1])].tolist()
+        pairs = [
+            (row, last)
+            for row, count in enumerate((num_before_W - start).tolist())
+            if count > 0
+            for before, last in self.endings.get(generated[count - 1], ())
+            if len(before) <= count and tuple(generated[count - len(before) : count]) == before
+        ]
+        return _pairs(pairs, tokens_T.device)
+
+    def _forced(self, thoughts: Thoughts, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+        """Rows in whose place reasoning must end, and with which token."""
+        num_before = num_before_W.tolist()
+        self.thoughts = thoughts = thoughts.behind(tokens_T[thoughts.num_read : num_before[0]].tolist())
+        drafts = tokens_T[num_before[0] : num_before[-1]].tolist()
+        pairs: list[tuple[int, int]] = []
+        for row, count in enumerate(num_before):
+            thoughts = thoughts.behind(drafts[thoughts.num_read - num_before[0] : count - num_before[0]])
+            if (token := thoughts.forced) is not None:
+                pairs.append((row, token))
+        return _pairs(pairs, tokens_T.device)
+
+    def _seen(self, tokens_T: Tensor, num_before_W: Ints) -> SeenTokens:
+        first = int(num_before_W[0])
+        self._count(tokens_T[self.num_counted : first])
+        drafts = tokens_T[first : int(num_before_W[-1])].tolist()
+        columns = {token: column for column, token in enumerate(dict.fromkeys([*self.counts, *drafts]))}
+        counts_WU = np.zeros((len(num_before_W), len(columns)), dtype=np.float32)
+        counts_WU[:, : len(self.counts)] = np.fromiter(self.counts.values(), np.float32, len(self.counts))
+        seen_WU = np.zeros(counts_WU.shape, dtype=np.bool_)
+        seen_WU[:, : len(self.counts)] = True
+        # The rows that see a draft are those from some row on.
+        rows_D = np.searchsorted(num_before_W, np.arange(first, first + len(drafts)), side="right")
+        for draft, row in zip(drafts, rows_D.tolist(), strict=True):
+            counts_WU[row:, columns[draft]] += 1.0
+            seen_WU[row:, columns[draft]] = True
+        ids_U = np.fromiter(columns, np.int64, len(columns))
+        return SeenTokens(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
+
+    def _count(self, new: Tensor) -> None:
+        """Take in the tokens behind those counted."""
+        tokens, counts = new.tolist(), self.counts
+        num_of_prompt = max(self.rules.prompt_length - self.num_counted, 0)
+        if self.rules.repetition != 1.0:
+            counts.update(dict.fromkeys(tokens[:num_of_prompt], 0))
+        for token in tokens[num_of_prompt:]:
+            counts[token] = counts.get(token, 0) + 1
+        self.num_counted += len(tokens)
+
+
+def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """Rows and tokens, [2, F]."""
+    return torch.tensor(pairs, dtype=torch.int64, device=device).T if pairs else None

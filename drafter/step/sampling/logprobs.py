@@ -1,0 +1,134 @@
+"""Log probabilities of the tokens that a step chose, and of a prompt's, of the target's own distribution.
+
+Taken from the logits before rules, temperature and filters have touched them, in fp32. On any device, and
+without asking the host: what a row tells is a run of numbers, which `read_told` makes values of where they
+arrive. Called by `actors/targets/runners/`; which slots asked is kept by whoever drives the steps.
+
+    a row's numbers    log probability, rank, L likeliest ids, their L log probabilities    int32; fp32's bits
+
+Legend: S slots, R requests, X rows that choose, N rows, V vocabulary, H hidden; A requests that asked, Y
+their rows that tell, L likeliest tokens at most, E = 2 + 2 L numbers of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....cluster.request.logprobs import RowLogprobs, StepLogprobs
+from ....cluster.step.scheduler_output import SlotSampling
+from ..inputs.row_layout import Ints
+
+_CHUNK = 32  # rows whose logits stand in memory together, in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRows:
+    """Whose log probabilities a step is to tell.
+
+    Attributes:
+        requests_A, begins_A, counts_A: places in the plan; where the rows of each begin, and how many tell.
+        num_top: L.
+    """
+
+    requests_A: Ints
+    begins_A: Ints
+    counts_A: Ints
+    num_top: int
+
+    @classmethod
+    def of(cls, num_top_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
+        """Of requests that asked for so many likeliest tokens (-1: did not ask); None if no row tells."""
+        requests_A = np.flatnonzero((num_top_R >= 0) & (counts_R > 0))
+        if not len(requests_A):
+            return None
+        most = int(num_top_R[requests_A].max())
+        return cls(requests_A, begins_R[requests_A], counts_R[requests_A], most)
+
+    def rows(self) -> Ints:
+        """[Y], among all rows that `begins_A` counts; request after request."""
+        firsts_A = np.cumsum(self.counts_A) - self.counts_A
+        return np.repeat(self.begins_A - firsts_A, self.counts_A) + np.arange(self.counts_A.sum())
+
+
+class AskedSlots:
+    """What request slots asked for; of the host, wherever the steps are driven from."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_top_S = np.full(num_slots, -1, dtype=np.int64)  # -1: not asked for
+        self._num_top_of_prompt_S = np.full(num_slots, -1, dtype=np.int64)
+        self._prompt_length_S = np.zeros(num_slots, dtype=np.int64)
+
+    def admit(self, slot: int, sampling: SlotSampling) -> None:
+        self._num_top_S[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        of_prompt = sampling.prompt_logprobs
+        self._num_top_of_prompt_S[slot] = -1 if of_prompt is None else of_prompt
+        self._prompt_length_S[slot] = sampling.prompt_length
+
+    def chosen(self, slots_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
+        """Of rows that choose tokens; all `counts` of a request tell."""
+        return AskedRows.of(self._num_top_S[slots_R], begins_R, counts_R)
+
+    def prompts(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> AskedRows | None:
+        """Of rows of prompts, which all have another token of theirs behind them.
+
+        Args:
+            first_R: absolute position of each request's first row.
+        """
+        before_last_R = self._prompt_length_S[slots_R] - 1 - first_R
+        begins_R, counts_R = np.cumsum(num_rows_R) - num_rows_R, np.clip(before_last_R, 0, num_rows_R)
+        return AskedRows.of(self._num_top_of_prompt_S[slots_R], begins_R, counts_R)
+
+
+def raw_logprobs(logits_XV: Tensor, asked: AskedRows) -> Tensor:
+    """Of all tokens, in the rows of those that asked: fp32 [Y, V]. A copy."""
+    return logits_XV[torch.from_numpy(asked.rows()).to(logits_XV.device)].float().log_softmax(dim=-1)
+
+
+def tell(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
+    """What rows say of these tokens and of the likeliest ones: int32 [Y, E]."""
+    own_Y1 = logprobs_YV.gather(1, token_ids_Y.unsqueeze(1))
+    ranks_Y1 = (logprobs_YV >= own_Y1).sum(dim=1, keepdim=True)
+    top = logprobs_YV.topk(min(num_top, logprobs_YV.shape[1]), dim=1)
+    parts = (own_Y1.view(torch.int32), ranks_Y1.int(), top.indices.int(), top.values.view(torch.int32))
+    return torch.cat(parts, dim=1)
+
+
+def tell_in_chunks(
+    hidden_YH: Tensor, token_ids_Y: Tensor, head: Callable[[Tensor], Tensor], num_top: int
+) -> Tensor:
+    """The same from hidden states: int32 [Y, E]. Of prompts there are more rows than logits have room.
+
+    Args:
+        token_ids_Y: int64.
+        head: hidden states to logits.
+    """
+    chunks = zip(hidden_YH.split(_CHUNK), token_ids_Y.split(_CHUNK), strict=True)
+    told = [tell(head(h).float().log_softmax(dim=-1), ids, num_top) for h, ids in chunks]
+    return torch.cat(told)
+
+
+def num_told(num_top: int, vocab_size: int) -> int:
+    """E."""
+    return 2 + 2 * min(num_top, vocab_size)
+
+
+def read_told(told_YE: NDArray[np.int32], asked: AskedRows) -> StepLogprobs:
+    """What came of `tell`, where it has arrived on the host. A copy."""
+    num_top = (told_YE.shape[1] - 2) // 2
+
+    def floats(values: NDArray[np.int32]) -> NDArray[np.float32]:
+        return values.copy().view(np.float32)
+
+    rows = RowLogprobs(
+        logprobs_Y=floats(told_YE[:, :1])[:, 0],
+        ranks_Y=told_YE[:, 1].copy(),
+        top_ids_YL=told_YE[:, 2 : 2 + num_top].copy(),
+        top_logprobs_YL=floats(told_YE[:, 2 + num_top :]),
+    )
+    return StepLogprobs(asked.requests_A.astype(np.int32), asked.counts_A.astype(np.int32), rows)

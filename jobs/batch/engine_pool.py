@@ -1,0 +1,383 @@
+"""The engines of a batch job on the cluster: starts them, hands out leases, replaces, scales and ends them.
+
+    place ─▶ start ─▶ begin ─▶ capacity? a lease! ... ─▶ leave ─▶ gone
+                 any of it ─ dies ─▶ recover its rows, lease the others again, start another engine
+
+Each engine has a task from its placement to its end; one more task watches all of them. Everything runs on
+one event loop, in the thread of `job.py`. `LeaseBook` knows which engine has which rows, the ledger which
+rows are durable: nothing here is lost when the driver is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import ray
+
+from ...actors.batch.ledger.job_spec import JobSpec
+from ...actors.batch.ledger.ledger import Ledger
+from ...actors.batch.ledger.output_parts import OutputForm
+from ...actors.batch.row_index import RowIndex
+from ...actors.batch.row_stats import EngineTotals, RowStats
+from ...cluster.batch.engine_pool_size import Concurrency, PoolSize
+from ...cluster.batch.leases import Lease, LeaseBook
+from ...cluster.batch.row_ranges import RowRanges, count, minus, rows_of
+from ...cluster.errors import EngineDeadError, MantaError
+from .engine_handle import CrashRecovery, EngineHandle, engine_died, root_cause
+from .messages import EngineSetup, LeasedRows, RunTerms
+from .placement import NodeWatch, Placements, draining_nodes, living_nodes
+
+POLL_S = 0.25
+REFRESH_INTERVAL_S = 1.0  # while all engines have rows: a refresh takes time of the cores they compute on
+LEAVE_TIMEOUT_S = 90.0  # longer than a writer retries
+MAX_DEATHS = 5  # of engines, with blame and in a row, without a row that became durable between them
+MAX_QUARANTINE_DEATHS = 20  # the same while rows are bisected
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Rows, leases and output of a job.
+
+    Attributes:
+        rows: to answer; rows that dead writers have finished may be among them.
+        plain_rows: of them, to answer without speculation, to measure its effect.
+        num_rows: that the output has in the end.
+        largest, smallest: rows of a lease.
+    """
+
+    spec: JobSpec
+    index: RowIndex
+    ledger: Ledger
+    form: OutputForm
+    rows: RowRanges
+    plain_rows: int
+    num_rows: int
+    largest: int
+    smallest: int
+
+    @property
+    def terms(self) -> RunTerms:
+        return RunTerms(self.ledger.run, self.form, self.plain_rows)
+
+
+@dataclass(slots=True)
+class Done:
+    """Work that engines have done in this run.
+
+    Attributes:
+        rows: stats of durable rows.
+        live: totals of all engines, ended ones included.
+        engines: that work.
+    """
+
+    rows: RowStats = field(default_factory=RowStats)
+    live: EngineTotals = field(default_factory=EngineTotals)
+    engines: int = 0
+
+    def add(self, rows: RowStats, live: EngineTotals) -> None:
+        self.rows.merge(rows)
+        self.live = self.live.merge(live)
+
+
+class EnginePool:
+    """Runs engines until all rows of a job are durable. Create it on a running event loop.
+
+    Args:
+        say: gets a line for the user.
+        show: gets what was done in this run.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        bounds: Concurrency,
+        say: Callable[[str], None],
+        show: Callable[[Done], None],
+    ) -> None:
+        self._setup = setup
+        self._bounds = bounds
+        self._say = say
+        self._show = show
+        self._shared = ray.put(setup)
+        self._size = PoolSize(bounds)
+        self._placements: Placements | None = None
+        self._recovery: CrashRecovery | None = None
+        self._engines: list[EngineHandle] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_opened = 0
+        self._book: LeaseBook | None = None
+        self._job: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wake = asyncio.Event()  # the watch
+        self._changed = asyncio.Event()  # engines that wait for rows; replaced each time
+        self._deaths = 0
+        self._output_fails = False
+        self._past = Done()  # of engines that are gone
+
+    async def run(self, startup: Awaitable[Job]) -> None:
+        """Return when all rows are durable; after `stop`, when all finished rows are.
+
+        Raises what ended the job; finished rows are durable then, too.
+        """
+        tasks = [asyncio.create_task(self._guard(work)) for work in (self._watch(), self._begin(startup))]
+        try:
+            await self._end
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._drain_all()
+
+    def stop(self) -> None:
+        """Let every engine make its finished rows durable and leave."""
+        self._finish(None)
+
+    async def close(self) -> None:
+        """Wait until the engines are gone and their placements are released."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._end.done():
+            if isinstance(error, MantaError):
+                self._say(error.message)
+        elif error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """End the job by any error of `work`."""
+        try:
+            await work
+        except Exception as error:
+            self._finish(root_cause(error))
+
+    async def _drain_all(self) -> None:
+        for engine in self._engines:
+            engine.drain(0.0)
+        leaving = [asyncio.create_task(engine.gone.wait()) for engine in self._engines]
+        if leaving:
+            await asyncio.wait(leaving, timeout=LEAVE_TIMEOUT_S)
+        for task in (*leaving, *(self._tasks if not all(task.done() for task in leaving) else ())):
+            task.cancel()
+        self._show(self._done())
+
+    # All engines.
+
+    async def _begin(self, startup: Awaitable[Job]) -> None:
+        """Start the first engines, and make the lease book once the rows are known."""
+        self._placements = await asyncio.to_thread(
+            Placements, self._setup.config, self._bounds.most, self._bounds.fewest, self._say
+        )
+        self._adjust()
+        job = await startup
+        self._recovery = CrashRecovery(self._shared, job.terms, job.ledger)
+        rows = job.rows
+        for writer in job.ledger.orphans:
+            rows = minus(rows, await self._recovery.recover(writer))
+        self._book = LeaseBook(rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered)
+        self._job.set_result(job)
+        self._notify()
+
+    async def _watch(self) -> None:
+        nodes, refreshed_s = NodeWatch(), time.monotonic()
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
+            self._wake.clear()
+            every_s = POLL_S if any(engine.waits for engine in self._engines) else REFRESH_INTERVAL_S
+            if (passed_s := time.monotonic() - refreshed_s) >= every_s:
+                refreshed_s += passed_s
+                await self._refresh(nodes, passed_s)
+            self._adjust()
+            if self._book is not None and self._book.done:
+                self._finish(None)
+
+    async def _refresh(self, nodes: NodeWatch, passed_s: float) -> None:
+        """Read the engines' states, drain engines of leaving nodes, move rows to idle engines."""
+        working = [engine for engine in self._engines if engine.working]
+        await asyncio.gather(*(engine.refresh() for engine in working))
+        self._size.worked(len(working), passed_s)
+        self._show(self._done())
+        for node_id, within_s in (await nodes.draining()).items():
+            for engine in working:
+                if engine.node_id == node_id and not engine.draining.is_set():
+                    self._say(f"engine {engine.number} leaves: its node is about to leave the cluster")
+                    engine.drain(within_s)
+        failing = any(engine.state.failing_s is not None for engine in working)
+        if failing and not self._output_fails:
+            self._say("the output cannot be written; what is answered is kept in memory, and tried again")
+        elif self._output_fails and not failing:
+            self._say("the output can be written again")
+        self._output_fails = failing
+        working = [engine for engine in working if not engine.draining.is_set()]
+        if self._book is not None and not self._book.left and any(engine.idle for engine in working):
+            longest = max(working, key=lambda engine: engine.state.waiting)
+            if longest.state.waiting:
+                await self._return_backlog(longest)
+
+    async def _return_backlog(self, engine: EngineHandle) -> None:
+        assert self._book is not None, "engines work when there is a book"
+        for lease, rows in (await engine.return_backlog()).items():
+            self._book.returned(lease, rows)
+        self._notify()
+
+    def _adjust(self) -> None:
+        """Start and drain engines until there are as many as wanted."""
+        if self._end.done() or self._placements is None:
+            return
+        book, staying = self._book, self._staying()
+        free = [engine for engine in staying if book is not None and not book.holds(engine.name)]
+        left = None if book is None else book.left
+        wanted = self._size.wanted(left, len(staying), len(staying) - len(free))
+        for _ in range(wanted - len(staying)):
+            engine = EngineHandle(self._num_opened)
+            self._num_opened += 1
+            self._engines.append(engine)
+            task = asyncio.create_task(self._run_engine(engine))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        free.sort(key=lambda engine: engine.working)  # drain engines without a placement first
+        for engine in free[: max(len(staying) - wanted, 0)]:
+            engine.drain(0.0)
+
+    def _staying(self) -> list[EngineHandle]:
+        return [engine for engine in self._engines if not engine.draining.is_set()]
+
+    def _notify(self) -> None:
+        """Wake the watch and the engines that wait for rows."""
+        self._wake.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _done(self) -> Done:
+        done = Done(engines=sum(engine.working for engine in self._engines))
+        done.add(self._past.rows, self._past.live)
+        for engine in self._engines:
+            done.add(engine.state.rows, engine.state.engine)
+        return done
+
+    # One engine.
+
+    async def _run_engine(self, engine: EngineHandle) -> None:
+        try:
+            await self._serve(engine)
+        except Exception as error:
+            await self._guard(self._on_error(engine, root_cause(error)))
+        finally:
+            engine.working = False
+            self._past.add(engine.state.rows, engine.state.engine)
+            self._engines.remove(engine)
+            engine.gone.set()
+            self._notify()
+            await engine.shutdown()
+
+    async def _serve(self, engine: EngineHandle) -> None:
+        """Run an engine from its placement until it has left, or was drained before it began."""
+        assert self._placements is not None, "engines are started when there are placements"
+        if (placement := await _unless(engine.draining, self._placements.place())) is None:
+            return
+        engine.launch(placement, self._shared)
+        if await _unless(engine.draining, engine.start()) is None:
+            return
+        self._size.started(engine.start_s)
+        if (job := await _unless(engine.draining, asyncio.shield(self._job))) is None:
+            return
+        await engine.begin(job.terms)
+        async with asyncio.TaskGroup() as calls:  # one that fails ends them all
+            await self._hand_out(engine, job, calls)
+            await engine.leave()
+        await engine.refresh()
+
+    async def _hand_out(self, engine: EngineHandle, job: Job, calls: asyncio.TaskGroup) -> None:
+        """Give leases to an engine whenever it has capacity, until it drains."""
+        assert self._book is not None, "engines work when there is a book"
+        while not engine.draining.is_set():
+            changed = self._changed
+            await _unless(engine.draining, engine.wait_for_capacity())
+            if engine.draining.is_set():
+                break
+            if (lease := self._book.take(engine.name, len(self._staying()))) is None:
+                engine.waits = True
+                await _unless(engine.draining, changed.wait())
+                engine.waits = False
+                continue
+            spans = await asyncio.to_thread(job.index.spans, lease.rows)
+            call = engine.answer(LeasedRows(lease.number, lease.rows, spans, lease.shard, lease.deaths + 1))
+            calls.create_task(self._end_lease(lease, call))
+        if engine.drain_s:
+            await self._return_backlog(engine)
+
+    async def _end_lease(self, lease: Lease, call: Awaitable[RowRanges]) -> None:
+        assert self._book is not None, "engines work when there is a book"
+        returned = await call
+        answered = minus(lease.rows, returned)
+        self._book.answered(lease.number, answered)
+        self._book.returned(lease.number, returned)
+        self._count_durable(answered)
+        self._notify()
+
+    def _count_durable(self, rows: RowRanges) -> None:
+        if rows:
+            self._deaths = 0
+            self._size.answered(count(rows))
+
+    async def _on_error(self, engine: EngineHandle, error: BaseException) -> None:
+        """Recover from the death of an engine. Raises any other error, which ends the job."""
+        if not engine_died(error):
+            raise error
+        blame = await engine.has_died(error) and await self._node_stays(engine)
+        engine.working = False
+        engine.drain(0.0)  # another is started
+        await engine.shutdown()
+        alone = await self._recover(engine, blame=blame) if self._book is not None else False
+        what = "died" if blame else "was lost with its node or its connection"
+        self._say(f"engine {engine.number} {what}; its rows go to others")
+        self._deaths += blame
+        if self._deaths >= (MAX_QUARANTINE_DEATHS if alone else MAX_DEATHS):
+            raise EngineDeadError(
+                f"{self._deaths} engines have died one after the other, without a row answered between them. "
+                f"The last one: {' '.join(str(error).split())}"
+            )
+
+    async def _node_stays(self, engine: EngineHandle) -> bool:
+        """Return whether the engine's node is alive and not leaving."""
+        if not engine.node_id:
+            return True
+        living, leaving = await asyncio.to_thread(lambda: (living_nodes(), draining_nodes()))
+        return engine.node_id in living and engine.node_id not in leaving
+
+    async def _recover(self, engine: EngineHandle, *, blame: bool) -> bool:
+        """Recover the rows of a dead engine. Returns whether they were in quarantine."""
+        assert self._book is not None and self._recovery is not None, "there is a job"
+        job = self._job.result()
+        alone = any(lease.alone for lease in self._book.holds(engine.name))
+        durable = await self._recovery.recover(engine.name)
+        poison = self._book.died(engine.name, durable, blame=blame)
+        self._count_durable(durable)
+        self._notify()
+        if poison:
+            deaths = {row: self._book.poison[row] for row in rows_of(poison)}
+            shards = {row: row // job.largest if job.form.ordered else None for row in deaths}
+            spans = await asyncio.to_thread(job.index.spans, poison)
+            await self._recovery.write_poison_rows(spans, deaths, shards)
+        return alone
+
+
+async def _unless(event: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`; cancel it and return None if the event comes first."""
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, stop):
+            each.cancel()
+        await asyncio.gather(task, stop, return_exceptions=True)

@@ -1,0 +1,95 @@
+"""Requests of a load benchmark: an endless sequence over the prompts of a file, the same for every side.
+
+The number of a request determines its prompt, sampling parameters, seed and length, so request 17 is the same
+for all sides. Lengths vary by up to half, so that requests that start together do not finish together, as in
+a real service. Arrival times are in `jobs/bench/common/arrivals.py`, the engines in `sweep/`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ....actors.batch.dataset.row_requests import row_seed
+from ....actors.tokenization.prompts import encode_prompt
+from ....actors.tokenization.tokenizer import Tokenizer
+from ....cluster.request.request import SamplingParams
+from ..common.engine_passes import PromptRow
+
+Traffic = Literal["prompts", "mixed"]
+HOSTILE = "hostile"  # category of requests whose drafts are rarely accepted
+# Drafter and target sample with the same noise, so drafts are accepted at high temperatures, too; at 1 least.
+_HOSTILE_TEMPERATURE = 1.0
+_GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiples fill [0, 1) evenly
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request; `prompt` is text, a `Chat` or token ids."""
+
+    number: int
+    category: str
+    prompt: Any  # content of the user's file
+    max_tokens: int
+    temperature: float
+    seed: int
+    ignore_eos: bool = True
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            detokenize=False,
+        )
+
+
+class RequestSource:
+    """An endless sequence of requests.
+
+    Args:
+        rows: the prompts, used cyclically.
+        max_tokens: mean output tokens; requests vary from 0.5 to 1.5 times this.
+        traffic: "mixed" makes every other request hard to draft for: the tokens of its prompt are shuffled
+            (rows must hold token ids) and it samples at temperature 1.
+        natural: stop at an end-of-sequence token; `max_tokens` is then the limit of each request.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        max_tokens: int,
+        temperature: float,
+        traffic: Traffic = "prompts",
+        *,
+        natural: bool = False,
+    ) -> None:
+        self._rows = list(rows)
+        random.Random(0).shuffle(self._rows)  # files are sorted by category; a turn should contain all
+        self._max_tokens, self._temperature = max_tokens, temperature
+        self._mixed, self._natural = traffic == "mixed", natural
+
+    def __getitem__(self, number: int) -> LoadRequest:
+        row = self._rows[number % len(self._rows)]
+        hostile, prompt = self._mixed and number % 2 == 1, row.prompt
+        if hostile:
+            prompt = random.Random(number).sample(prompt, len(prompt))
+        share = 1.0 if self._natural else 0.5 + number * _GOLDEN % 1.0
+        return LoadRequest(
+            number,
+            HOSTILE if hostile else row.category,
+            prompt,
+            max(1, round(self._max_tokens * share)),
+            _HOSTILE_TEMPERATURE if hostile else self._temperature,
+            row_seed(0, f"{row.name} {number}"),
+            ignore_eos=not self._natural,
+        )
+
+
+def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> list[PromptRow]:
+    """Return the rows with token ids as prompts."""
+    return [row._replace(prompt=encode_prompt(row.prompt, tokenizer).token_ids) for row in rows]

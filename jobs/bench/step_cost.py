@@ -1,0 +1,194 @@
+"""`manta bench step`: the cost of a decoding step at any shape, by part, against its roofline.
+
+A pair with random weights (`jobs/bench/common/random_weights.py`) runs the engine's steps over synthetic
+contexts, so the cost is real, but the output is noise and no draft is accepted. The number of tokens per step
+comes from a configured acceptance curve. The engine around the steps is not measured: there is no scheduler,
+and all steps have the same shape. Runs in this process, without Ray. `jobs/bench/common/step_times.py` runs
+the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...actors.system.atomic_files import write_json
+from ...actors.targets.loading.load_plan import LoadPlan, plan_models
+from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.errors import ConfigError
+from ...cluster.hardware.roofline import Roofline
+from ...cluster.speculation.acceptance_length import (
+    check_survival,
+    expected_acceptance_length,
+    geometric_survival,
+)
+from ..common.tables import print_table
+from ..plan.checkpoint_shapes import drafter_shape, target_shape
+from .common.device_rates import find_device
+from .common.idle_check import print_warning
+from .common.options import StepOptions
+from .common.provenance import options_json, provenance
+from .common.random_weights import PairShape
+from .common.step_times import Measured, Memory, Point, Seen, measure_points
+
+ACCEPTANCE = 0.86  # conditional acceptance rate of each draft; mean acceptance length 6.5 at 15 drafts
+DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample")  # parts of a step
+Figures = dict[str, Any]  # Any: JSON
+
+
+def bench_step(options: StepOptions) -> Figures:
+    """Measure, print tables, write the requested file, and return the figures."""
+    shape = PairShape.read(options.model, options.spec_model)
+    plan = _load_plan(options, shape)
+    if options.model is None and plan.device.type == "cpu":
+        raise ConfigError(
+            "model is missing: the default, Qwen3-8B, needs a GPU, and this runs on a CPU. Give --model: "
+            "a folder or config.json of a shape that a CPU can run.",
+            param="model",
+        )
+    survival = options.acceptance_rates or geometric_survival(ACCEPTANCE, plan.num_speculative_tokens)
+    check_survival(survival, plan.num_speculative_tokens, param="synthetic_acceptance_rates")
+    roofline = Roofline(
+        find_device(plan.device, plan.dtype, options.device_rates),
+        target_shape(shape.target, plan.dtype.itemsize),
+        drafter_shape(shape.drafter, plan.dtype.itemsize),
+    )
+    memory = Memory(plan, shape)
+    points = [Point(batch, context) for context in options.contexts for batch in options.batches]
+    measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
+    figures: Figures = {
+        "provenance": provenance(),
+        "options": options_json(options),
+        "model": shape.name,
+        "target": shape.target_json,
+        "drafter": shape.drafter_json,
+        "num_drafts": plan.num_speculative_tokens,
+        "attention_backend": plan.attention_backend,
+        "page_size": plan.page_size,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "device": asdict(roofline.device),
+        "acceptance": {
+            "rates": survival,
+            "mean_acceptance_length": expected_acceptance_length(survival, len(survival) + 1),
+        },
+        "points": [_figures(point, seen, roofline, survival) for point, seen in measured.items()],
+        "does_not_fit": [asdict(point) for point in points if point not in measured],
+    }
+    print_figures(figures)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.output, figures)
+    return figures
+
+
+def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
+    """Return the engine's load plan for the pair, sized for the largest point."""
+    batch = max(options.batches)
+    config = EngineConfig(
+        model=shape.name,
+        skip_tokenizer_init=True,
+        speculative_config=SpeculativeConfig(
+            model=options.spec_model or "synthetic", num_speculative_tokens=options.num_drafts
+        ),
+        dtype=options.dtype,
+        device=options.device,
+        attention_backend=options.attention_backend,
+        page_size=options.page_size,
+        max_num_seqs=batch,
+        max_num_batched_tokens=batch * shape.drafter.block_size,
+    )
+    room = max(options.contexts) + shape.drafter.block_size + 1
+    return plan_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
+
+
+def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[float]) -> Figures:
+    """Return the figures of one point: both kinds of step with their roofline, and the resulting speed-up.
+
+    Plain decoding needs no drafter, so the inject part of a step without drafts is subtracted.
+    """
+    batch, context, rows = point.batch, point.context, len(survival) + 1
+    floor = roofline.step(batch, rows, context)
+    floor_s = {"draft": floor.draft_s, "verify": floor.verify_s, "inject": floor.inject_s}
+    plain_floor_s = roofline.verify_s(batch, 1, context)
+    drafting, parts_s = seen.drafting, seen.plain.parts_s
+    plain_parts_s = {part: parts_s[part] for part in ("verify", "sample")}
+    plain = Measured(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
+    tau = expected_acceptance_length(survival, rows)
+    return {
+        "batch": batch,
+        "context": context,
+        "drafting": _with_floors(drafting, floor_s, floor.step_s),
+        "plain": _with_floors(plain, {"verify": plain_floor_s}, plain_floor_s),
+        "tokens_per_s": round(batch * tau / drafting.step_s, 2),
+        "plain_tokens_per_s": round(batch / plain.step_s, 2),
+        "speedup": round(tau * plain.step_s / drafting.step_s, 3),
+        "floor_speedup": round(roofline.speedup(batch, rows, context, survival), 3),
+        "floor_best_rows": roofline.best_rows(batch, context, survival),
+        "idleness": seen.idleness.as_json(),
+    }
+
+
+def _with_floors(measured: Measured, floor_s: dict[str, float], step_floor_s: float) -> Figures:
+    parts = {
+        part: {"ms": _ms(seconds)} | ({"floor_ms": _ms(floor_s[part])} if part in floor_s else {})
+        for part, seconds in measured.parts_s.items()
+    }
+    return {
+        **parts,
+        "host_gap": {"ms": _ms(measured.host_s)},
+        "step": {"ms": _ms(measured.step_s), "floor_ms": _ms(step_floor_s)},
+        "of_floor": round(step_floor_s / measured.step_s, 4),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 4)
+
+
+def print_figures(figures: Figures) -> None:
+    """Print three tables: steps with drafts, plain steps, and the throughput for the acceptance curve."""
+    points, device = figures["points"], figures["device"]
+    tau = figures["acceptance"]["mean_acceptance_length"]
+    rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"
+    kernels = f"{figures['dtype']}, backend {figures['attention_backend']}"
+    print(f"{figures['model']} in {kernels} on {device['name']}: {rates}")
+    drafts = figures["num_drafts"]
+    print_table(
+        f"a step with {drafts} drafts, ms: measured (floor)", *_step_table(points, "drafting", DRAFTING)
+    )
+    print_table("a step of plain decoding, ms", *_step_table(points, "plain", PLAIN))
+    columns = ["batch", "context", "tokens/s", "plain tokens/s", "speed-up", "floor's speed-up", "best rows"]
+    names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "floor_speedup", "floor_best_rows")
+    rows = [[str(point[name]) for name in ("batch", "context", *names)] for point in points]
+    print_table(f"with a mean acceptance length of {tau:.2f}", columns, rows)
+    print(
+        "Weights are random and no draft is accepted: the cost of a step is measured, the mean acceptance\n"
+        "length comes from the configured curve. Floors and best rows (per request) are the roofline's."
+    )
+    print_warning([point["idleness"] for point in points])
+    for point in figures["does_not_fit"]:
+        print(f"not measured, does not fit into memory: batch {point['batch']}, context {point['context']}")
+
+
+def _step_table(
+    points: Sequence[Figures], kind: str, parts: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    columns = ["batch", "context", *parts, "host gap", "step", "of the floor"]
+    names = (*parts, "host_gap", "step")
+    rows = [
+        [
+            str(point["batch"]),
+            str(point["context"]),
+            *(_cell(point[kind][name]) for name in names),
+            f"{point[kind]['of_floor']:.0%}",
+        ]
+        for point in points
+    ]
+    return columns, rows
+
+
+def _cell(figure: Figures) -> str:
+    floor = f" ({figure['floor_ms']:.2f})" if "floor_ms" in figure else ""
+    return f"{figure['ms']:.2f}{floor}"

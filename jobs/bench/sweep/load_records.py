@@ -1,0 +1,157 @@
+"""Answers of one engine under load, block by block, and sums over blocks.
+
+A *block* here is the output of one step for one request. All figures of a sweep are computed from blocks;
+from the engine's own counters only the seconds per part of a step are used.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ....cluster.speculation.acceptance_length import mean_acceptance_length
+from ..load.latencies import Waits
+
+
+class Block(NamedTuple):
+    """Output of a step for a request: `num_tokens` at time `at_s`; `num_accepted` of them were drafts."""
+
+    at_s: float
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """Answer to one request; `ended_s` is None while it runs, or if it was aborted."""
+
+    number: int
+    category: str
+    asked_s: float
+    blocks: list[Block] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    ended_s: float | None = None
+
+    @property
+    def waits(self) -> Waits:
+        """Return the latencies; the answer must have tokens."""
+        return Waits.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPass:
+    """Result of a period of load on one engine.
+
+    Attributes:
+        begin_s, end_s: the period.
+        answers: all requests, including those aborted at the end.
+        step_seconds: seconds by part of the engine's steps.
+    """
+
+    begin_s: float
+    end_s: float
+    answers: Sequence[Answer]
+    step_seconds: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens produced within the period."""
+        return sum(block.num_tokens for block in self._blocks)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def request_seconds(self) -> float:
+        """Return the summed time that requests were in flight."""
+        ends = ((answer, self.end_s if answer.ended_s is None else answer.ended_s) for answer in self.answers)
+        return sum(end_s - answer.asked_s for answer, end_s in ends)
+
+    @property
+    def user_tokens_per_s(self) -> float:
+        """Return tokens/s of one request; in a closed loop, tokens/s divided by the number of requests."""
+        return self.tokens / max(self.request_seconds, 1e-9)
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return [block for answer in self.answers for block in answer.blocks]
+
+    def sums(self) -> Sums:
+        return Sums.of(self._blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums over blocks.
+
+    Attributes:
+        num_blocks, num_tokens: totals.
+        num_verified: blocks that had drafts.
+        drafted, accepted: by draft position, the number of blocks that verified and accepted this draft.
+    """
+
+    num_blocks: int
+    num_tokens: int
+    num_verified: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Sums:
+        """Sum over blocks, including each request's first block, which ends the prefill and has no drafts."""
+        most = max((block.num_drafted for block in blocks), default=0)
+        drafted, accepted = [0] * most, [0] * most
+        for block in blocks:
+            for i in range(block.num_drafted):
+                drafted[i] += 1
+            for i in range(block.num_accepted):
+                accepted[i] += 1
+        return cls(
+            len(blocks),
+            sum(block.num_tokens for block in blocks),
+            sum(block.num_drafted > 0 for block in blocks),
+            tuple(drafted),
+            tuple(accepted),
+        )
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Return the mean tokens of a request per step, with or without drafts."""
+        return self.num_tokens / self.num_blocks if self.num_blocks else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_verified, sum(self.accepted))
+
+    @property
+    def by_position(self) -> list[float]:
+        """Return, by draft position, the accepted share of the drafts that were verified."""
+        return [hits / tries for hits, tries in zip(self.accepted, self.drafted, strict=True)]
+
+
+def by_category(answers: Sequence[Answer]) -> dict[str, Sums]:
+    blocks: dict[str, list[Block]] = defaultdict(list)
+    for answer in answers:
+        blocks[answer.category] += answer.blocks
+    return {name: Sums.of(found) for name, found in sorted(blocks.items())}
+
+
+def acceptance_json(answers: Sequence[Answer]) -> dict[str, Any]:  # Any: JSON
+    """Return, by category, blocks with drafts and accepted share per position; {} without drafts."""
+    return {
+        name: {
+            "blocks": sums.num_verified,
+            "drafted": list(sums.drafted),
+            "accepted": [round(share, 4) for share in sums.by_position],
+        }
+        for name, sums in by_category(answers).items()
+        if sums.num_verified
+    }

@@ -1,0 +1,117 @@
+"""Merges flags and a YAML file into engine settings, for all commands.
+
+`config_file.py` reads the file; flags take precedence. The flags themselves are defined in `engine_flags.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...actors.http.config.settings import split_settings
+from ...actors.http.middleware.api_keys import refuse_written_keys
+from ...actors.tokenization.generation_config import DEFAULT_MAX_TOKENS
+from ...cluster.config import EngineConfig, SpeculativeConfig, from_mapping
+from ...cluster.errors import ConfigError
+from ...cluster.request.request import SamplingParams
+from ...cluster.vllm_settings import accept, accept_speculation
+from .config_file import read_config_file
+
+DEFAULT_CONFIG = Path("ray_config.yaml")
+# Flag -> key of `speculative_config` that it sets.
+_REFINED = {"spec_model": "model", "spec_method": "method", "spec_tokens": "num_speculative_tokens"}
+_SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
+
+
+# Any in this module: settings from YAML and flags are plain data, validated by EngineConfig.
+def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
+    """Return engine (and server) settings from a YAML file and the given flags, as one flat mapping.
+
+    Args:
+        flags: setting name -> value; None means that the flag was not given.
+        config_path: YAML file; by default `ray_config.yaml` in the working directory, unless the flags name a
+            model.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    config_path = used_config(config_path, given.get("model"))
+    settings = read_settings(config_path) if config_path is not None else {}
+    speculation = {name: given.pop(name) for name in _SPECULATION_FLAGS if name in given}
+    settings |= given
+    settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
+    if not settings.get("model") and not settings.get("models"):
+        raise ConfigError(
+            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
+            "shipped pair is --model models/target --spec-model models/drafter.",
+            param="model",
+        )
+    return settings
+
+
+def used_config(given: Path | None, model: object) -> Path | None:
+    """Return the given YAML file, or the working directory's if no model is given, if there is one."""
+    return DEFAULT_CONFIG if given is None and model is None and DEFAULT_CONFIG.is_file() else given
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Return the engine's part of merged settings; an unknown name is an error that suggests a known one."""
+    return split_settings(settings)[0]
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read settings from a YAML file: `applications[0].args` of a Serve config, or a mapping of flags."""
+    settings = accept({str(k).replace("-", "_"): item for k, item in read_config_file(path).settings.items()})
+    refuse_written_keys(settings, f"{path}, as any Serve config,")
+    speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
+    return settings | {"speculative_config": merge_speculation(None, speculation)}
+
+
+def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Merge speculation flags into `base`: `speculative_config` replaces it, the others set its fields."""
+    given = flags.get("speculative_config")
+    refined = {key: flags[flag] for flag, key in _REFINED.items() if flags.get(flag) is not None}
+    off = bool(flags.get("no_speculation"))
+    if sum((given is not None, bool(refined), off)) > 1:
+        raise ConfigError(
+            "speculative_config, spec_model/spec_method/spec_tokens and no_speculation exclude each other.",
+            param="speculative_config",
+        )
+    if off:
+        return None
+    config = parse_speculation(given if given is not None else base)
+    if not refined:
+        return config
+    config = (config or {}) | refined
+    if "model" not in config and config.get("method") != "ngram":
+        raise ConfigError(
+            "The drafter is missing: give spec_model, too, or spec_method ngram.", param="spec_model"
+        )
+    return config
+
+
+def parse_speculation(value: Any) -> dict[str, Any] | None:
+    """Read a speculative config from a mapping, JSON text, or "none" for plain decoding."""
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", "off", "")):
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"speculative_config={value!r} is not JSON ({error}). Write it like "
+                '\'{"model": "models/drafter", "num_speculative_tokens": 15}\', or none.',
+                param="speculative_config",
+            ) from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"speculative_config={value!r} must be a mapping with the drafter's `model`, or none.",
+            param="speculative_config",
+        )
+    config = accept_speculation({str(key).replace("-", "_"): item for key, item in value.items()})
+    from_mapping(SpeculativeConfig, config, "speculative_config.")
+    return config

@@ -1,0 +1,96 @@
+"""Progress of long-running commands: lines with counts and remaining time, and work in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Self, TypeVar
+
+from ...actors.system.wait_messages import TELL_S, Report, Wait, counting, say
+
+__all__ = ["TELL_S", "Report", "TimeLeft", "Wait", "counting", "in_thread", "say", "spell_time"]
+
+Result = TypeVar("Result")
+
+FIRST_S, INTERVAL_S = 2.0, 4.0
+
+
+class TimeLeft:
+    """Reports the progress of work and the estimated remaining time every few seconds.
+
+    Can replace a tqdm bar, see `LLM.generate`.
+
+    Args:
+        what: description of the work.
+        total: amount of work.
+        unit: name of the counted items; None: only the share is shown.
+        report: called with a line.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float,
+        unit: str | None = None,
+        *,
+        report: Report = say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._report, self._clock = report, clock
+        self._done = 0.0
+        self._begin_s = clock()
+        self._next_s = self._begin_s + FIRST_S
+
+    def update(self, count: float = 1) -> None:
+        """Add the work done since the last call, which may be 0. Call it often."""
+        self._done = min(self._done + count, self._total)
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = now_s + INTERVAL_S
+            self._report(self._line(now_s - self._begin_s))
+
+    def _line(self, spent_s: float) -> str:
+        share = f"{100 * self._done / self._total:.0f} %"
+        counts = f"{self._done:.0f} of {self._total:.0f} {self._unit}"
+        if not self._done:
+            return f"{self._what}: {counts if self._unit else share} ({spell_time(spent_s)})"
+        left_s = spent_s * (self._total / self._done - 1)
+        done = f"{counts} ({share})" if self._unit else share
+        return f"{self._what}: {done}, about {spell_time(left_s)} left"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def spell_time(seconds: float) -> str:
+    """Return a duration in its two largest units, such as "2 h 5 min"."""
+    whole = round(seconds)
+    for unit, name, below, part in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{whole} s"
+
+
+def in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Run `work` in a daemon thread, which does not delay the exit of the process."""
+    future = Future[Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised by the reader of the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="manta-beside", daemon=True).start()
+    return future

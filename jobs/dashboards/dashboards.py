@@ -1,0 +1,163 @@
+"""Makes Grafana's JSON of the dashboards in `boards.yaml`: overview, speculation, cluster, batch.
+
+An operator should see within a minute whether speculation pays off: what users notice comes first, then the
+causes. A panel whose metrics an exporter lacks is left out, and so is a row or dashboard without panels.
+Panels are placed in rows of 24 columns in the order of the file. Dashboards have fixed ids, so that a second
+push replaces the first (`grafana_push.py`). The JSON is schema version 39: Grafana 10 and later.
+
+`boards.yaml` gives a panel its title, `about` (what it shows and when to worry), and one of
+
+* `queries`: legend -> PromQL in the names of `/metrics`, without filters (`promql.py`);
+* `quantiles`: a histogram, of which p50, p95 and p99 are shown;
+* `means`: legend -> histogram.
+
+`unit` and `kind` are Grafana's (short, timeseries), `width` counts columns (8), `thresholds` are pairs of
+lower bound and color.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .promql import Dialect, UnknownMetricError
+
+Json = dict[str, Any]  # Any: JSON, and YAML of `boards.yaml`
+
+_BOARDS = Path(__file__).with_name("boards.yaml")
+_COLUMNS = 24
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_SCHEMA = 39
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+def boards(names: Dialect) -> list[Json]:
+    """Return the dashboards for an exporter, in the format of `POST /api/dashboards/db`."""
+    found: list[Json] = []
+    for board in yaml.safe_load(_BOARDS.read_text(encoding="utf-8")):
+        rows = [(row["title"], list(_panels(row["panels"], names))) for row in board["rows"]]
+        if rows := [(title, panels) for title, panels in rows if panels]:
+            found.append(_board(board, rows, names))
+    return found
+
+
+def _board(board: Json, rows: Sequence[tuple[str, Sequence[Json]]], names: Dialect) -> Json:
+    labels = {"model": "model_name", "replica": names.replica}
+    return {
+        "uid": f"manta-{board['key']}-{names.name}",
+        "title": f"Manta: {board['title']} ({names.name} names)",
+        "description": board["about"],
+        "tags": ["manta"],
+        "schemaVersion": _SCHEMA,
+        "editable": True,
+        "graphTooltip": 1,  # shared crosshair
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+                *(_variable(name, label, names) for name, label in labels.items()),
+            ]
+        },
+        "panels": _placed(rows),
+    }
+
+
+def _variable(name: str, label: str, names: Dialect) -> Json:
+    """Return a dashboard variable with the values of a label; several or all can be selected."""
+    query = f"label_values({names.exported('vllm:num_requests_running')}, {label})"
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,  # when the time range changes
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _placed(rows: Sequence[tuple[str, Sequence[Json]]]) -> list[Json]:
+    """Return headings and panels with ids and grid positions."""
+    found: list[Json] = []
+    top = 0
+    for title, panels in rows:
+        heading = {"type": "row", "title": title, "collapsed": False, "panels": []}
+        found.append(heading | {"id": len(found) + 1, "gridPos": {"x": 0, "y": top, "w": _COLUMNS, "h": 1}})
+        top, left, height = top + 1, 0, 0
+        for panel in panels:
+            size = panel["gridPos"]
+            if left + size["w"] > _COLUMNS:
+                top, left, height = top + height, 0, 0
+            found.append(panel | {"id": len(found) + 1, "gridPos": {"x": left, "y": top, **size}})
+            left, height = left + size["w"], max(height, size["h"])
+        top += height
+    return found
+
+
+def _panels(panels: Sequence[Json], names: Dialect) -> Iterator[Json]:
+    for panel in panels:
+        try:
+            queries = {
+                legend.replace("{{replica}}", f"{{{{{names.replica}}}}}"): names.translate(query)
+                for legend, query in _queries(panel)
+            }
+        except UnknownMetricError:
+            continue
+        yield _panel(panel, queries)
+
+
+def _queries(panel: Json) -> Iterator[tuple[str, str]]:
+    """Yield the (legend, PromQL) pairs of a panel."""
+    if metric := panel.get("quantiles"):
+        buckets = f"sum by (le) (rate({metric}_bucket[$__rate_interval]))"
+        yield from ((f"p{100 * q:g}", f"histogram_quantile({q:g}, {buckets})") for q in _QUANTILES)
+    for legend, metric in panel.get("means", {}).items():
+        sums, counts = (f"sum(rate({metric}_{part}[$__rate_interval]))" for part in ("sum", "count"))
+        yield legend, f"{sums} / ({counts} > 0)"
+    yield from panel.get("queries", {}).items()
+
+
+def _panel(panel: Json, queries: dict[str, str]) -> Json:
+    kind = panel.get("kind", "timeseries")
+    if kind == "timeseries":
+        options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    else:
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "orientation": "auto"}
+    steps = [(None, "green"), *panel.get("thresholds", ())]
+    return {
+        "type": kind,
+        "title": panel["title"],
+        "description": panel["about"],
+        "datasource": _SOURCE,
+        "gridPos": {"w": panel.get("width", 8), "h": panel.get("height", 8)},
+        "fieldConfig": {
+            "defaults": {
+                "unit": panel.get("unit", "short"),
+                "thresholds": {
+                    "mode": "absolute",
+                    "steps": [{"value": value, "color": color} for value, color in steps],
+                },
+                "custom": {"stacking": {"mode": "normal"}, "fillOpacity": 30} if panel.get("stacked") else {},
+            },
+            "overrides": [],
+        },
+        "options": options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": _SOURCE,
+                "expr": query,
+                "legendFormat": legend,
+                "range": True,
+            }
+            for i, (legend, query) in enumerate(queries.items())
+        ],
+    }

@@ -1,0 +1,80 @@
+"""Reference page of the commands, from their parsers; shared flags are listed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from inspect import cleandoc
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from ..cli import app
+from ..common.engine_flags import ENGINE, SAMPLING, SPECULATION
+from ..common.markdown import cell, code, table
+
+# Any in this module: typer's commands and parameters, which are click's or its own by its version.
+SHARED = (ENGINE, SPECULATION, SAMPLING)
+_INTRODUCTION = """# Commands
+
+`manta COMMAND --help` shows the same. Engine settings come from the YAML file of `--config`; flags take
+precedence. Without `--config` and `--model`, `ray_config.yaml` in the working directory is read.
+"""
+
+
+def commands_page() -> str:
+    found = list(commands("manta", get_command(app)))
+    sections = [_section(path, command) for path, command in found]
+    return "\n".join([_INTRODUCTION, *sections, *_shared(found)])
+
+
+def commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a command and, for a group, its commands; hidden ones are aliases and are skipped."""
+    if command.hidden:
+        return
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(f"{path} {name}", inner)
+
+
+def server_flags() -> dict[str, list[str]]:
+    """Return the flags of each engine and server setting, as `manta serve` has them."""
+    serve: Any = dict(commands("manta", get_command(app)))["manta serve"]
+    return {each.name: [*each.opts, *each.secondary_opts] for each in serve.params}
+
+
+def _section(path: str, command: Any) -> str:
+    context: Any = typer.Context(command, info_name=path)
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    own = [each for each in command.params if _panel(each) not in SHARED]
+    shares = [panel for panel in SHARED if any(_panel(each) == panel for each in command.params)]
+    also = ", ".join(f"[{panel.lower()}](#{panel.lower()}-flags)" for panel in shares)
+    parts = [
+        f"## `{path}`",
+        cleandoc(command.help or ""),
+        f"```text\n{usage}\n```",
+        _table(own, context),
+        f"Also the flags of: {also}." if also else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _shared(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """Yield the shared groups of flags, from the command that has most of them."""
+    for panel in SHARED:
+        path, command = max(found, key=lambda each: len(_of_panel(each[1], panel)))
+        context = typer.Context(command, info_name=path)
+        yield f"## {panel} flags\n\n{_table(_of_panel(command, panel), context)}"
+
+
+def _table(parameters: Sequence[Any], context: Any) -> str:
+    records = [record for each in parameters if (record := each.get_help_record(context))]
+    return table(("flag", "meaning"), [(code(flag), cell(said)) for flag, said in records]) if records else ""
+
+
+def _of_panel(command: Any, panel: str) -> list[Any]:
+    return [each for each in command.params if _panel(each) == panel]
+
+
+def _panel(parameter: Any) -> str | None:
+    return getattr(parameter, "rich_help_panel", None)

@@ -1,0 +1,122 @@
+"""Reference page of the HTTP API: routes, fields of bodies and statuses, from the OpenAPI document.
+
+The application is the real one; its engine's executor is simulated, so no model is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...actors.engine.async_engine import AsyncEngine
+from ...actors.http.app import create_app
+from ...actors.http.batch_api.batches import BatchRequest
+from ...actors.http.config.settings import ServerSettings
+from ...actors.http.protocol.chat_request import ChatRequest
+from ...actors.http.protocol.completion_request import CompletionRequest
+from ...actors.http.protocol.protocol import GenerationRequest, Speculative
+from ...actors.http.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
+from ...actors.http.wire.openapi_errors import MEANINGS
+from ...cluster.config import EngineConfig
+from ...cluster.request.request import SamplingParams
+from ...cluster.simulation.simulated_executor import SimulatedExecutor
+from ...cluster.step.executor import ExecutorInfo
+from ..common.markdown import cell, code, described, table
+
+# Any in this module: JSON of the OpenAPI document.
+_INTRODUCTION = """# HTTP API
+
+OpenAI's routes and fields with vLLM's extensions, and Anthropic's `/v1/messages`. A running server has the
+same at `/openapi.json`. A field that is not supported is rejected by name; the setting
+[`unknown_params`](settings.md#the-server) determines how unknown fields are handled.
+"""
+_BODIES = {
+    body.__name__: body
+    for body in (
+        *(CompletionRequest, ChatRequest, Speculative),
+        *(BatchRequest, TokenizeRequest, DetokenizeRequest),
+    )
+}
+_STATUSES = """## Statuses
+
+Errors have OpenAI's shape: `{"error": {message, type, param, code}}`.
+"""
+
+
+def routes_page() -> str:
+    document = openapi()
+    schemas = document["components"]["schemas"]
+    bodies = (f"### `{name}`\n\n{_fields(name, schemas[name])}" for name in _BODIES)
+    statuses = table(("status", "meaning"), [(str(status), cell(text)) for status, text in MEANINGS.items()])
+    routes = table(("route", "body", "what it does"), list(_routes(document)))
+    parts = (_INTRODUCTION, "## Routes\n", routes, "## Fields of bodies\n", *bodies, _STATUSES, statuses)
+    return "\n".join(parts)
+
+
+def openapi() -> Mapping[str, Any]:
+    """Return the OpenAPI document of a server."""
+    return asyncio.run(_document())
+
+
+async def _document() -> Mapping[str, Any]:
+    info = ExecutorInfo((64,), 16, 512, 256, (), 0, "float32", "cpu")
+    engine = AsyncEngine(
+        EngineConfig(model="any", skip_tokenizer_init=True), lambda config: SimulatedExecutor(info)
+    )
+    await engine.start()
+    try:
+        return create_app(engine, ServerSettings(generation_config="openai")).openapi()
+    finally:
+        engine.close()
+
+
+def _routes(document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).values()
+            body = next((each["schema"].get("$ref", "") for each in content), "").rpartition("/")[2]
+            link = f"[`{body}`](#{body.lower()})" if body in _BODIES else code(body)
+            yield code(f"{method.upper()} {path}"), link, cell(operation.get("description", ""))
+
+
+def _fields(name: str, schema: Mapping[str, Any]) -> str:
+    """Return a table of fields in the schema's order; sampling parameters have their class's descriptions."""
+    said = _meanings(name)
+    required = schema.get("required", ())
+    rows = (
+        (
+            code(field),
+            cell(_kind(facts)),
+            "required" if field in required else _default(facts),
+            cell(facts.get("description") or said.get(field, "")),
+        )
+        for field, facts in schema["properties"].items()
+    )
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def _meanings(name: str) -> dict[str, str]:
+    body = _BODIES[name]
+    kinds = [*([SamplingParams] if issubclass(body, GenerationRequest) else []), *reversed(body.__mro__)]
+    said = (described(kind.__doc__, "Attributes:") for kind in kinds)
+    return {field: text for each in said for field, text in each.items()}
+
+
+def _default(facts: Mapping[str, Any]) -> str:
+    return code(str(facts["default"]).lower()) if facts.get("default") not in (None, {}) else ""
+
+
+def _kind(facts: Mapping[str, Any]) -> str:
+    """Return a JSON schema's type as text, without null."""
+    if "anyOf" in facts:
+        kinds = dict.fromkeys(_kind(each) for each in facts["anyOf"] if each.get("type") != "null")
+        return " or ".join(kinds)
+    if "$ref" in facts:
+        return code(facts["$ref"].rpartition("/")[2].rpartition("__")[2])  # without its module
+    if "enum" in facts or "const" in facts:
+        return ", ".join(code(str(value)) for value in facts.get("enum", [facts.get("const")]))
+    if facts.get("type") == "array":
+        return f"list of {_kind(facts.get('items', {}))}"
+    kind = str(facts.get("type", "any"))
+    return {"string": "text", "boolean": "true or false"}.get(kind, kind)

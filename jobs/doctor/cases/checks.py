@@ -1,0 +1,129 @@
+"""Checks of the doctor and their results, one table line each.
+
+A check is a function that returns an `Outcome` or raises `NotHereError`. Any other exception is reported as a
+failure of that check; it never ends the run. The modules beside this one make checks,
+`jobs/doctor/doctor_run.py` runs them.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Status = Literal["fact", "ok", "failed", "skipped"]
+
+
+class NotHereError(Exception):
+    """The check does not apply to this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a check.
+
+    Attributes:
+        measured, bound: text with units.
+        passed: whether the measured value is within the bound; None if there is no bound.
+    """
+
+    measured: str
+    bound: str = ""
+    passed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check to run.
+
+    Attributes:
+        group, name: its line in the table.
+        look: runs the check.
+        remedy: what to do if it fails.
+    """
+
+    group: str
+    name: str
+    look: Callable[[], Outcome]
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line of the report.
+
+    Attributes:
+        measured: the result; the reason if the check was skipped; the exception if it raised one.
+        remedy: set only for failures.
+        trace: traceback of an exception.
+    """
+
+    group: str
+    name: str
+    status: Status
+    measured: str
+    bound: str = ""
+    remedy: str = ""
+    seconds: float = 0.0
+    trace: str | None = None
+
+
+def examine(check: Check) -> Finding:
+    begin_s = time.perf_counter()
+    trace, remedy = None, ""
+    try:
+        outcome = check.look()
+        status = _status(outcome)
+    except NotHereError as skip:
+        outcome, status = Outcome(str(skip)), "skipped"
+    except Exception as error:  # a broken machine may raise anything
+        words = " ".join(str(error).split())
+        outcome, status = Outcome(f"{type(error).__name__}: {words}"), "failed"
+        trace = traceback.format_exc()
+    if status == "failed":
+        remedy = check.remedy
+    seconds = round(time.perf_counter() - begin_s, 3)
+    return Finding(check.group, check.name, status, outcome.measured, outcome.bound, remedy, seconds, trace)
+
+
+def raising(group: str, name: str, error: Exception) -> Check:
+    def look() -> Outcome:
+        raise error
+
+    return Check(group, name, look, "report the line with its trace (-o FILE)")
+
+
+def _status(outcome: Outcome) -> Status:
+    if outcome.passed is None:
+        return "fact"
+    return "ok" if outcome.passed else "failed"
+
+
+def off_by(found: Tensor, exact: Tensor) -> float:
+    """Return the largest error in units of the last place of `found`'s dtype.
+
+    The unit is taken at the magnitude of the exact value or at the root mean square, whichever is larger.
+
+    Args:
+        exact: fp64.
+    """
+    assert found.shape == exact.shape and exact.dtype is torch.float64, "equal shapes, exact in fp64"
+    if not bool(torch.isfinite(found).all()):
+        return float("inf")
+    size = torch.maximum(exact.abs(), exact.square().mean().sqrt())
+    return float(((found.double() - exact).abs() / size).max()) / torch.finfo(found.dtype).eps
+
+
+def within(units: float, bound: float) -> Outcome:
+    """Return the outcome of an error in units of the last place."""
+    return Outcome(f"{units:.3g} ulp", f"{bound:g} ulp", units <= bound)
+
+
+def none_differ(differing: int, among: int, what: str) -> Outcome:
+    """Return the outcome of a comparison that must be exact."""
+    return Outcome(f"{differing} of {among} {what} differ", "0", differing == 0)

@@ -1,0 +1,96 @@
+"""Measures sustained rates: a copy, a large product, and products of a block's rows (weights read).
+
+A known GPU (`cluster/hardware/roofline.py`) must come close to its known copy and product rates; other
+figures are only reported. Called by `doctor_run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+
+from ...cluster.hardware.roofline import Device
+from ..bench.common.device_rates import known_device, measure_device, weight_bytes_per_s
+from .cases.checks import Check, Outcome
+from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
+from .cases.subject import Candidate, KernelInputs, Place, candidates
+
+_SHARE = 0.85  # minimum share of a known GPU's rates
+_ROWS = 16  # rows of a block
+_WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # larger than the caches
+_REMEDY = "check other processes on the GPU, its clocks and throttling with nvidia-smi"
+
+
+def rate_checks(place: Place) -> Iterator[Check]:
+    """Yield the rates in the dtype of the first backend that runs here."""
+    candidate = next(c for c in candidates(place) if c.why_not(place, c.dtypes[0]) is None)
+    dtype = candidate.dtypes[0]
+
+    @cache
+    def measured() -> Device:
+        return measure_device("this", place.device, dtype)
+
+    kind, known = str(dtype).removeprefix("torch."), known_device(place.device, dtype)
+    yield Check("rates", "copy, read and written", lambda: _bytes(measured().bytes_per_s, known), _REMEDY)
+    yield Check("rates", f"large product, {kind}", lambda: _flops(measured().flops, known), _REMEDY)
+    look = partial(_weights, place, candidate, dtype, measured)
+    yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
+    if candidate.setting != "triton":
+        return  # other backends have no expert kernels of ours
+    for experts in expert_kinds(place):
+        look = partial(_experts, place, candidate, dtype, experts, measured)
+        yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
+
+
+def _bytes(bytes_per_s: float, known: Device | None) -> Outcome:
+    words = f"{bytes_per_s / 1e9:.0f} GB/s"
+    if known is None:
+        return Outcome(words)
+    least = _SHARE * known.bytes_per_s
+    return Outcome(words, f"{least / 1e9:.0f} GB/s", bytes_per_s >= least)
+
+
+def _flops(flops: float, known: Device | None) -> Outcome:
+    words = f"{flops / 1e12:.3g} TFLOP/s"
+    if known is None:
+        return Outcome(words)
+    least = _SHARE * known.flops
+    return Outcome(words, f"{least / 1e12:.0f} TFLOP/s", flops >= least)
+
+
+def _weights(
+    place: Place, candidate: Candidate, dtype: torch.dtype, measured: Callable[[], Device]
+) -> Outcome:
+    """Measure gate and up projections, in enough copies to exceed the caches."""
+    inputs = KernelInputs(place, candidate, dtype)
+    shape = (2 * inputs.inner, inputs.hidden)
+    bytes_each = shape[0] * shape[1] * dtype.itemsize
+    copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+    with torch.inference_mode():
+        products = [inputs.backend.linear(inputs.weight(*shape)) for _ in range(copies)]
+        x_NH = inputs.randn(_ROWS, inputs.hidden)
+        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
+
+
+def _experts(
+    place: Place,
+    candidate: Candidate,
+    dtype: torch.dtype,
+    kind: ExpertKind,
+    measured: Callable[[], Device],
+) -> Outcome:
+    """Measure the experts that a block's rows choose, with uniform routing."""
+    inputs = KernelInputs(place, candidate, dtype)
+    with torch.inference_mode():
+        x_NH, ids_Nk, weights_Nk = random_rows(inputs, kind, _ROWS)
+        weights = random_experts(inputs, kind)
+        chosen = len(ids_Nk.unique()) / kind.experts
+        bytes_each = round(chosen * sum(bytes_of(weight) for weight in (weights.gate_up, weights.down)))
+        copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+        layers = [inputs.backend.experts(random_experts(inputs, kind)) for _ in range(copies)]
+        products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
+        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

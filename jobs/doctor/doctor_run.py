@@ -1,0 +1,166 @@
+"""`manta doctor`: runs all checks and prints one table.
+
+    machine       hardware and software                                  machine.py
+    Manta uses    backend for the pair, and why not the others           machine.py
+    a backend     its operators and passes against fp64                  doctor/cases/operators.py, passes.py
+    own products  our kernels alone, with fused operations               doctor/cases/products.py
+    own experts   our kernels for routed experts, plain and packed       doctor/cases/experts.py
+    own latents   attention over latents, absorbed and expanded          doctor/cases/latents.py
+    own delta rule                                                       doctor/cases/delta_rule.py
+    steps         a step's kernels; captured steps                       doctor/cases/steps.py, capture.py
+    drafts        margins, trimming, DFlash2's kernels, odd head sizes   doctor/cases/drafts.py
+    pair          answers, token by token                                pair.py
+    rates         bandwidth and FLOP rate                                rates.py
+
+Runs in this process, without Ray or HTTP. Called by `jobs/cli.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...actors.system.atomic_files import write_json
+from ...actors.system.host_resources import owned_cores
+from ...actors.targets.loading.backend_selection import why_not
+from ...actors.targets.loading.load_plan import LoadPlan, plan_load
+from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...drafter.compute.backend import Machine
+from ..bench.common.provenance import options_json, provenance
+from ..common.progress import Wait, counting, say
+from ..common.tables import print_table
+from .cases.checks import Check, Finding, NotHereError, Outcome, examine, raising
+from .cases.operators import operator_checks
+from .cases.subject import Place
+from .device_rates import rate_checks
+from .machine import choice_checks, machine_checks
+from .options import SHIPPED_PAIR, DoctorOptions
+from .pair_check import NO_GPU, pair_checks
+
+_ROOT = Path(__file__).resolve().parents[2]  # root of a checkout
+Report = dict[str, Any]  # Any: JSON
+
+
+def run_doctor(options: DoctorOptions) -> Report:
+    """Run all checks, with progress on standard error; write the report if requested, and return it."""
+    torch.set_num_threads(owned_cores())
+    with counting("looking at the machine", say) as wait:
+        findings = [_examine(check, wait) for check in _checks(options)]
+    report: Report = {
+        "provenance": provenance(),
+        "options": options_json(options),
+        "findings": [asdict(finding) for finding in findings],
+        "failed": sum(finding.status == "failed" for finding in findings),
+    }
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.output, report)
+    return report
+
+
+def print_report(report: Report) -> None:
+    """Print the table, and below it what to do about failures."""
+    findings = report["findings"]
+    rows = [
+        [
+            f"{f['group']}: {f['name']}",
+            "" if f["status"] == "fact" else f["status"],
+            f["measured"],
+            f["bound"],
+        ]
+        for f in findings
+    ]
+    print_table("manta doctor", ["", "status", "measured", "bound"], rows, num_left=4)
+    for finding in findings:
+        if finding["status"] == "failed":
+            print(f"{finding['group']}: {finding['name']} failed. What to do: {finding['remedy']}.")
+    seconds = sum(finding["seconds"] for finding in findings)
+    print(f"{report['failed'] or 'Nothing'} failed of {len(findings)} lines, in {seconds:.0f} s.")
+
+
+def _examine(check: Check, wait: Wait) -> Finding:
+    wait.turn_to(f"{check.group}: {check.name}")
+    return examine(check)
+
+
+def _checks(options: DoctorOptions) -> Iterator[Check]:
+    """Yield the checks in the order of the table; a part that cannot list its checks is itself a failure."""
+    place, quick = Place.here(), options.quick
+    found: list[LoadPlan] = []
+    parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+        ("machine", machine_checks),
+        ("pair", lambda: _plan_check(options, found)),
+        ("Manta uses", lambda: _of_plan(found, choice_checks)),
+        ("backends", lambda: operator_checks(place, quick=quick)),
+        ("kernels", lambda: kernel_checks(place, quick=quick)),
+        ("captured steps", lambda: _captured_checks(found)),
+        ("pair", lambda: _of_plan(found, partial(pair_checks, quick=quick))),
+        ("rates", lambda: rate_checks(place)),
+    ]
+    for name, checks in parts:
+        try:
+            yield from checks()
+        except Exception as error:
+            yield raising(name, "listing the checks", error)
+
+
+def _of_plan(found: list[LoadPlan], checks: Callable[[LoadPlan], Iterator[Check]]) -> Iterator[Check]:
+    """Yield the checks of the plan; none without a pair."""
+    for plan in found:
+        yield from checks(plan)
+
+
+def _plan_check(options: DoctorOptions, found: list[LoadPlan]) -> Iterator[Check]:
+    look = partial(_plan, options, found)
+    yield Check("pair", "checkpoints", look, "give --model and --spec-model that fit each other")
+
+
+def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
+    pair = (options.model, options.spec_model)
+    if pair == SHIPPED_PAIR and not any(all((at / name).is_dir() for name in pair) for at in (Path(), _ROOT)):
+        raise NotHereError("the shipped pair is not here; give --model and --spec-model")
+    spec = SpeculativeConfig(model=options.spec_model)
+    config = EngineConfig(model=options.model, speculative_config=spec, skip_tokenizer_init=True)
+    found.append(plan_load(config))
+    return Outcome(", ".join(pair))
+
+
+def kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    """Yield checks of kernels that the backends' operators do not cover, where Triton runs."""
+    machine = Machine(place.device, torch.float32, 16, num_ranks=1)
+    reason = why_not("triton", [place.shape.target.of_backend()], machine)
+    if reason is not None:
+        for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):
+            yield raising(group, "kernels", NotHereError(f"triton {reason}"))
+        return
+    from .cases.delta_rule import delta_checks
+    from .cases.drafts import draft_checks
+    from .cases.experts import expert_checks
+    from .cases.latents import latent_checks
+    from .cases.products import product_checks
+    from .cases.steps import step_checks
+
+    yield from product_checks(place, quick=quick)
+    yield from expert_checks(place, quick=quick)
+    yield from latent_checks(place, quick=quick)
+    yield from delta_checks(place, quick=quick)
+    yield from step_checks(place, quick=quick)
+    yield from draft_checks(place)
+
+
+def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
+    """Yield checks of captured steps where graphs are captured."""
+    if not torch.cuda.is_available():
+        yield raising("steps", "captured = launched", NotHereError(NO_GPU))
+    elif found and found[0].attention_backend == "triton":
+        from .cuda_graph_check import capture_checks
+
+        yield from capture_checks(found[0])
+    else:
+        reason = "no pair, or its backend is not Triton"
+        yield raising("steps", "captured = launched", NotHereError(reason))

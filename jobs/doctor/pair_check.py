@@ -1,0 +1,177 @@
+"""Compares a pair's answers token by token: speculation on with off, and Triton's kernels with PyTorch's.
+
+Runs the engine in this process on token ids, without tokenizer and Ray. All tokens must be equal where a
+row's bits do not depend on the other rows of its batch: in fp32, and in a CPU's own dtype. In 16 bits on a
+GPU, two tokens may be exchanged where their logits are nearly equal: a difference passes if PyTorch's
+operators in fp32 give both tokens nearly the same logit there. Called by `doctor_run.py`.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...actors.engine.uniproc_executor import InProcessExecutor
+from ...actors.targets.loading.load_plan import LoadPlan
+from ...actors.targets.loading.rank_loader import load_runner
+from ...actors.targets.runners.cpu_runner import StepRunner
+from ...cluster.config import EngineConfig
+from ...cluster.engine.engine_core import Engine
+from ...cluster.pages.page_pool import pages_for
+from ...cluster.request.request import Request, SamplingParams
+from ...cluster.step.dummy_steps import made_up_plan
+from .cases.checks import Check, NotHereError, Outcome, none_differ
+
+Answers = list[tuple[int, ...]]
+MAX_LENGTH, _SEQUENCES = 256, 8  # tokens of a sequence; concurrent sequences
+NO_GPU = "no GPU"
+REMEDY = (
+    "compare with `manta generate --no-speculation --attention-backend torch`, serve with flags that give "
+    "the same output, and report the line (-o FILE)"
+)
+_NEAR_TIE = 0.25  # of a logit; bf16 changes those of the shipped pair by 0.15 at most, 0.02 on average
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0, ignore_eos=True),
+    SamplingParams(temperature=1.0, ignore_eos=True),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    prompts: Sequence[tuple[int, ...]]
+    params: Sequence[SamplingParams]
+
+    @classmethod
+    def of(cls, vocab_size: int, count: int, max_tokens: int, *, greedy: bool = False) -> _Requests:
+        """Make prompts of 5 to 83 token ids; end-of-sequence tokens are ignored."""
+        prompts = [
+            tuple((7 * i + j * j) % (vocab_size - 16) + 1 for j in range(5 + 13 * (i % 7)))
+            for i in range(count)
+        ]
+        kinds = _SAMPLINGS[:1] if greedy else _SAMPLINGS
+        params = [replace(kinds[i % len(kinds)], seed=i, max_tokens=max_tokens) for i in range(count)]
+        return cls(prompts, params)
+
+
+def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
+    """Return settings for the plan's pair with few pages and all drafts in every step."""
+    num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.page_size) * len(plan.pages.groups)
+    spec = plan.config.speculative_config
+    small = replace(
+        plan.config,
+        speculative_config=None if spec is None else replace(spec, adaptive=False),
+        max_num_seqs=_SEQUENCES,
+        max_model_len=min(MAX_LENGTH, plan.max_model_len),
+        num_pages=num_pages,
+        num_threads=1,  # PyTorch's threads wait for each other if another process uses a core
+    )
+    return replace(small, **changes)  # type: ignore[arg-type]
+
+
+def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
+    on_gpu = plan.device.type == "cuda"
+    count, max_tokens = (4, 24) if quick or not on_gpu else (24, 100)
+    for dtype in sorted({"float32", str(plan.dtype).removeprefix("torch.")}, reverse=True):
+        look = partial(_speculation, plan, dtype, count, max_tokens)
+        yield Check("pair", f"speculation on = off, {dtype}", look, REMEDY)
+    yield Check("pair", "triton = torch, float32", partial(_backends, plan, count, max_tokens), REMEDY)
+
+
+def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> Outcome:
+    nearly = plan.device.type == "cuda" and dtype != "float32"
+    asked = _Requests.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
+    config = settings_of(plan, dtype=dtype)
+    drafted, num_drafted = _answers(config, asked)
+    plain, _ = _answers(replace(config, speculative_config=None), asked)
+    if not num_drafted:
+        return Outcome("nothing was drafted", "drafts", passed=False)
+    if nearly:
+        return _near_ties(plan, asked, drafted, plain)
+    return _equal(drafted, plain)
+
+
+def _backends(plan: LoadPlan, count: int, max_tokens: int) -> Outcome:
+    """Compare backends by plain decoding, since speculation would hide differences in the drafter."""
+    if plan.device.type != "cuda":
+        raise NotHereError(NO_GPU)
+    asked = _Requests.of(plan.target.vocab_size, count, max_tokens)
+    config = settings_of(plan, dtype="float32", speculative_config=None)
+    answers = [_answers(replace(config, attention_backend=name), asked)[0] for name in ("triton", "torch")]
+    return _equal(*answers)
+
+
+def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
+    engine = Engine(config, InProcessExecutor(config))
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        for i, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True)):
+            found[str(i)] = ()
+            engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+        while engine.has_unfinished:
+            for update in engine.step():
+                found[update.request_id] += update.token_ids
+        return list(found.values()), engine.stats().num_draft_tokens
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()  # no-op without a GPU
+
+
+def _equal(mine: Answers, theirs: Answers) -> Outcome:
+    differing = sum(a != b for a, b in zip(mine, theirs, strict=True))
+    return none_differ(differing, len(mine), "answers")
+
+
+def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers) -> Outcome:
+    """Check the first difference of each greedy answer: the fp32 logits of both tokens must be close."""
+    logits = _ExactLogits(plan)
+    gaps: list[float] = []
+    for prompt, a, b in zip(asked.prompts, mine, theirs, strict=True):
+        if a != b:
+            at = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
+            gaps.append(logits.gap((*prompt, *a[:at]), a[at], b[at]))
+    words = f"{len(gaps)} of {len(mine)} answers differ"
+    if gaps:
+        words += f", where two logits are within {max(gaps):.3f}"
+    return Outcome(words, f"near-ties, {_NEAR_TIE}", max(gaps, default=0.0) <= _NEAR_TIE)
+
+
+class _ExactLogits:
+    """Computes the target's logits with PyTorch's operators in fp32."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        exact = settings_of(plan, dtype="float32", attention_backend="torch", speculative_config=None)
+        runner, self._info = load_runner(exact)
+        assert isinstance(runner, StepRunner), "the torch backend uses the host runner"
+        self._runner = runner
+
+    def gap(self, tokens: tuple[int, ...], one: int, other: int) -> float:
+        """Return the difference of two tokens' logits after `tokens`."""
+        logits_V = self._logits_after(np.array(tokens, dtype=np.int32))
+        return float((logits_V[one] - logits_V[other]).abs())
+
+    @torch.inference_mode()
+    def _logits_after(self, tokens: np.ndarray) -> Tensor:
+        runner, count = self._runner, len(tokens)
+        plan = made_up_plan(
+            [0],
+            [count],
+            [0],
+            prompts=[tokens],
+            num_pages=[pages_for(count, self._info.page_size)],
+            groups=self._info.page_groups,
+        )
+        runner.states.apply(plan)
+        rows = runner.states.lay_out_rows(plan)
+        hidden_NH, _ = runner.model.forward(rows.token_ids_N, rows, runner.cache)
+        return runner.model.logits(hidden_NH[-1:])[0].float()

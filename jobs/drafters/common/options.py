@@ -1,0 +1,193 @@
+"""Options of `manta drafter` commands; their flags are made from them. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ....cluster.errors import ConfigError
+from ....cluster.flag import Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptOptions:
+    """Options of `manta drafter adapt`.
+
+    Attributes:
+        drafter: folder or hub id of a drafter.
+        target: folder or hub id of the target.
+        data: folder of --capture, or JSONL with `prompt` or `messages` in each line.
+        output: new folder for the adapted drafter; written only if the drafter is better.
+        minutes: time for generating answers and training, without the measurements.
+        replay: general text against forgetting, in the format of --data.
+        min_gain: required relative gain of tokens per step on the new text.
+        num_threads: threads of torch on a CPU.
+    """
+
+    drafter: Annotated[str, Flag(positional=True)]
+    target: Annotated[str, Flag("-m")]
+    data: Path
+    output: Annotated[Path, Flag("-o")]
+    minutes: float = 20.0
+    replay: Path = Path("models/prompts.jsonl")
+    min_gain: float = 0.05
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.minutes <= 0:
+            raise ConfigError(f"minutes={self.minutes} must be more than 0.", param="minutes")
+        if self.output.exists():
+            raise ConfigError(
+                f"output={str(self.output)!r} exists already: give a new folder.", param="output"
+            )
+
+    @property
+    def work(self) -> Path:
+        """Return the folder for intermediate files; it is private, since it contains users' text."""
+        return self.output.with_name(f"{self.output.name}.work")
+
+    @property
+    def candidate(self) -> Path:
+        """Return the folder of the trained drafter, before the gate."""
+        return self.work / "training" / "drafter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Options of `manta drafter train`.
+
+    Attributes:
+        target: folder or hub id of the target.
+        folder: folder of the run; the drafter is written to drafter/ in it. The same folder resumes.
+        data: JSON lines or Parquet with messages, prompt or text, or captured traffic; may be repeated; by
+            default prompts from the source of Python's standard library.
+        head: part or kind of drafter that is trained.
+        initial: drafter to start from; by default layers of the target.
+        steps: steps of the run; by default 6 epochs.
+        hours: time for training, in place of steps.
+        layers: layers of a new drafter, by default 3; with --from, a larger number adds layers that start as
+            identity.
+        block_size: block size of a new drafter; by default 16.
+        mask_token_id: mask token of a new drafter; by default one that does not occur in text.
+        max_tokens: maximum tokens of an answer that the target generates.
+        workers: number of GPUs (or cores) of a Ray cluster to train on; by default this process.
+        num_threads: threads of torch on a CPU.
+    """
+
+    target: Annotated[str, Flag("-m")]
+    folder: Annotated[Path, Flag("-o --output")]
+    data: tuple[str, ...] = ()
+    head: Literal["dflash", "selector", "dflash2", "eagle3"] = "dflash"
+    initial: Annotated[str | None, Flag("--from")] = None
+    steps: int | None = None
+    hours: float | None = None
+    layers: int | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    max_tokens: int = 192
+    workers: int | None = None
+    num_threads: int | None = None
+
+
+def parse_integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Options of `manta drafter eval`.
+
+    Attributes:
+        drafter: folder or hub id of a drafter.
+        target: folder or hub id of the target.
+        suite: quick (the shipped prompts), speed-bench, or a JSONL file.
+        concurrency: concurrent requests, comma-separated; the speed is measured at each.
+        temperatures: sampling temperatures, comma-separated; 0 is greedy.
+        num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.
+        rounds: rounds over all prompts in which the speed is measured.
+        max_tokens: maximum tokens of an answer.
+        output: folder for card.json, card.md and card.svg.
+    """
+
+    drafter: Annotated[str, Flag(positional=True)]
+    target: Annotated[str, Flag("-m")]
+    suite: str = "quick"
+    concurrency: Annotated[tuple[int, ...], Flag(metavar="N,...", parser=parse_integers)] = (1, 8)
+    temperatures: Annotated[
+        tuple[float, ...], Flag("--temperature -t", metavar="T,...", parser=parse_numbers)
+    ] = (0.0, 1.0)
+    num_prompts: Annotated[int | None, Flag(least=1)] = None
+    rounds: int = 3
+    max_tokens: int = 128
+    output: Annotated[Path | None, Flag("-o")] = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        if min(self.concurrency) < 1:
+            raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
+        if min(self.temperatures) < 0:
+            raise ConfigError(f"temperature={self.temperatures} must be at least 0.", param="temperature")
+
+
+def parse_share(text: str) -> float:
+    """Return 0.1 for "10%" or "0.1"; raises ConfigError for other text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    if found is None:
+        raise ConfigError(f"--canary={text!r} must be a share, such as 10% or 0.1.", param="canary")
+    return float(found[1]) / (100.0 if found[2] else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationOptions:
+    """A running application.
+
+    Attributes:
+        app: name of the application in Ray Serve.
+        deployment: name of the deployment of the model's replicas.
+    """
+
+    app: str = "manta"
+    deployment: str = "manta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployOptions(ApplicationOptions):
+    """Options of `manta drafter deploy`.
+
+    Attributes:
+        candidate: folder or hub id of the drafter to try.
+        canary: share of requests, chosen at random, that the candidate drafts for, as 10%; at most 50%.
+        shadow: the candidate drafts for no client's request; finished answers are decoded again instead.
+        auto_promote: a better candidate replaces the drafter automatically.
+        alpha: probability of promoting a candidate that is not better.
+        min_requests: requests of the candidate before any verdict.
+        max_hours: hours after which a candidate without a verdict is removed.
+        wait: report the progress until the verdict.
+    """
+
+    candidate: Annotated[str, Flag(positional=True)]
+    canary: Annotated[float, Flag(metavar="SHARE", parser=parse_share)] = 0.1
+    shadow: bool = False
+    auto_promote: bool = False
+    alpha: float = 0.01
+    min_requests: int = 50
+    max_hours: float = 24.0
+    wait: bool = False
+
+    def rules(self) -> dict[str, float | bool]:
+        return {
+            "fraction": self.canary,
+            "shadow": self.shadow,
+            "auto_promote": self.auto_promote,
+            "alpha": self.alpha,
+            "min_requests": self.min_requests,
+            "max_duration_s": 3600.0 * self.max_hours,
+        }

@@ -1,0 +1,148 @@
+"""Summary of one drafter, or of two side by side, as a table or JSON.
+
+Called by `manta drafter inspect` and `compare`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...drafter.card import least_card_length
+from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
+from ...drafter.dflash.config import DrafterConfig
+from ...drafter.eagle3.config import DEFAULT_DRAFTS
+from ..common.tables import NO_FIGURE, print_table
+from .common.drafter_files import AnyConfig, DrafterFiles
+
+_LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSummary:
+    """Properties of a drafter; the fields are the rows of the table, in this order.
+
+    Attributes:
+        layers: attention type of each layer.
+        target_layer_ids: tapped target layers, 0-based in every format; empty if an EAGLE-3 drafter uses its
+            target's defaults.
+        block_size, mask_token_id: None for EAGLE-3, which drafts a chain.
+        borrowed: weights shared with the target.
+        kv_bytes_per_token: K/V bytes per context token with 16 bits per element.
+        num_speculative_tokens: maximum number of drafts per step (EAGLE-3: the default); the engine adapts
+            it.
+        mean_acceptance_length: lowest value in the card's table; None without one.
+    """
+
+    name: str
+    revision: str
+    format: str
+    architecture: str
+    verifier: str
+    layers: tuple[str, ...]
+    hidden_size: int
+    intermediate_size: int
+    heads: str
+    dflash2: str
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    target_hidden_size: int
+    block_size: int | None
+    mask_token_id: int | None
+    vocab_size: int
+    draft_vocab_size: int
+    borrowed: tuple[str, ...]
+    rope: str
+    dtypes: tuple[str, ...]
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    num_speculative_tokens: int
+    mean_acceptance_length: float | None
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON values
+        return dataclasses.asdict(self)
+
+    def cells(self) -> dict[str, str]:
+        return {key.replace("_", " "): _shown(key, value) for key, value in self.as_json().items()}
+
+
+def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
+    config, tensors = files.config, files.tensors
+    blocks = config if isinstance(config, DrafterConfig) else None
+    return DrafterSummary(
+        name=files.name,
+        revision=files.revision,
+        format=config.layout,
+        architecture=", ".join(files.raw.get("architectures") or ()),
+        verifier=str(files.verifier.get("name_or_path") or ""),
+        layers=tuple(_layer(layer.causal, layer.window) for layer in config.layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} of K/V",
+        dflash2="" if blocks is None else _second(blocks),
+        target_layer_ids=config.target_layer_ids,
+        num_target_layers=None if blocks is None else blocks.num_target_layers,
+        target_hidden_size=config.target_hidden_size or config.hidden_size,
+        block_size=None if blocks is None else blocks.block_size,
+        mask_token_id=None if blocks is None else blocks.mask_token_id,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.draft_vocab_size,
+        borrowed=tuple(what for what, name in _LENT.items() if not _has(tensors, name)),
+        rope=f"{config.rope.kind}, theta {config.rope.theta:g}",
+        dtypes=tuple(sorted(set(tensors.dtypes.values()))),
+        num_parameters=sum(map(prod, tensors.shapes.values())),
+        weight_bytes=sum(_num_bytes(tensors, name) for name in tensors.shapes),
+        kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
+        num_speculative_tokens=DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
+        mean_acceptance_length=least_card_length(files.folder),
+    )
+
+
+def print_summaries(summaries: Sequence[DrafterSummary]) -> None:
+    """Print a column per drafter, with a mark at each row in which they differ."""
+    columns = [summary.cells() for summary in summaries]
+    rows: list[list[str]] = []
+    for what in columns[0]:
+        cells = [column[what] for column in columns]
+        mark = "* " if len(set(cells)) > 1 else ""
+        rows.append([mark + what, *cells])
+    print_table("Drafter", ["", *[""] * len(summaries)], rows, num_left=1 + len(summaries))
+
+
+def _shown(key: str, value: object) -> str:
+    if value is None or value == "" or value == ():
+        return NO_FIGURE
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and ("bytes" in key or key == "num_parameters"):
+        return f"{value:,}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _layer(causal: bool, window: int | None) -> str:
+    seen = "full" if window is None else f"sliding {window}"
+    return f"{seen}{' causal' if causal else ''}"
+
+
+def _second(config: DrafterConfig) -> str:
+    parts: list[str] = []
+    if (conv := config.convolutions) is not None:
+        parts.append(f"convolutions of {conv.num_taps} over groups of {conv.group_size}")
+    if (selector := config.selector) is not None:
+        parts.append(f"selector of rank {selector.rank} among {selector.top_k}")
+    return ", ".join(parts)
+
+
+def _has(tensors: TensorHeaders, name: str) -> bool:
+    return any(each in tensors.shapes for each in (name, f"model.{name}"))
+
+
+def _num_bytes(tensors: TensorHeaders, name: str) -> int:
+    """Return the bytes of a tensor from the bits in its dtype's name; BOOL, without bits, has 8."""
+    bits = re.search(r"\d+", tensors.dtypes[name])
+    return prod(tensors.shapes[name]) * (8 if bits is None else int(bits[0])) // 8

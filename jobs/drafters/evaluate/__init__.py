@@ -1,0 +1,1 @@
+"""`manta drafter eval`. Start with `evaluate_drafter.py`."""

@@ -1,0 +1,226 @@
+"""`manta drafter eval`: measures a drafter's acceptance and its speed-up, in this process and without Ray.
+
+*Acceptance* is a property of the drafter: every step drafts whole blocks, and answers stop at an
+end-of-sequence token. *Speed* is what users get: the engine as it serves, with adaptive draft lengths,
+alternating with plain decoding on the same prompts (`bench/sweep/`). `evaluation_card.py` writes the results;
+`confidence_intervals.py` computes the confidence intervals.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from ....actors.engine.uniproc_executor import make_executor
+from ....actors.system.atomic_files import rounded
+from ....actors.tokenization.prompts import load_tokenizer
+from ....cluster.config import EngineConfig
+from ....cluster.errors import ConfigError
+from ...bench.common.engine_passes import Figures, say
+from ...bench.common.idle_check import Watch
+from ...bench.common.interleaving import prompts_per_turn, rotated, split_evenly
+from ...bench.common.provenance import options_json, provenance
+from ...bench.load.request_source import RequestSource, encode_rows
+from ...bench.sweep.engine_driver import Driver
+from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
+from ...bench.sweep.load_records import Answer, LoadPass, Sums
+from ..common.drafter_files import method_of
+from ..common.options import EvalOptions
+from .confidence_intervals import Estimate, ratio_of_sums
+from .eval_suites import Suite, open_suite
+
+OVERALL = "overall"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance of one category at one temperature.
+
+    Attributes:
+        num_prompts, num_blocks: number of prompts, and of verified blocks in their answers.
+        tokens_per_step: mean acceptance length: tokens of a verified block, including the bonus token.
+        by_position: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
+    """
+
+    num_prompts: int
+    num_blocks: int
+    tokens_per_step: Estimate
+    by_position: tuple[Estimate, ...]
+
+    def as_json(self) -> Figures:
+        return {
+            "prompts": self.num_prompts,
+            "blocks": self.num_blocks,
+            "tokens_per_step": self.tokens_per_step.as_json(),
+            "by_position": [share.as_json() for share in self.by_position],
+        }
+
+
+def engine_of(drafter: str, target: str) -> EngineConfig:
+    """Return an engine configuration for the pair with default settings."""
+    return EngineConfig.from_dict(
+        {"model": target, "speculative_config": {"model": drafter, "method": method_of(drafter)}}
+    )
+
+
+def run_eval(options: EvalOptions) -> Figures:
+    """Measure acceptance and speed at each temperature; return the figures with their provenance."""
+    suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
+    config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
+    kinds, count = suite_asks(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
+    drafts, acceptance = measure_suite(config, kinds, count)
+    with open_sides(config, {}, methods_only=True) as sides:
+        if PLAIN in sides.refused:
+            raise ConfigError(sides.refused[PLAIN], param="model")
+        speed = [
+            {
+                "temperature": t,
+                "requests": requests,
+                **_speed(sides.drivers, source, count, requests, options),
+            }
+            for t, source in kinds.items()
+            for requests in options.concurrency
+        ]
+    return {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
+        "suite": {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts},
+        "acceptance": acceptance,
+        "points": speed,
+    }
+
+
+def suite_asks(
+    config: EngineConfig, suite: Suite, temperatures: Sequence[float], max_tokens: int
+) -> dict[float, RequestSource]:
+    rows = encode_rows(suite.rows, load_tokenizer(config))
+    return {t: RequestSource(rows, max_tokens, t, natural=True) for t in temperatures}
+
+
+def measure_suite(
+    config: EngineConfig, kinds: Mapping[float, RequestSource], count: int
+) -> tuple[int, list[Figures]]:
+    """Return the number of drafts of a whole block, and acceptance by temperature as JSON for a card."""
+    with open_whole(config) as whole:
+        acceptance = [
+            {
+                "temperature": t,
+                "categories": _as_json(measure_acceptance(whole, source, count, config.max_num_seqs)),
+            }
+            for t, source in kinds.items()
+        ]
+        return whole.info.num_speculative_tokens, acceptance
+
+
+@contextmanager
+def open_whole(config: EngineConfig) -> Iterator[Driver]:
+    """Open an engine that drafts whole blocks in every step."""
+    spec = config.speculative_config
+    assert spec is not None, "engine_of sets a speculative config"
+    whole = replace(config, speculative_config=replace(spec, adaptive=False))
+    say("opening the drafter, whole blocks")
+    driver = Driver(whole, make_executor(whole))
+    try:
+        yield driver
+    finally:
+        driver.close()
+
+
+def measure_acceptance(
+    driver: Driver, source: RequestSource, count: int, at_once: int
+) -> dict[str, Acceptance]:
+    """Return the acceptance of the first `count` requests by category, overall first.
+
+    A category without drafts (all answers end with their first token) is left out.
+
+    Args:
+        driver: from `open_whole`.
+        at_once: concurrent requests; does not change any answer.
+    """
+    say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
+    done = driver.closed(source, range(count), min(at_once, count))
+    answers = [answer for answer in done.answers if answer.number < count]
+    of: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        of[answer.category].append(answer)
+    groups = {OVERALL: answers, **{name: of[name] for name in sorted(of)}}
+    return {name: found for name, group in groups.items() if (found := _acceptance(group)) is not None}
+
+
+def _acceptance(answers: Sequence[Answer]) -> Acceptance | None:
+    sums = [Sums.of(answer.blocks) for answer in answers]
+    blocks = [one.num_verified for one in sums]
+    length = ratio_of_sums([one.num_verified + sum(one.accepted) for one in sums], blocks, least=1.0)
+    if length is None:
+        return None
+    at, longest = partial(_at, sums), max(len(one.drafted) for one in sums)
+    shares = (ratio_of_sums(at("accepted", i), at("drafted", i), 0.0, 1.0) for i in range(longest))
+    known = tuple(share for share in shares if share is not None)
+    return Acceptance(len(answers), sum(blocks), length, known)
+
+
+def _at(sums: Sequence[Sums], what: str, place: int) -> list[int]:
+    """Return for each answer how often draft `place` was `what` ("drafted" or "accepted")."""
+    return [counts[place] if place < len(counts := getattr(one, what)) else 0 for one in sums]
+
+
+def _as_json(found: Mapping[str, Acceptance]) -> Figures:
+    return {name: one.as_json() for name, one in found.items()}
+
+
+def _speed(
+    drivers: Mapping[str, Driver], source: RequestSource, count: int, requests: int, options: EvalOptions
+) -> Figures:
+    """Measure the engine as it serves against plain decoding; a turn of both is one unit of the interval."""
+    # Warm-up. The slowest side determines the length of turns.
+    first = range(min(count, 2 * requests))
+    slowest = min(driver.closed(source, first, requests).tokens_per_s for driver in drivers.values())
+    turns = split_evenly(count, prompts_per_turn(requests, slowest, options.max_tokens), requests)
+    passes: dict[str, list[LoadPass]] = {name: [] for name in drivers}
+    parts = [
+        range(number * count + turn.start, number * count + turn.stop)
+        for number in range(options.rounds)
+        for turn in turns
+    ]
+    watch = Watch()
+    with watch.open():
+        for number, part in enumerate(parts):
+            if number % len(turns) == 0:
+                say(f"speed, {requests} request(s), round {number // len(turns) + 1}/{options.rounds}")
+            for name in rotated(list(drivers), number):
+                passes[name].append(drivers[name].closed(source, part, requests))
+    token_ids = {
+        name: [_of_part(done, part) for done, part in zip(passes[name], parts, strict=True)]
+        for name in drivers
+    }
+    sizes = [sum(map(len, tokens)) for tokens in token_ids[PLAIN]]
+    seconds = {
+        name: [size / done.user_tokens_per_s for size, done in zip(sizes, passes[name], strict=True)]
+        for name in drivers
+    }
+    speedup = ratio_of_sums(seconds[PLAIN], seconds[ADAPTIVE], least=0.0)
+    assert speedup is not None, "a round takes time"
+    sums = Sums.of([block for done in passes[ADAPTIVE] for answer in done.answers for block in answer.blocks])
+    return {
+        "plain_tokens_per_s": _tokens_per_s(passes[PLAIN]),
+        "tokens_per_s": _tokens_per_s(passes[ADAPTIVE]),
+        "speedup": speedup.as_json(),
+        "tokens_per_step": rounded(sums.tokens_per_step),
+        "identical": token_ids[PLAIN] == token_ids[ADAPTIVE],
+        "turns": len(parts),
+        "idleness": watch.found.as_json(),
+    }
+
+
+def _of_part(done: LoadPass, part: range) -> list[list[int]]:
+    """Return the answers to the requests of `part`, without later ones that only kept the load constant."""
+    answers = sorted(done.answers, key=lambda answer: answer.number)
+    return [answer.token_ids for answer in answers if answer.number in part]
+
+
+def _tokens_per_s(passes: Sequence[LoadPass]) -> float:
+    return round(sum(done.tokens for done in passes) / sum(done.seconds for done in passes), 2)

@@ -1,0 +1,262 @@
+"""Writes the results of `manta drafter eval`: tables, card.json, card.md and card.svg.
+
+card.md begins with the Hugging Face hub's model card metadata, with the results as its `model-index`. Its
+table has the format of the shipped pair's cards, so `manta plan` and `manta drafter inspect` can read the
+acceptance length from it. The figures come from `evaluate_drafter.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from ....actors.system.atomic_files import write_json, write_whole
+from ....cluster.errors import ConfigError
+from ...bench.common.idle_check import print_warning
+from ...charts.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
+from ...common.tables import NO_FIGURE, print_table
+from ..common.drafter_files import CARD_FILE
+from .evaluate_drafter import OVERALL
+
+Figures = Mapping[str, Any]  # Any: JSON
+_SHOWN = 8  # draft positions in a terminal table
+
+_CARD = """\
+---
+{metadata}
+---
+# {drafter}, evaluated
+
+Drafts for `{target}`; suite `{suite}`, {prompts} prompts, at most {max_tokens} new tokens each. Measured on
+{machine}, {date}, by `manta drafter eval`.
+
+## Acceptance
+
+Every step drafts whole blocks of {drafts} tokens; answers stop at an end-of-sequence token. *Length* is the
+mean acceptance length: tokens of a verified block, including the bonus token. Intervals are 95 % confidence
+intervals with prompts as sampling units (steps of one answer are correlated): linearized ratio of sums,
+Student's t.
+
+{acceptance}
+
+{picture}{positions}
+
+## Speed
+
+The engine as it serves, with adaptive draft lengths, against plain decoding on the same prompts, alternating
+in one run; a turn of both is the sampling unit of the interval.
+
+{speed}
+"""
+
+
+def write_card(figures: Figures, folder: Path) -> None:
+    """Write the three files; without matplotlib there is no card.svg.
+
+    Raises:
+        ConfigError: the folder cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / CARD_FILE, figures)
+        if has_picture := can_plot():
+            write_svgs([_picture(figures)], folder)
+        card = _card(figures, has_picture=has_picture)
+        write_whole(folder / "card.md", lambda path: path.write_text(card, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"output={str(folder)!r} cannot be written: {error.strerror}.", param="output"
+        ) from None
+
+
+def read_card(path: Path) -> Figures:
+    """Read the figures of a card.json.
+
+    Raises:
+        ConfigError: the file is missing or not such a card.
+    """
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        for at in figures["acceptance"]:
+            assert at["temperature"] >= 0 and at["categories"][OVERALL]["by_position"]
+    except OSError as error:
+        raise ConfigError(
+            f"card={str(path)!r} cannot be read ({error.strerror}). Make one with `manta drafter eval -o` "
+            "and give it with --card.",
+            param="card",
+        ) from None
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise ConfigError(
+            f"card={str(path)!r} is not a card of `manta drafter eval`; give its card.json.", param="card"
+        ) from None
+    return figures
+
+
+def print_evaluation(figures: Figures) -> None:
+    for at in figures["acceptance"]:
+        most = max(len(each["by_position"]) for each in at["categories"].values())
+        columns = ["category", "prompts", "tok/step", "95 %", *map(str, range(1, min(most, _SHOWN) + 1))]
+        rows = [
+            [
+                name,
+                str(found["prompts"]),
+                f"{found['tokens_per_step']['value']:.2f}",
+                _range(found["tokens_per_step"], 2),
+                *(f"{share['value']:.2f}" for share in found["by_position"][:_SHOWN]),
+            ]
+            for name, found in at["categories"].items()
+        ]
+        print_table(f"Acceptance of whole blocks by draft, temperature {at['temperature']:g}", columns, rows)
+    print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
+    print_warning([point["idleness"] for point in figures["points"]])
+
+
+_SPEED_COLUMNS = [
+    *("temperature", "requests at once", "plain tok/s", "tok/s", "speed-up", "95 %", "tok/step"),
+    "identical output",
+]
+
+
+def _speed_rows(figures: Figures) -> list[list[str]]:
+    return [
+        [
+            f"{point['temperature']:g}",
+            str(point["requests"]),
+            f"{point['plain_tokens_per_s']:.1f}",
+            f"{point['tokens_per_s']:.1f}",
+            f"{point['speedup']['value']:.2f}x",
+            _range(point["speedup"], 2),
+            f"{point['tokens_per_step']:.2f}",
+            "yes" if point["identical"] else "no",
+        ]
+        for point in figures["points"]
+    ]
+
+
+def _range(estimate: Figures, digits: int) -> str:
+    if estimate["low"] is None:
+        return NO_FIGURE
+    return f"{estimate['low']:.{digits}f} to {estimate['high']:.{digits}f}"
+
+
+def _card(figures: Figures, *, has_picture: bool) -> str:
+    provenance, engine = figures["provenance"], figures["engine"]
+    machine = provenance["gpu"] or f"{provenance['cpu']}, {provenance['cores']} cores"
+    return _CARD.format(
+        metadata=_metadata(figures).to_yaml().strip(),
+        drafter=_name(_drafter(figures)),
+        target=_name(engine["model"]),
+        suite=figures["suite"]["name"],
+        prompts=figures["suite"]["prompts"],
+        drafts=figures["suite"]["num_speculative_tokens"],
+        max_tokens=figures["options"]["max_tokens"],
+        machine=machine,
+        date=provenance["date"][:10],
+        acceptance=_acceptance_table(figures),
+        picture="![Acceptance by category and draft](card.svg)\n\n" if has_picture else "",
+        positions=_position_table(figures),
+        speed=_markdown(_SPEED_COLUMNS, _speed_rows(figures)),
+    )
+
+
+def _metadata(figures: Figures) -> ModelCardData:
+    """Return the hub's metadata; `base_model` is left out for a local folder, which the hub cannot link."""
+    target, suite = figures["engine"]["model"], figures["suite"]["name"]
+
+    def result(kind: str, name: str, value: float) -> EvalResult:
+        return EvalResult("text-generation", suite, suite, kind, round(value, 4), metric_name=name)
+
+    results = [
+        result(
+            "mean_acceptance_length",
+            f"tokens per step, {name}, temperature {at['temperature']:g}",
+            found["tokens_per_step"]["value"],
+        )
+        for at in figures["acceptance"]
+        for name, found in at["categories"].items()
+    ]
+    results += [
+        result(
+            "speedup",
+            f"speed-up, {point['requests']} at once, temperature {point['temperature']:g}",
+            point["speedup"]["value"],
+        )
+        for point in figures["points"]
+    ]
+    return ModelCardData(
+        base_model=None if Path(target).exists() else target,
+        library_name="manta",
+        tags=["dflash", "speculative-decoding"],
+        model_name=_name(_drafter(figures)),
+        eval_results=results,
+    )
+
+
+def _acceptance_table(figures: Figures) -> str:
+    """Return the table that `card_lengths` of drafter/card.py reads."""
+    columns = ["category", "prompts"]
+    rows: dict[str, list[str]] = {}
+    for at in figures["acceptance"]:
+        columns += [f"length, T={at['temperature']:g}", "95 %"]
+        for name in _categories(figures):
+            found = at["categories"].get(name)
+            row = rows.setdefault(name, [name, NO_FIGURE if found is None else str(found["prompts"])])
+            length = None if found is None else found["tokens_per_step"]
+            row += [NO_FIGURE] * 2 if length is None else [f"{length['value']:.2f}", _range(length, 2)]
+    return _markdown(columns, [*rows.values()])
+
+
+def _position_table(figures: Figures) -> str:
+    """Return shares in per cent, each with half the width of its interval."""
+    shares = _shares(figures, lambda share: _with_reach(share))
+    most = max(map(len, shares.values()))
+    rows = [[name, *cells, *[NO_FIGURE] * (most - len(cells))] for name, cells in shares.items()]
+    return _markdown(["%, by draft", *map(str, range(1, most + 1))], rows)
+
+
+def _with_reach(share: Figures) -> str:
+    value = f"{100 * share['value']:.0f}"
+    return value if share["low"] is None else f"{value} ± {50 * (share['high'] - share['low']):.0f}"
+
+
+def _picture(figures: Figures) -> Picture:
+    words = "Share of verified blocks in which a draft, and all before it, was accepted, in per cent."
+    shares = _shares(figures, lambda share: share["value"])
+    draw = partial(draw_shares, rows=shares, x_title="draft")
+    return Picture("card", "Acceptance by category and draft", words, draw, size=rows_size(len(shares)))
+
+
+def _shares(figures: Figures, cell: Any) -> dict[str, list[Any]]:  # Any: a cell, text or number
+    """Return the cell of each draft by category and temperature."""
+    several = len(figures["acceptance"]) > 1
+    return {
+        f"{name}, T={at['temperature']:g}" if several else name: [
+            cell(share) for share in found["by_position"]
+        ]
+        for name in _categories(figures)
+        for at in figures["acceptance"]
+        if (found := at["categories"].get(name)) is not None
+    }
+
+
+def _categories(figures: Figures) -> list[str]:
+    return list(dict.fromkeys(name for at in figures["acceptance"] for name in at["categories"]))
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _drafter(figures: Figures) -> str:
+    return figures["engine"]["speculative_config"]["model"]
+
+
+def _name(model: str) -> str:
+    """Return the name of a folder without its path, which may be private; hub ids are returned unchanged."""
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -1,0 +1,1 @@
+"""`manta drafter train` and `adapt`. Start with `train_run.py`."""

@@ -1,0 +1,126 @@
+"""`manta drafter adapt`: trains a drafter on new traffic and writes it only if a gate passes.
+
+    traffic, general text ─▶ split by hash ─▶ answers of the target ─▶ train() ─▶ gate ─▶ output, or exit 1
+                                  └─ held out: tokens per step of the old and of the new drafter, greedy ─┘
+
+Intermediate files are in a folder beside the output, so the same command continues an interrupted run. The
+text comes from `adapt_data.py`, the gate is `promotion_gate.py`, tokens per step are measured by
+`jobs/drafters/evaluate/evaluate_drafter.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....actors.system.atomic_files import write_json
+from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
+from ....actors.tokenization.tokenizer import Tokenizer
+from ...bench.common.engine_passes import PromptRow, say
+from ...bench.load.request_source import RequestSource
+from ...common.tables import decimals, print_table
+from ...training.heads.recipes import DrafterSettings, Teaching
+from ...training.loop.lr_schedule import Length, Schedule
+from ...training.train_drafter import Trained, train
+from ..common.options import AdaptOptions
+from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_whole
+from .adapt_data import Asked, Example, Text, prepare_text
+from .promotion_gate import Measured, Verdict, judge
+
+# Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
+RECIPE = DrafterSettings(
+    num_anchors=32,
+    matrix_lr=1e-3,
+    other_lr=1e-3,
+    teaching=Teaching(distance_share=0.3),
+    schedule=Schedule(warmup_steps=20, decay_from=0.3),
+)
+MEASURED_TOKENS = 128
+_AT_ONCE = 16
+
+
+def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dict[str, Any]:
+    """Train and measure the drafter, and write `output` if the gate passes. Return the figures with `passed`.
+
+    Raises:
+        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
+    """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    target = resolve_checkpoint(options.target, field="target")
+    begun = resolve_checkpoint(options.drafter, field="drafter")
+    asked = Asked(str(begun), str(target), str(options.data), str(options.replay), options.minutes)
+    options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = prepare_text(asked, options.work, Tokenizer.load(target), report)
+    report(
+        f"{len(text.new)} new and {len(text.old)} old completions for training; {len(text.held_out_new)} and "
+        f"{len(text.held_out_old)} prompts are held out"
+    )
+    before = measure(begun, target, text.held_out_new, text.held_out_old)
+    trained = _train(text, target, begun, options.work, report)
+    after = measure(trained.drafter, target, text.held_out_new, text.held_out_old)
+    verdict = judge(before, after, options.min_gain)
+    figures = _figures(asked, text, trained, verdict)
+    write_json(trained.drafter / "adapt.json", figures)
+    if verdict.passed:
+        shutil.copytree(trained.drafter, options.output)
+    return figures
+
+
+def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> Measured:
+    """Measure tokens per step on new and old text by greedy decoding with whole blocks."""
+    config = replace(engine_of(str(drafter), str(target)), enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
+    with open_whole(config) as driver:
+
+        def of(examples: Sequence[Example]) -> dict[str, float]:
+            rows = [PromptRow(str(i), each.category, each.prompt) for i, each in enumerate(examples)]
+            source = RequestSource(rows, MEASURED_TOKENS, 0.0, natural=True)
+            found = measure_acceptance(driver, source, len(rows), min(_AT_ONCE, len(rows)))
+            return {category: each.tokens_per_step.value for category, each in found.items()}
+
+        of_new, of_old = of(new), of(old)
+    return Measured(of_new[OVERALL], {name: value for name, value in of_old.items() if name != OVERALL})
+
+
+def _train(text: Text, target: Path, begun: Path, folder: Path, report: Callable[[str], None]) -> Trained:
+    return train(
+        target,
+        text.mixture(),
+        text.new_to_watch,
+        folder / "training",
+        Length(seconds=text.training_s),
+        initial=begun,
+        settings=RECIPE,
+        report=report,
+    )
+
+
+def _figures(asked: Asked, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
+    return {
+        **verdict.as_json(),
+        **asked.as_json(),
+        "learnt": {"new": len(text.new), "old": len(text.old)},
+        "held_out": {"new": len(text.held_out_new), "old": len(text.held_out_old)},
+        "steps": trained.num_steps,
+        "tokens": trained.num_tokens,
+        "training_s": round(trained.used_s, 1),
+    }
+
+
+def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
+    """Print the change in tokens per step and the outcome."""
+    rows = [
+        [name, decimals(found["before"]), decimals(found["after"]), f"{found['gain']:+.1%}"]
+        for name, found in figures["tokens_per_step"].items()
+    ]
+    print_table("tokens per step on held-out text", ["text", "before", "after", "gain"], rows)
+    if figures["passed"]:
+        print(f"adapted: {options.output}")
+    else:
+        print(f"rejected, the old drafter stays: {'; '.join(figures['complaints'])}")
+        print(f"the trained drafter and its curves are in {options.work / 'training'}")

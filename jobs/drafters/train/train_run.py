@@ -1,0 +1,130 @@
+"""`manta drafter train`: prepares data, trains in this process or on Ray workers, and writes the card.
+
+All state is in the run's folder. The same command resumes an interrupted run, or trains longer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ....actors.tokenization.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
+from ....actors.tokenization.tokenizer import Tokenizer
+from ....cluster.errors import ConfigError
+from ...common.ray_session import join_or_start_ray
+from ...training.data.continuations import Continuations
+from ...training.heads.recipes import RECIPES, DrafterSettings, Settings
+from ...training.loop.lr_schedule import Length
+from ...training.loop.training_loop import Report
+from ...training.model_cards import DrafterFacts, write_drafter_card
+from ...training.ray_train import DATA, HELD_OUT, Run, run_here, run_on_workers
+from ...training.train_drafter import Trained, machine, read_target
+from ..common.options import TrainOptions
+from .train_data import Asking, gather
+
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
+_EPOCHS = 6  # as in the DFlash paper
+
+
+def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
+    """Train and write the card.
+
+    Raises:
+        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
+    """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    settings = _settings(options)
+    initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
+    learned = _prepare_data(options, report)
+    run = Run(
+        target=absolute_path(options.target),
+        folder=options.folder.resolve(),
+        length=_length(options, settings, len(learned)),
+        settings=settings,
+        initial=initial,
+        mask_token_id=options.mask_token_id,
+    )
+    trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
+    before, after = trained.held_out_before, trained.held_out_after
+    facts = DrafterFacts(
+        head=options.head,
+        target=options.target,
+        initial=options.initial,
+        machine=machine(),
+        num_steps=trained.num_steps,
+        num_tokens=trained.num_tokens,
+        used_s=trained.used_s,
+        num_data_tokens=len(learned.ids),
+        num_held_out=len(Continuations.load(run.folder / HELD_OUT)),
+        before=before,
+        after=after,
+    )
+    write_drafter_card(trained.drafter, facts)
+    report(
+        f"held out: {before['tokens_per_step']:.2f} tokens per step before, "
+        f"{after['tokens_per_step']:.2f} now; {trained.drafter}"
+    )
+    return trained
+
+
+def _settings(options: TrainOptions) -> Settings:
+    """Return the recipe of the head with the requested sizes."""
+    settings = RECIPES[options.head]
+    if not isinstance(settings, DrafterSettings):
+        unasked = {"from": options.initial, "layers": options.layers, "block-size": options.block_size}
+        for name, value in unasked.items():
+            if value is not None:
+                raise ConfigError(f"--{name} does not apply to --head {options.head}.", param=name)
+        return settings
+    if options.initial is not None and options.block_size:
+        raise ConfigError(
+            "--block-size applies only to a new drafter; --from has its own block size.", param="from"
+        )
+    if options.layers is not None:
+        settings = replace(settings, num_layers=options.layers)
+    return settings if options.block_size is None else settings.with_blocks(options.block_size)
+
+
+def _length(options: TrainOptions, settings: Settings, num_sequences: int) -> Length:
+    if options.hours is not None:
+        return Length(steps=options.steps, seconds=options.hours * 3600)
+    if options.steps is not None:
+        return Length(steps=options.steps)
+    batch_size = settings.batch_size * (options.workers or 1)
+    return Length(steps=math.ceil(_EPOCHS * num_sequences / batch_size))
+
+
+def _prepare_data(options: TrainOptions, report: Report) -> Continuations:
+    """Return the training data; on the first call, gather it and store it in the run's folder."""
+    data, held_out = options.folder / DATA, options.folder / HELD_OUT
+    if not (data.exists() and held_out.exists()):
+        spec, folder = read_target(options.target)
+        tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
+        asking = Asking(options.target, tokenizer, options.max_tokens, spec.max_position_embeddings)
+        found = gather(options.data, asking, options.folder / "answers", report)
+        if len(found) < 2:
+            raise ConfigError("data: at least two sequences are needed.", param="data")
+        num_held_out = max(1, min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))
+        learned, kept = found.parted(num_held_out)
+        kept.save(held_out)
+        learned.save(data)
+    return Continuations.load(data)
+
+
+def _on_ray(run: Run, num_workers: int) -> Trained:
+    import ray
+
+    join_or_start_ray()
+    resources = ray.cluster_resources()
+    use_gpu = resources.get("GPU", 0) > 0
+    what, there = ("GPUs", resources.get("GPU", 0)) if use_gpu else ("cores", resources.get("CPU", 0))
+    if num_workers > there:
+        raise ConfigError(
+            f"workers={num_workers} needs {num_workers} {what}; the cluster has {there:g}. Reduce it.",
+            param="workers",
+        )
+    cpus = max(1, int(resources.get("CPU", 1) // num_workers)) if not use_gpu else 1
+    return run_on_workers(run, num_workers, use_gpu=use_gpu, cpus_per_worker=cpus)

@@ -1,0 +1,1 @@
+"""`manta drafter validate`. Start with `validate_pair.py`."""

@@ -1,0 +1,122 @@
+"""Checks for settings that load but are likely wrong: layer ids, rotary embedding, dtypes, mask token.
+
+Such a drafter gives few accepted drafts and no error. Called by `validate_pair.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ....actors.targets.model.model_spec import ModelSpec
+from ....drafter.dflash.config import DrafterConfig
+from ....drafter.dflash.target_features import usual_layer_ids
+from ..common.drafter_files import DrafterFiles
+from .incompatibility import Incompatibility, warning
+
+
+def check_conventions(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> Iterator[Incompatibility]:
+    for check in _CHECKS:
+        message = check(files, spec)
+        if message:
+            yield warning(_CHECKS[check], message)
+
+
+def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    """Check for layer ids that follow the other format's convention.
+
+    z-lab's ids name the layer whose output is tapped; Speculators' ids name the layer after it and are larger
+    by one. If all ids differ from the usual ones by one, they follow the other convention. Ids beyond the
+    target's layers are reported by `DrafterConfig.misfits`.
+    """
+    config = files.config
+    usual, ids = usual_layer_ids(spec.num_layers, config.num_taps), config.target_layer_ids
+    if ids == usual or config.num_taps < 2:
+        return ""
+    moved = {ids[i] - usual[i] for i in range(len(ids))}
+    if moved == {1} and config.layout != "speculators":
+        return (
+            f"dflash_config.target_layer_ids={list(ids)} are the usual ones plus one, as Speculators counts. "
+            f"In this format write {list(usual)}, unless it was trained otherwise."
+        )
+    if moved == {-1} and config.layout == "speculators":
+        return (
+            f"aux_hidden_state_layer_ids={[i + 1 for i in ids]} are z-lab's usual ones. In this format "
+            f"each is one higher: write {[i + 1 for i in usual]}, unless it was trained otherwise."
+        )
+    return ""
+
+
+def _order_of_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    ids = files.config.target_layer_ids
+    if len(set(ids)) < len(ids):
+        return f"{list(ids)} names a layer twice, but each column block of `fc` belongs to one layer."
+    if list(ids) != sorted(ids):
+        return f"{list(ids)} is not ascending: right only if `fc` was trained with columns in this order."
+    return ""
+
+
+def _rotation(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    """Compare with the rotary embedding of the target's full attention, which published drafters use."""
+    ours = files.config.rope
+    theirs = [mixer.rope for mixer in spec.attentions if mixer.rope is not None]
+    if not theirs or any((r.theta, r.kind) == (ours.theta, ours.kind) for r in theirs):
+        return ""
+    said = ", ".join(sorted({f"{r.kind} with theta {r.theta:g}" for r in theirs}))
+    return (
+        f"its rotary embedding is {ours.kind} with theta {ours.theta:g}, the target's {said}. If it was "
+        "trained with the target's, set rope_theta and rope_scaling (rope_parameters) to the target's values."
+    )
+
+
+def _length(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    known = files.config.rope.scaling.get("max_position_embeddings")
+    if not isinstance(known, int) or known >= spec.max_position_embeddings:
+        return ""
+    return (
+        f"the drafter allows {known} positions, the target {spec.max_position_embeddings}: the engine serves "
+        "no more than the drafter's. Raise the value if it was trained for more, else decode plainly."
+    )
+
+
+def _dtype(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    floats = {dtype for dtype in files.tensors.dtypes.values() if dtype in _FLOATS}
+    if floats <= {_NAMES[spec.dtype]} or floats == {"F32"}:  # rounding from fp32 loses nothing that matters
+        return ""
+    return (
+        f"its weights are {', '.join(sorted(floats))}, the target's {_NAMES[spec.dtype]}, and both run in "
+        "the target's dtype. Convert it from the dtype in which it was trained."
+    )
+
+
+def _verifier(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    named = files.verifier.get("architectures")
+    if not isinstance(named, list) or not named or spec.architecture in named:
+        return ""
+    return (
+        f"its files say that it was trained for {', '.join(map(str, named))}; the target is "
+        f"{spec.architecture}. Use the drafter of this target."
+    )
+
+
+def _mask_is_taken(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
+    config: DrafterConfig = files.config
+    if config.mask_token_id in spec.eos_token_ids and not config.mask_embedding:
+        return (
+            f"mask_token_id={config.mask_token_id} is an end-of-sequence token of the target, whose "
+            "embedding has that meaning. Use a token that does not occur in text."
+        )
+    return ""
+
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+# Check -> name of the field in its report.
+_CHECKS: dict[Callable[[DrafterFiles[DrafterConfig], ModelSpec], str], str] = {
+    _shifted_ids: "layer ids",
+    _order_of_ids: "layer ids",
+    _rotation: "rope",
+    _length: "max_position_embeddings",
+    _dtype: "dtype",
+    _verifier: "verifier",
+    _mask_is_taken: "mask_token_id",
+}

@@ -1,0 +1,149 @@
+"""Makes a plan: reads the models, estimates every layout, simulates the trace, chooses, prints and writes.
+
+Needs neither Ray nor a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.hardware.gpu_specs import Gpu, find_gpu
+from ...cluster.hardware.model_pair import Demand
+from ...cluster.hardware.parallel_layouts import Layout, layouts
+from ...cluster.hardware.step_time import StepTimes
+from ...cluster.planner.estimates import Estimate, Misfit, estimate
+from ...cluster.planner.layout_choice import check_fitting, choose, choose_by_trace
+from ...cluster.simulation.trace_replay import Arrival, Played, Slo, play
+from .arrival_trace import read_trace
+from .candidate_tables import as_json, print_candidates, print_played
+from .config_file import Quantized, serve_config, write_config
+from .options import PlanOptions
+from .pair_reader import ReadPair, read_pair
+
+DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace
+
+
+def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
+    """Print the plan, write its config if requested, and return the report.
+
+    Raises:
+        PlacementError: no layout fits; names the missing memory.
+        ConfigError: a setting is invalid, or no layout meets the SLO; the candidates are printed first.
+    """
+    gpu = find_gpu(options.gpu)
+    read = read_pair(_engine_config(options), options.acceptance)
+    trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []
+    demand = _demand(options, read, trace)
+    places = layouts(options.num_gpus, read.pair.tp_sizes, drafter=options.drafter is not None)
+    found = [estimate(read.pair, gpu, layout, demand) for layout in places]
+    if not options.as_json:
+        print(_facts(options, read, gpu))
+        print_candidates(found, options.num_gpus, demand.context)
+    fitting = check_fitting(found)
+    played: dict[Layout, Played] = {}
+    if trace:
+        played = _play_all(trace, fitting, read, gpu, demand, options)
+        chosen, why = choose_by_trace(fitting, played)
+    else:
+        chosen, why = choose(fitting, demand, options.num_gpus)
+    quantized = Quantized(options.quantization, options.drafter_quantization)
+    num_seqs = _max_num_seqs(chosen, options)
+    config = serve_config(options.model, options.drafter, read, chosen, num_seqs, quantized)
+    report = _report(options, read, found, played, chosen, why, config)
+    if options.as_json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_played(played) if played else None
+        print(f"-> {why}")
+    if options.output is not None:
+        write_config(options.output, config, why)
+        if not options.as_json:
+            print(f"written: {options.output}")
+    return report
+
+
+def _engine_config(options: PlanOptions) -> EngineConfig:
+    spec = None
+    if options.drafter is not None:
+        spec = SpeculativeConfig(model=options.drafter, quantization=options.drafter_quantization)
+    return EngineConfig(
+        model=options.model,
+        speculative_config=spec,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        max_model_len=options.max_model_len,
+    )
+
+
+def _demand(options: PlanOptions, read: ReadPair, trace: list[Arrival]) -> Demand:
+    context = options.context or DEFAULT_CONTEXT
+    if trace and options.context is None:
+        context = round(sum(a.prompt_tokens + a.output_tokens for a in trace) / len(trace))
+    return Demand(
+        max_model_len=read.max_model_len,
+        context=min(context, read.max_model_len),
+        slo_tpot_s=None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1e3,
+        batch=options.batch,
+    )
+
+
+def _play_all(
+    trace: list[Arrival],
+    fitting: list[Estimate],
+    read: ReadPair,
+    gpu: Gpu,
+    demand: Demand,
+    options: PlanOptions,
+) -> dict[Layout, Played]:
+    ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
+    slo, pair = Slo(demand.slo_tpot_s, ttft_s), read.pair
+    return {
+        each.layout: play(trace, StepTimes(pair, gpu, each.layout), pair, each.layout, each.room, demand, slo)
+        for each in fitting
+    }
+
+
+def _max_num_seqs(chosen: Estimate, options: PlanOptions) -> int:
+    """Return the batch that meets the TPOT SLO; without one, or with a trace, the number that fits."""
+    bounded = options.slo_tpot_ms is not None and options.trace is None
+    return chosen.best.batch if bounded else chosen.room.max_num_seqs
+
+
+def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
+    device, length = gpu.device, 1.0 + sum(read.pair.survival)
+    rates = f"{device.bytes_per_s / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
+    drafts = f"; {length:.2f} tokens a block ({read.acceptance})" if read.pair.drafter else ""
+    kept = f"{read.dtype}, weights in {options.quantization}" if options.quantization else read.dtype
+    return (
+        f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
+        f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"
+        "Estimates from shapes and rates (cluster/planner/), not measurements."
+    )
+
+
+def _report(
+    options: PlanOptions,
+    read: ReadPair,
+    found: list[Estimate | Misfit],
+    played: dict[Layout, Played],
+    chosen: Estimate,
+    why: str,
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    return {
+        "gpus": options.num_gpus,
+        "gpu": options.gpu,
+        "model": options.model,
+        "drafter": options.drafter,
+        "dtype": read.dtype,
+        "quantization": options.quantization,
+        "drafter_quantization": options.drafter_quantization,
+        "max_model_len": read.max_model_len,
+        "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
+        "candidates": as_json(found, played, options.num_gpus),
+        "chosen": str(chosen.layout),
+        "why": why,
+        "ray_config": config,
+    }

@@ -1,0 +1,1 @@
+"""`manta serve`. Start with `server.py`."""

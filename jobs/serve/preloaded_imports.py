@@ -1,0 +1,108 @@
+"""What the processes of `manta serve` import, for the fork servers from which they start, and its checks.
+
+Serve's processes come first: controller and proxies need no more than Ray Serve's libraries. Then replicas
+and workers: HTTP, the engine and, where there is no GPU, PyTorch and Numba.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pickle
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+from ...actors.http.config.settings import ServerSettings
+from ...actors.workers.base.fork_server import ForkServer, Stages
+from ...cluster.config import EngineConfig
+from ..common.progress import Report
+from .preflight import check_capture
+from .startup_message import models_told
+
+Models = Sequence[tuple[EngineConfig, ServerSettings]]
+
+# Without Ray: what Ray Serve imports of others.
+LIBRARIES = (
+    *("numpy", "grpc", "google.protobuf.any_pb2", "jsonschema", "requests", "psutil", "aiohttp", "uvicorn"),
+    *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
+    *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
+)
+HTTP = ("actors.http.app", "actors.http.first_request", "actors.engine", "actors.drafter_trial")
+TARGET = ("actors.torch_threads", "actors.targets.loading.rank", "actors.targets.loading.swap")
+LOOPS = ("numba", "numba.typed")  # what compiled loops are loaded with, on a CPU
+SERVE_UTILS = "ray.serve._private.utils"
+
+
+def fork_server(models: Models) -> ForkServer | None:
+    """Start the fork servers of these models; None where processes cannot start so."""
+    if not ForkServer.is_possible():
+        return None
+    gpu = any(Path("/dev").glob("nvidia[0-9]*")) and any(config.device != "cpu" for config, _ in models)
+    return ForkServer(
+        Stages(
+            first=_import_first,
+            second=lambda: _import(HTTP if gpu else (*HTTP, *TARGET)),
+            third=None if gpu else lambda: _import_libraries(LOOPS),
+            errand=lambda: b"" if gpu else _checked(models),
+        )
+    )
+
+
+class ServeWithoutPandas(MetaPathFinder):
+    """Keeps Ray Serve from importing pandas, which takes half a second of each of its processes.
+
+    Serve imports it where it is installed, to encode data frames; none is answered here. Whatever else
+    imports pandas gets it.
+    """
+
+    @classmethod
+    def install(cls) -> None:
+        sys.meta_path.insert(0, cls())
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        utils = sys.modules.get(SERVE_UTILS)
+        if name == "pandas" and utils is not None and getattr(utils.__spec__, "_initializing", False):
+            raise ImportError("Ray Serve works without pandas", name=name)
+
+
+def _import_first() -> None:
+    ServeWithoutPandas.install()
+    _import_libraries(LIBRARIES)
+
+
+def _import_libraries(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # of another version of Ray
+            importlib.import_module(name)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(f"..{name}", __package__)
+
+
+def check_models(models: Models, report: Report, forks: ForkServer | None) -> None:
+    """Read the checkpoints' settings, which imports torch: in a fork that has it already if possible.
+
+    Raises:
+        ConfigError, CheckpointError: a model cannot be served, or not so.
+    """
+    answer = b"" if forks is None else forks.answer()
+    told = pickle.loads(answer or _checked(models))
+    if isinstance(told, Exception):
+        raise told
+    for line in told:
+        report(line)
+
+
+def _checked(models: Models) -> bytes:
+    """Return what to tell about the models, or what is wrong with them, pickled."""
+    try:
+        lines = [line for model in models for line in models_told(*model)]
+        for model in models:
+            check_capture(*model)
+    except Exception as error:  # raised by whoever asked
+        return pickle.dumps(error)
+    return pickle.dumps(lines)

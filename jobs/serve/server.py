@@ -1,0 +1,418 @@
+"""Starting and stopping Ray Serve with one Manta application: the work behind `manta serve` and the demo.
+
+Everything that can be wrong is checked before anything starts. A Ray that is running already (RAY_ADDRESS) is
+used and left running; else one is started here and ended with the server. HAProxy stands in front unless
+`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts
+(`ray_environment.py`), so on an existing cluster it is what its nodes were started with. The end is in two
+parts: `drain` lets requests end and takes no new ones, `stop` ends what is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from ...actors.http.config.settings import ServerSettings, split_models
+from ...actors.http.middleware.api_keys import metrics_key, with_keys
+from ...actors.system.atomic_files import check_writable
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError, MantaError, PlacementError, shown_name
+from ..common.http_client import ServerClient, await_ready, num_requests
+from ..common.progress import TELL_S, Report, Wait, counting, in_thread
+from ..common.ray_session import join_or_start_ray, lost_ray, ray_address
+from ..common.stop_signals import Stopped, StopSignals
+from .options import ServeOptions
+from .preflight import check_open_files, check_port, check_storage, open_connections, warning_of_exposure
+from .preloaded_imports import ServeWithoutPandas, check_models, fork_server
+from .ray_environment import ServeEnvironment
+from .startup_message import find_checkpoints, try_it
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from ...actors.workers.base.fork_server import ForkServer
+
+POLL_S = 0.1
+SELDOM_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
+LAST_WORDS_S = 5.0
+LOOK_S = 0.5  # at Ray itself
+# Serve takes a replica away a little after its last request has ended.
+DRAIN_MARGIN_S = 20.0
+# A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
+ROOM_TIMEOUT_S = 60.0
+NEW_NODE_TIMEOUT_S = 900.0
+# Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
+
+
+class Server:
+    """A running application. Leave the `with` block, or call `stop`, to end it.
+
+    Attributes:
+        url: where it answers, without a path.
+        owns_ray: whether its Ray was started for it.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        settings: ServerSettings,
+        environment: ServeEnvironment | None,
+        forks: ForkServer | None,
+        *,
+        owns_ray: bool,
+        report: Report,
+    ) -> None:
+        self.url = options.url
+        self._forks = forks
+        self._port = options.port
+        self._name = options.name
+        self._settings = settings
+        self._environment = environment
+        self.owns_ray = owns_ray
+        self._report = report
+        self._deployed = False
+        self._stopped = False
+        self._ray_is_lost = False
+
+    def serve_until_stopped(self) -> None:
+        """Block until a signal's handler raises `Stopped`; then drain.
+
+        Raises:
+            MantaError: the Ray that was started here is gone, and all replicas with it.
+        """
+        try:
+            self._wait()
+        except Stopped as stopped:
+            self.drain(str(stopped))
+
+    def _wait(self) -> NoReturn:
+        while True:
+            time.sleep(LOOK_S)
+            if self.owns_ray and (lost := lost_ray()) is not None:
+                self._ray_is_lost = True
+                raise MantaError(
+                    f"Ray's {lost} has ended, and with it all that was served here. Start the server again; "
+                    "whoever killed it (out of memory?) is in the system's log."
+                )
+
+    def drain(self, why: str) -> None:
+        """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
+        from ray import serve
+
+        began_s = told_s = time.monotonic()
+        allowed_s = self._settings.shutdown_timeout
+        running = num_requests(self.url, metrics_key(self._settings))
+        self._report(
+            f"{why}: no new requests; {running} running may go on for {allowed_s:g} s "
+            "(a second signal ends all at once)"
+        )
+        if self._environment is not None and self._environment.haproxy is not None:
+            self._environment.haproxy.refuse_requests()
+        serve.delete(self._name, _blocking=False)
+        deadline_s = began_s + allowed_s + DRAIN_MARGIN_S
+        while self._name in serve.status().applications and time.monotonic() < deadline_s:
+            if time.monotonic() - told_s >= TELL_S:
+                told_s = time.monotonic()
+                self._report(f"draining ({told_s - began_s:.0f} s)")
+            time.sleep(POLL_S)
+        if time.monotonic() - began_s >= allowed_s:
+            self._await_last_words()
+        self._deployed = False
+        self._report(f"drained in {time.monotonic() - began_s:.1f} s")
+
+    def _await_last_words(self) -> None:
+        """HAProxy asks others, for some seconds, to take requests that had to end before they began."""
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while open_connections(self._port) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+
+    def deploy(self, app: Application) -> None:
+        """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
+        from ray import serve
+
+        self._deployed = True
+        target = serve.RunTarget(app, name=self._name, route_prefix="/", logging_config=QUIET)
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the application, and Ray too if it was started here. Idempotent.
+
+        Args:
+            at_once: nothing is served yet, so a Ray that was started here ends without asking its replicas,
+                which would first load their models.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        import ray
+        from ray import serve
+        from ray._private import worker
+
+        if self.owns_ray:
+            worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
+            if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
+                logging.getLogger("ray").setLevel(logging.CRITICAL)
+            elif not self._ray_is_lost:
+                serve.shutdown()
+            ray.shutdown()
+            worker._worker_logs_enabled = True
+        elif self._deployed:
+            serve.delete(self._name)
+        if self._forks is not None:
+            self._forks.close()
+        if self._environment is not None:
+            self._environment.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_server(
+    args: Mapping[str, Any],  # Any: settings come from YAML or flags.
+    options: ServeOptions,
+    report: Report | None = None,
+    signals: StopSignals | None = None,
+) -> Server:
+    """Serve one engine; returns when it answers.
+
+    Args:
+        args: as under `args:` in ray_config.yaml; here also keys.
+        options: where.
+        report: told about progress, a line at a time; stderr if absent.
+        signals: whoever may end it, also while it starts; Ray's own handlers stand back.
+
+    Raises:
+        ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
+    """
+    report = report or _to_stderr
+    models = [(config, with_keys(settings)) for config, settings in split_models(args)]
+    config, settings = models[0]
+    existing, environment, forks = ray_address(), None, None
+    if not existing:
+        check_open_files()
+        check_port(options.host, options.port)
+        _check_probe_port(options)
+        for each, _ in models:
+            find_checkpoints(each)
+        if settings.batch_storage is not None:
+            check_storage(settings.batch_storage)
+        if settings.receipts is not None:
+            check_writable(Path(settings.receipts), "receipts")
+        environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
+        forks = fork_server(models)
+    if (warning := warning_of_exposure(options.host, settings)) is not None:
+        report(warning)
+    checks = in_thread(lambda: None if existing else check_models(models, report, forks))
+    in_thread(_import)
+    with counting(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine", report):
+        owns_ray = _ray(options, environment, forks)
+    server = Server(options, settings, environment, forks, owns_ray=owns_ray, report=report)
+    try:
+        if signals is not None:
+            signals.take_back()
+        with counting("looking at the checkpoints", report, begin=False):
+            checks.result()
+        _deploy(server, models, options, report)
+    except BaseException:
+        server.stop(at_once=True)
+        raise
+    report(f"serving on {server.url}" + (f"; live page: {server.url}/ui" if settings.ui else ""))
+    if not existing:
+        report(f"try it: {try_it(server.url, config, settings)}")
+    return server
+
+
+def _import() -> None:
+    """Import what is deployed, while Ray starts in processes of its own."""
+    ServeWithoutPandas.install()
+    importlib.import_module("..actors.replica", __package__)
+
+
+def _ray(options: ServeOptions, environment: ServeEnvironment | None, forks: ForkServer | None) -> bool:
+    """A Ray to serve on; whether it was started here."""
+    try:
+        level = logging.INFO if options.verbose else logging.ERROR
+        owns_ray = join_or_start_ray(
+            num_cpus=options.num_cpus,
+            worker_command=() if forks is None else forks.worker_command(),
+            namespace="serve",
+            logging_level=level,
+        )
+    except BaseException:
+        if forks is not None:
+            forks.close()
+        if environment is not None:
+            environment.restore()
+        raise
+    return owns_ray
+
+
+def _check_probe_port(options: ServeOptions) -> None:
+    if options.probe_port is None:
+        return
+    if options.plain_proxy or options.probe_port == options.port:
+        raise ConfigError(
+            f"probe_port={options.probe_port} is a port of HAProxy's besides --port: choose another number, "
+            "and leave out --plain-proxy.",
+            param="probe_port",
+        )
+    check_port(options.host, options.probe_port, "probe_port")
+
+
+def _deploy(
+    server: Server,
+    models: Sequence[tuple[EngineConfig, ServerSettings]],
+    options: ServeOptions,
+    report: Report,
+) -> None:
+    from ray import serve
+
+    from ...actors.replica import build_application
+
+    app = build_application(models)
+    logging.getLogger(serve.__name__).setLevel(logging.WARNING)
+    # Returns when the proxies are up; the replicas load beside them.
+    proxies = in_thread(
+        lambda: serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": options.host, "port": options.port},
+            logging_config=QUIET,
+        )
+    )
+    with counting("starting Ray Serve", report):
+        _await_controller(proxies)
+    server.deploy(app)
+    deadline_s = time.monotonic() + options.ready_timeout_s
+    with counting("loading the models", report) as wait:
+        _await_running(options, deadline_s, wait, proxies, replaces=not server.owns_ray)
+        _check_proxies(proxies)
+    # The proxy learns of the replica a moment after Serve calls it running.
+    await_ready(options.url, deadline_s - time.monotonic())
+
+
+def _await_controller(start: Future[None]) -> None:
+    """Wait for Serve's controller, which takes applications before any proxy is up."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    while not start.done():
+        try:
+            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        except ValueError:
+            time.sleep(POLL_S)
+        else:
+            return
+    _check_proxies(start)
+
+
+def _check_proxies(start: Future[None]) -> None:
+    """Wait for Serve's proxies. Raises ConfigError if they did not start."""
+    from ray.exceptions import RayError
+
+    try:
+        start.result()
+    except RayError as error:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise ConfigError(
+            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log lies in Ray's session folder. "
+            f"It may open {files} files (ulimit -n): where that is too few for HAProxy, raise the limit, or "
+            "use --plain-proxy.",
+            param="plain_proxy",
+        ) from error
+
+
+def _await_running(
+    options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None], *, replaces: bool
+) -> None:
+    """Wait until all replicas serve, or raise what the proxies raised; `wait` is told what replicas do.
+
+    Each question to Serve takes CPU time of its controller, which starts the replicas. So Serve is asked
+    seldom until something answers at its address.
+
+    Args:
+        replaces: whether an earlier application may answer there.
+    """
+    begin_s = looked_s = asked_s = time.monotonic()
+    answers, state = replaces, "NOT_STARTED"
+    with ServerClient(options.url, ANSWER_TIMEOUT_S) as client:
+        while True:
+            now_s = time.monotonic()
+            answers = answers or client.is_ready()
+            if answers or now_s - asked_s >= SELDOM_S:
+                asked_s = now_s
+                state = _state(options)
+                if state == "RUNNING":
+                    return
+            if now_s > deadline_s:
+                raise ConfigError(
+                    f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). "
+                    "`serve status` and the replica's log tell more.",
+                    param="ready_timeout_s",
+                )
+            if proxies.done():
+                _check_proxies(proxies)
+            if now_s - looked_s >= TELL_S:
+                looked_s = now_s
+                wait.what = _what_it_does(options, now_s - begin_s)
+            time.sleep(POLL_S)
+
+
+def _state(options: ServeOptions) -> str:
+    """Return the application's state. Raises ConfigError if it failed."""
+    from ray import serve
+
+    application = serve.status().applications.get(options.name)
+    state = str(application.status.value) if application else "NOT_STARTED"
+    if state in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise ConfigError(f"The engine did not start: {_cause(application)}", param="model")
+    return state
+
+
+def _what_it_does(options: ServeOptions, waited_s: float) -> str:
+    """A replica waits for its place in the cluster, then it loads."""
+    from ...actors.replica import DEPLOYMENT
+    from ...actors.workers.base.ray_resources import may_grow, waiting_for_room
+
+    lacking = waiting_for_room(options.name, DEPLOYMENT)
+    if lacking is None:
+        return "loading the models"
+    if waited_s > NEW_NODE_TIMEOUT_S or (waited_s > ROOM_TIMEOUT_S and not may_grow()):
+        raise PlacementError(
+            f"The replica found no room within {waited_s:.0f} s: it needs {lacking}. End what runs there, "
+            "add a node, or use a smaller topology.",
+            param="tensor_parallel_size",
+        )
+    return f"waiting for room: the replica needs {lacking}"
+
+
+def _cause(application: Any) -> str:  # Any: Serve's status object.
+    """The last line of the replica's traceback says it best."""
+    deployments = application.deployments.values()
+    text = "\n".join([application.message, *(deployment.message for deployment in deployments)])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("manta.cluster.errors.")]
+    return ours[-1].partition(": ")[2] if ours else (lines[-1] if lines else "no reason was given")
+
+
+def _last_line(error: BaseException) -> str:
+    """What Ray's error says behind the traceback of another process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return shown_name(lines[-1] if lines else type(error).__name__).rstrip(".")
+
+
+def _to_stderr(line: str) -> None:
+    print(f"manta: {line}", file=sys.stderr, flush=True)

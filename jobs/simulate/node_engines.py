@@ -1,0 +1,117 @@
+"""The simulated engines: every method in every layout that fits the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.errors import ConfigError, PlacementError
+from ...cluster.hardware.gpu_specs import Gpu
+from ...cluster.hardware.memory_plan import Room, find_room
+from ...cluster.hardware.model_pair import Demand, Pair
+from ...cluster.hardware.parallel_layouts import Layout
+from ...cluster.hardware.step_time import StepTimes
+from ...cluster.simulation.acceptance_mix import Texts
+from ...cluster.simulation.load_driver import DrivenEngine
+from ...cluster.simulation.roofline_step_cost import PlanCost
+from ...cluster.simulation.simulated_engine import simulated_engine
+from ..plan.pair_reader import ReadPair, read_pair
+from .methods import Method, parse_acceptance
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Acceptance of the drafters.
+
+    Attributes:
+        dflash, eagle3: mean acceptance lengths, see `parse_acceptance`.
+        eagle3_drafts: number of drafts to which EAGLE-3's length applies.
+        spread: standard deviation of requests' hardness, see `Texts`.
+        seed: seed of requests' hardness.
+    """
+
+    dflash: str = "4.0"
+    eagle3: str = "3.0"
+    eagle3_drafts: int = 7
+    spread: float = 0.5
+    seed: int = 0
+
+    def texts(self, method: Method, num_drafts: int) -> Texts:
+        """Return the acceptance model of a method; the DFlash drafter makes `num_drafts` drafts."""
+        eagle3 = method.kind == "eagle3"
+        drafts, stated = (self.eagle3_drafts, self.eagle3) if eagle3 else (num_drafts, self.dflash)
+        if method.kind == "plain" or not drafts:
+            return Texts(())
+        survival, lengths = parse_acceptance(stated, drafts)
+        return Texts(survival, self.spread, lengths, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEngine:
+    """A method with its layout on the node and the memory it has."""
+
+    method: Method
+    texts: Texts
+    pair: Pair
+    layout: Layout
+    room: Room
+    demand: Demand
+    times: StepTimes
+
+    def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> DrivenEngine:
+        """Make a new engine; see `PlanCost` and `simulated_engine`."""
+        return simulated_engine(
+            self.pair,
+            self.room,
+            self.demand,
+            PlanCost(self.times, free_prompts=free_prompts),
+            adaptive=self.method.adaptive,
+            prefix_caching=prefix_caching,
+            hardness=self.texts.hardness,
+        )
+
+
+def read_shapes(model: str, drafter: str | None, max_model_len: int | None) -> ReadPair:
+    """Read the shapes of checkpoints from their configurations; raises as `read_pair` does."""
+    spec = None if drafter is None else SpeculativeConfig(model=drafter)
+    return read_pair(EngineConfig(model=model, speculative_config=spec, max_model_len=max_model_len), None)
+
+
+def node_engines(
+    pair: Pair,
+    gpu: Gpu,
+    num_gpus: int,
+    tp_sizes: Sequence[int],
+    methods: Sequence[Method],
+    drafting: Drafting,
+    workload: Workload,
+) -> Iterator[NodeEngine]:
+    """Yield every method with every number of ranks that fits.
+
+    Args:
+        tp_sizes: numbers of ranks; if empty, all that divide the target.
+
+    Raises:
+        PlacementError: a method does not fit with any number of ranks; names the missing memory.
+        ConfigError: the node is too small for all requested numbers of ranks, or a method does not fit its
+            drafter.
+    """
+    demand = Demand(max_model_len=workload.max_tokens, context=workload.mean_tokens)
+    for method in methods:
+        texts = drafting.texts(method, pair.num_drafts)
+        mine, lacking, count = method.pair(pair, texts), list[PlacementError](), 0
+        for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp <= num_gpus]:
+            layout = Layout(tp, method.placement, num_gpus // tp)
+            try:
+                room = find_room(mine, gpu, layout, demand)
+            except PlacementError as error:
+                lacking.append(error)
+                continue
+            count += 1
+            yield NodeEngine(method, texts, mine, layout, room, demand, StepTimes(mine, gpu, layout))
+        if lacking and not count:
+            raise lacking[-1]
+        if not count:
+            raise ConfigError(f"tp={list(tp_sizes)}: the node has {num_gpus} GPUs.", param="tp")

@@ -1,0 +1,97 @@
+"""Training loss of a DFlash drafter: blocks drawn from sequences, and the losses of their slots.
+
+Features are computed in every step by running the target over the sequences.
+
+Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 slots, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ....cluster.speculation.acceptance_length import expected_acceptance_length
+from ..data.continuations import PaddedBatch
+from .block_sampling import Blocks, cut_blocks, dpace_weights, draw_anchors, weighted_mean
+from .chunked_cross_entropy import RowLosses, Teacher, row_losses
+from .dflash_module import TrainableDrafter
+from .frozen_target import FrozenTarget
+from .recipes import DrafterSettings, Teaching
+
+
+def block_loss(
+    target: FrozenTarget,
+    drafter: TrainableDrafter,
+    batch: PaddedBatch,
+    settings: DrafterSettings,
+    block_size: int,
+    seed: int,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the loss of random blocks of a batch, weighted by D-PACE, and figures for reports."""
+    tokens_BT = torch.from_numpy(batch.tokens).to(target.device)
+    mask_id = drafter.config.mask_token_id
+    blocks = draw_blocks(batch, tokens_BT, settings.num_anchors, block_size, mask_id, seed)
+    losses = block_losses(target, drafter, tokens_BT, blocks, settings.teaching)
+    weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
+    loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
+    return loss, report_figures(blocks, losses)
+
+
+def draw_blocks(
+    batch: PaddedBatch, tokens_BT: torch.Tensor, num_anchors: int, block_size: int, mask_id: int, seed: int
+) -> Blocks:
+    """Draw random blocks from the generated part of every sequence."""
+    first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
+    anchors_BA = draw_anchors(first_B, length_B, num_anchors, torch.Generator().manual_seed(seed))
+    device = tokens_BT.device
+    return cut_blocks(tokens_BT, length_B.to(device), anchors_BA.to(device), block_size, mask_id)
+
+
+def block_losses(
+    target: FrozenTarget,
+    drafter: TrainableDrafter,
+    tokens_BT: torch.Tensor,
+    blocks: Blocks,
+    teaching: Teaching,
+) -> RowLosses:
+    """Return the losses of all slots, flattened to rows; with a selector, of its scores.
+
+    The selector's scores are computed over the whole vocabulary, after the true previous token. This is
+    cheaper than finding the top candidates, and it also covers candidates that sampling noise selects.
+    """
+    features, target_logits_BTV = target.read(tokens_BT)
+    selector = drafter.candidate_selector
+    with torch.autocast(tokens_BT.device.type, torch.bfloat16):
+        hidden_BASD = drafter(features, target.embed(blocks.inputs), blocks.anchors)
+        hidden_RD = hidden_BASD[..., 1:, :].flatten(0, 2)
+        logits_RV = drafter.logits(target.head, hidden_RD)
+        scores_RV = logits_RV
+        if selector is not None:
+            scores_RV = logits_RV + selector.scores(hidden_RD, blocks.before.flatten())
+    shares = teaching.teacher_share, teaching.distance_share
+    teacher = Teacher(target_logits_BTV.flatten(0, 1), teacher_rows(blocks, tokens_BT), *shares)
+    losses = row_losses(scores_RV, blocks.labels.flatten(), teacher)
+    if selector is None:
+        return losses
+    unary_R = row_losses(logits_RV, blocks.labels.flatten(), teacher).loss_R
+    return replace(losses, loss_R=losses.loss_R + teaching.unary_share * unary_R)
+
+
+def teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Return for each slot its row in the target's logits, [B * A * N]: a + k - 1 for the label at a + k."""
+    batch, num_tokens = tokens_BT.shape
+    slots_N = torch.arange(blocks.labels.shape[-1], device=tokens_BT.device)
+    positions_BAN = (blocks.anchors[..., None] + slots_N).clamp(max=num_tokens - 1)
+    offsets_B = torch.arange(batch, device=tokens_BT.device) * num_tokens
+    return (positions_BAN + offsets_B[:, None, None]).flatten()
+
+
+def report_figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
+    overlap_BAN = losses.overlap_R.view_as(blocks.labels) * blocks.is_counted
+    return length_figures(overlap_BAN.flatten(0, 1))
+
+
+def length_figures(overlap_AN: torch.Tensor) -> dict[str, float]:
+    """Return slot 1's acceptance probability at temperature 1 and the expected acceptance length."""
+    survival = overlap_AN.cumprod(dim=-1).mean(dim=0).tolist()
+    length = expected_acceptance_length(survival, len(survival) + 1)
+    return {"slot1": survival[0], "mean_acceptance_length": length}

@@ -1,0 +1,230 @@
+"""Shape and initial weights of a drafter in training.
+
+A new drafter starts from another drafter's weights or from layers of the target. These already attend to the
+context and write what the head reads, which saves many steps. Parts whose shape or kind differs from the
+target's (latent attention, experts) start at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ....actors.targets.model.mlp_weights import DenseTensors
+from ....actors.targets.model.model_spec import Attention, GatedMLP, ModelSpec
+from ....actors.targets.model.weights import TargetWeights
+from ....actors.tokenization.tokenizer import Tokenizer
+from ....cluster.errors import ConfigError
+from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from ....drafter.compute.layers.rope import RopeConfig
+from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours
+from ....drafter.dflash.config import ConvolutionSize, DrafterConfig, DraftLayer
+from ....drafter.dflash.target_features import TargetFacts, usual_layer_ids
+from ....drafter.eagle3.config import Eagle3Config
+from .dflash2_modules import TAPS
+from .dflash_module import TrainableDrafter
+from .eagle3_module import EagleHead
+from .recipes import DrafterSettings, EagleSettings
+
+_USUAL_HEAD_DIM, _ROWS_OF_A_KV_HEAD, _INNER_SHARE = 128, 4, 3
+_SEED = 1
+_NEW_LAYERS = 3
+_OUTPUTS = (
+    "self_attn.o_proj.weight",
+    "mlp.down_proj.weight",
+)  # outputs of the sublayers
+
+
+def facts_of(spec: ModelSpec) -> TargetFacts:
+    """Return the target's sizes that a drafter must match."""
+    return TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 0, spec.embed_scale)
+
+
+def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: int) -> DrafterConfig:
+    """Return the configuration of a new drafter: layers shaped like the target's, with full attention."""
+    size = settings.conv_group_size
+    return DrafterConfig(
+        file="a new drafter",
+        layout="z-lab",
+        **_sizes(spec),
+        layers=(DraftLayer(causal=False, window=None),) * (settings.num_layers or _NEW_LAYERS),
+        target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
+        block_size=settings.block_size,
+        mask_token_id=mask_token_id,
+        draft_vocab_size=spec.vocab_size,
+        target_hidden_size=None,
+        num_target_layers=spec.num_layers,
+        mask_embedding=False,
+        input_embedding_scale=spec.embed_scale,
+        convolutions=None if size is None else ConvolutionSize(TAPS, size),
+        selector=settings.selector,
+    )
+
+
+def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
+    """Return the configuration of a new EAGLE-3 head with one layer."""
+    return Eagle3Config(
+        file="a new head",
+        layout="sglang",
+        **_sizes(spec),
+        layers=(DraftLayer(causal=True, window=None),),
+        target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
+        draft_vocab_size=spec.vocab_size,
+        target_hidden_size=spec.hidden_size,
+    )
+
+
+def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: float) -> DrafterConfig:
+    """Return the configuration of an existing drafter with the parts that the recipe adds.
+
+    Raises:
+        ConfigError: the drafter has more layers than requested.
+    """
+    size, scale = settings.conv_group_size, initial.input_embedding_scale
+    num_more = (settings.num_layers or initial.num_layers) - initial.num_layers
+    if num_more < 0:
+        raise ConfigError(
+            f"layers={settings.num_layers}: the initial drafter has {initial.num_layers} layers, and none "
+            "can be removed. Leave it out, or give more.",
+            param="layers",
+        )
+    return replace(
+        initial,
+        layers=initial.layers + initial.layers[-1:] * num_more,
+        input_embedding_scale=embed_scale if scale is None else scale,
+        convolutions=initial.convolutions or (None if size is None else ConvolutionSize(TAPS, size)),
+        selector=initial.selector or settings.selector,
+    )
+
+
+def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
+    """Return a token that does not occur in text: a special token named mask, else the first unused id.
+
+    Raises:
+        ConfigError: the target has neither.
+    """
+    if tokenizer is not None:
+        for spelled, token_id in tokenizer.special_token_ids.items():
+            if "mask" in spelled.lower():
+                return token_id
+        if tokenizer.vocab_size < spec.vocab_size:
+            return tokenizer.vocab_size
+    raise ConfigError(
+        "mask_token_id: the target has no special token named mask, and every row of its embedding belongs "
+        "to a token. Give the id of a token that does not occur in text, such as a reserved special token.",
+        param="mask_token_id",
+    )
+
+
+@torch.no_grad()
+def new_drafter(
+    config: DrafterConfig, target: TargetWeights, initial: Path | None = None
+) -> TrainableDrafter:
+    """Make a drafter with the weights of `initial` or of target layers.
+
+    Layers beyond those of `initial` start as identity. Without `initial`, layers are copied from evenly
+    spaced target layers up to the last, and read the deepest tap.
+    """
+    torch.manual_seed(_SEED)
+    drafter = TrainableDrafter(config)
+    if initial is not None:
+        source, facts = TensorFolder(initial), facts_of(target.spec)
+        names = [name for name in source.shapes if named_as_ours(name) in drafter_shapes(config, facts)]
+        drafter.load_state_dict({named_as_ours(n): source.get(n) for n in names}, strict=False)
+        _add_identity_layers(drafter, names)
+        return drafter
+    for index, layer in enumerate(drafter.layers):
+        parts = _layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
+        _load_matching(layer, parts)  # a target has no convolutions
+    width = config.hidden_size
+    drafter.fc.weight[:, -width:].copy_(torch.eye(width))
+    drafter.norm.weight.copy_(target.final_norm())
+    return drafter
+
+
+def _add_identity_layers(drafter: TrainableDrafter, known: Sequence[str]) -> None:
+    """Initialize the layers after the known ones as the last known one, with zero output projections."""
+    count = len({name.split(".")[1] for name in map(named_as_ours, known) if name.startswith("layers.")})
+    last = drafter.layers[count - 1].state_dict()
+    identity = {name: torch.zeros_like(part) if name in _OUTPUTS else part for name, part in last.items()}
+    for layer in drafter.layers[count:]:
+        layer.load_state_dict(identity)
+
+
+@torch.no_grad()
+def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
+    """Make a head from the target's last layer where shapes agree; it reads the deepest tap."""
+    torch.manual_seed(_SEED)
+    head = EagleHead(config)
+    parts = _layer_parts(target, target.spec.num_layers - 1)
+    width, layer = config.hidden_size, head.midlayer
+    for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        torch.nn.init.normal_(projection.weight, std=0.02)
+    if (v_proj := parts.get("self_attn.v_proj.weight")) is not None:
+        layer.self_attn.v_proj.weight[:, width:].copy_(v_proj)
+    layer.hidden_norm.weight.copy_(parts["input_layernorm.weight"])
+    own = ("self_attn.o_proj.", "mlp.", "post_attention_layernorm.")
+    _load_matching(layer, {name: tensor for name, tensor in parts.items() if name.startswith(own)})
+    head.norm.weight.copy_(target.final_norm())
+    head.fc.weight[:, -width:].copy_(torch.eye(width))
+    return head
+
+
+def _load_matching(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
+    own = module.state_dict()
+    fitting = {n: part for n, part in parts.items() if n in own and own[n].shape == part.shape}
+    module.load_state_dict(fitting, strict=False)
+
+
+def _sizes(spec: ModelSpec) -> dict:
+    """Return layer sizes like those of the target's plain layers, or usual ones if it has none."""
+    hidden = spec.hidden_size
+    mixer = next((each for each in spec.attentions if _is_plain(each)), None)
+    inner = next((layer.mlp.inner_size for layer in spec.layers if isinstance(layer.mlp, GatedMLP)), None)
+    if mixer is not None:
+        head_dim, heads, kv_heads = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads
+    else:
+        head_dim = min(_USUAL_HEAD_DIM, hidden)
+        kv_heads = max(1, hidden // head_dim // _ROWS_OF_A_KV_HEAD)
+        heads = kv_heads * max(1, hidden // head_dim // kv_heads)
+    theta = mixer.rope.theta if mixer is not None and mixer.rope is not None else 10000.0
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner or _INNER_SHARE * hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope": RopeConfig(head_dim, theta, "default", {}),
+        "vocab_size": spec.vocab_size,
+    }
+
+
+def _is_plain(mixer: Attention) -> bool:
+    return mixer.latent is None and mixer.value_dim == mixer.head_dim and not mixer.k_is_v
+
+
+def _layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
+    """Return a target layer's tensors by the drafter's names, if they have the same meaning."""
+    weights, mixer = target.layer(index), target.spec.layers[index].mixer
+    parts = {
+        "input_layernorm.weight": weights.attention_norm_H,
+        "post_attention_layernorm.weight": weights.mlp_norm_H,
+    }
+    if isinstance(mixer, Attention) and _is_plain(mixer) and not mixer.gate:
+        rows = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
+        projections = weights.qkv_OH.split([count * mixer.head_dim for count in rows])
+        parts |= {
+            f"self_attn.{kind}_proj.weight": part for kind, part in zip("qkv", projections, strict=True)
+        }
+        parts["self_attn.o_proj.weight"] = weights.o_HO
+        if mixer.qk_norm and weights.q_norm is not None and weights.k_norm is not None:
+            parts |= {"self_attn.q_norm.weight": weights.q_norm, "self_attn.k_norm.weight": weights.k_norm}
+    if isinstance(weights.mlp, DenseTensors):
+        gate, up = weights.mlp.gate_up_IH.chunk(2)
+        parts |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+        parts["mlp.down_proj.weight"] = weights.mlp.down_HI
+    return parts

@@ -1,0 +1,134 @@
+"""Drafts of a model in training at given positions of a text, sampled as the engine samples.
+
+For a whole block by row or along the selector's path, or for a chain with each token fed back. All positions
+are drafted in one pass, without pages or steps. Called by `evaluate_drafter.py`.
+
+Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from ....drafter.step.inputs.row_layout import StepRows
+from ....drafter.step.inputs.sampling_metadata import SamplingBatch
+from ....drafter.step.sampling.sampler import sample_rows
+from ....drafter.step.sampling.selector import select_paths
+from ....drafter.step.sampling.selector_walk import Codebooks
+from ..data.continuations import Question
+from .dflash_module import TrainableDrafter
+from .eagle3_module import EagleHead
+from .frozen_target import FrozenTarget
+
+
+class Proposals(Protocol):
+    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+        """Return drafts [A, N] for the positions after each anchor, sampled like `question`."""
+        ...
+
+
+class BlockProposals:
+    """Drafts of a DFlash drafter, with or without a selector."""
+
+    def __init__(self, target: FrozenTarget, drafter: TrainableDrafter) -> None:
+        self._target, self._drafter = target, drafter
+
+    @torch.no_grad()
+    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+        drafter, device = self._drafter, tokens_T.device
+        num_slots = drafter.config.max_drafts
+        blocks_AS = torch.full((len(anchors_A), num_slots + 1), drafter.config.mask_token_id, device=device)
+        blocks_AS[:, 0] = tokens_T[anchors_A]
+        features, _ = self._target.read(tokens_T[None])
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden_ASD = drafter(features, self._target.embed(blocks_AS[None]), anchors_A[None])[0]
+        hidden_RD = hidden_ASD[:, 1:].flatten(0, 1).to(self._target.dtype)
+        positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)
+        batch = sampling(question, positions_AN.flatten())
+        logits_RV = drafter.logits(self._target.head, hidden_RD).float()
+        if drafter.candidate_selector is None:
+            return sample_rows(logits_RV, batch).view_as(positions_AN)
+        return self._select(hidden_RD, logits_RV, blocks_AS, batch)
+
+    def _select(
+        self,
+        hidden_RD: torch.Tensor,
+        logits_RV: torch.Tensor,
+        blocks_AS: torch.Tensor,
+        batch: SamplingBatch,
+    ) -> torch.Tensor:
+        selector = self._drafter.candidate_selector
+        assert selector is not None
+        num_slots = blocks_AS.shape[1] - 1
+        rows_AS = torch.arange(blocks_AS.numel(), device=blocks_AS.device).view_as(blocks_AS)
+        block = StepRows(
+            positions_N=rows_AS.flatten(),  # not used by the selection
+            kv_slots=(),
+            batches=(),
+            token_ids_N=blocks_AS.flatten(),
+            sampled_X=rows_AS[:, 1:].flatten(),
+            counts_R=torch.full_like(rows_AS[:, 0], num_slots),
+            max_count=num_slots,
+            sampling=batch,
+            num_rows_R=np.full(len(blocks_AS), num_slots + 1),
+        )
+        gates_RE = F.linear(hidden_RD, selector.hidden_projection.weight.to(hidden_RD.dtype))
+        codebooks = Codebooks(
+            selector.predecessor_codebook.to(hidden_RD.dtype),
+            selector.successor_codebook.to(hidden_RD.dtype),
+            selector.size.top_k,
+        )
+        return select_paths(logits_RV, gates_RE, block, codebooks).drafts_RK
+
+
+class ChainProposals:
+    """Chains of `num_drafts` tokens of an EAGLE-3 head."""
+
+    def __init__(self, target: FrozenTarget, head: EagleHead, num_drafts: int) -> None:
+        self._target, self._head, self._num_drafts = target, head, num_drafts
+
+    @torch.no_grad()
+    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+        device, rows_A = tokens_T.device, anchors_A - 1
+        features, _ = self._target.read(tokens_T[None])
+        read_R = tokens_T[1:].clone()
+        drafts: list[torch.Tensor] = []
+        with torch.autocast(device.type, torch.bfloat16):
+            chains = self._head.chains(features[:, :-1])
+        for depth in range(self._num_drafts):
+            with torch.autocast(device.type, torch.bfloat16):
+                hidden_RD = chains.step(self._target.embed(read_R[None]))[0]
+            logits_AV = self._target.head(hidden_RD[rows_A]).float()
+            drafts.append(sample_rows(logits_AV, sampling(question, anchors_A + 1 + depth)))
+            read_R[rows_A] = drafts[-1]
+        return torch.stack(drafts, dim=1)
+
+
+def accepted_at(
+    proposals: Proposals, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+) -> list[int]:
+    """Return the number of accepted drafts after each anchor."""
+    device = tokens_T.device
+    drafts_AN = proposals(question, tokens_T, anchors_A)
+    num_drafts = drafts_AN.shape[1]
+    past_end = torch.full((num_drafts,), -1, device=device)
+    truth_AN = torch.cat([tokens_T, past_end])[
+        anchors_A[:, None] + torch.arange(1, num_drafts + 1, device=device)
+    ]
+    return (drafts_AN == truth_AN).long().cumprod(dim=-1).sum(dim=-1).tolist()
+
+
+def sampling(question: Question, positions: torch.Tensor) -> SamplingBatch:
+    """Return sampling parameters for tokens at these absolute positions, [rows]."""
+    count = len(positions)
+    return SamplingBatch.build(
+        temperature=np.full(count, question.temperature, dtype=np.float32),
+        top_k=np.zeros(count, dtype=np.int64),
+        top_p=np.ones(count, dtype=np.float32),
+        min_p=np.zeros(count, dtype=np.float32),
+        seed=np.full(count, question.seed, dtype=np.int64),
+        position=positions.cpu().numpy().astype(np.int64),
+        device=positions.device,
+    )

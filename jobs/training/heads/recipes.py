@@ -1,0 +1,99 @@
+"""Recipes: training settings for each kind of drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ....drafter.dflash.config import SelectorSize
+from ..loop.lr_schedule import Schedule
+
+Head = Literal["dflash", "selector", "dflash2", "eagle3"]
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """Weights of the parts of the loss.
+
+    Attributes:
+        teacher_share: weight of the target's distribution in the cross-entropy; the sampled token has the
+            rest.
+        distance_share: weight of the rejection probability at temperature 1 in the loss.
+        unary_share: with a selector, weight of the loss of the plain logits, which determine the candidates.
+    """
+
+    teacher_share: float = 0.5
+    distance_share: float = 0.0
+    unary_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Settings of a DFlash drafter.
+
+    Attributes:
+        num_layers: layers of a new drafter, 3 if None; an initial drafter gets more layers up to this number.
+        num_taps: taps of a new drafter.
+        block_sizes: block sizes used in turn, by step; the first is the drafter's own.
+        conv_group_size, selector: DFlash2's parts; None leaves them out.
+        batch_size: sequences per step and worker.
+        num_anchors: blocks per sequence.
+        matrix_lr, other_lr: learning rates of Muon (hidden matrices) and AdamW (all other parameters).
+    """
+
+    num_layers: int | None = None
+    block_sizes: tuple[int, ...] = (16,)
+    num_taps: int = 5
+    conv_group_size: int | None = None
+    selector: SelectorSize | None = None
+    batch_size: int = 8
+    num_anchors: int = 64
+    matrix_lr: float = 4e-3
+    other_lr: float = 2e-3
+    weight_decay: float = 0.01
+    teaching: Teaching = field(default_factory=Teaching)
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.1))
+
+    @property
+    def block_size(self) -> int:
+        return self.block_sizes[0]
+
+    def with_blocks(self, block_size: int) -> DrafterSettings:
+        """Return the settings for another block size; the other block sizes are scaled."""
+        sizes = (max(2, size * block_size // self.block_size) for size in self.block_sizes)
+        return replace(self, block_sizes=tuple(dict.fromkeys(sizes)))
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """Settings of an EAGLE-3 head; `depth` is the number of tokens of a chain in training."""
+
+    depth: int = 5
+    num_taps: int = 3
+    batch_size: int = 8
+    matrix_lr: float = 4e-3
+    other_lr: float = 2e-3
+    weight_decay: float = 0.01
+    teaching: Teaching = field(default_factory=lambda: Teaching(distance_share=0.7))
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.3))
+
+
+Settings = DrafterSettings | EagleSettings
+
+_SELECTOR = SelectorSize(rank=128, top_k=16)
+_SECOND = DrafterSettings(
+    block_sizes=(16, 8),
+    num_anchors=32,
+    matrix_lr=2e-3,
+    other_lr=5e-3,
+    teaching=Teaching(distance_share=0.7),
+    schedule=Schedule(warmup_steps=30, decay_from=0.3),
+)
+# "selector": DFlash2 without convolutions, which the compiled CPU backend does not support.
+RECIPES: Mapping[Head, Settings] = {
+    "dflash": _SECOND,
+    "selector": replace(_SECOND, selector=_SELECTOR),
+    "dflash2": replace(_SECOND, selector=_SELECTOR, conv_group_size=16),
+    "eagle3": EagleSettings(),
+}

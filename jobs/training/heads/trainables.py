@@ -1,0 +1,117 @@
+"""The trainable kinds of drafter: DFlash with or without DFlash2's parts, and EAGLE-3 heads.
+
+Gives the training loop, the measurement on held-out text and the export one interface to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ....actors.targets.model.model_spec import ModelSpec
+from ....drafter.compute.checkpoint.hf_config import read_json
+from ....drafter.dflash.checkpoint import check_drafter
+from ..data.continuations import ContinuationReader, Continuations, PaddedBatch, Question
+from .block_sampling import draw_anchors
+from .dflash_loss import block_loss
+from .eagle3_loss import chain_loss
+from .export import export_drafter, export_eagle_head
+from .frozen_target import FrozenTarget
+from .initialization import continued, drafter_config, eagle_config, facts_of, new_drafter, new_eagle_head
+from .offline_proposals import BlockProposals, ChainProposals, Proposals, accepted_at
+from .recipes import DrafterSettings, EagleSettings
+
+# (batch, step, seed) -> loss and figures.
+Loss = Callable[[PaddedBatch, int, int], tuple[torch.Tensor, dict[str, float]]]
+
+_HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A drafter in training with its target.
+
+    Attributes:
+        export: writes a checkpoint folder with the current weights.
+    """
+
+    target: FrozenTarget
+    model: nn.Module
+    loss: Loss
+    proposals: Proposals
+    export: Callable[[Path], None]
+
+    @torch.no_grad()
+    def measure(self, held_out: Continuations) -> dict[str, float]:
+        """Return "loss", "accepted" and "tokens_per_step" on some held-out sequences at fixed positions.
+
+        Drafts are greedy and accepted while they match the text. "accepted" is the share of positions whose
+        first draft is accepted, "tokens_per_step" the mean acceptance length.
+        """
+        count = min(len(held_out), _HELD_OUT_SEQUENCES)
+        batch = ContinuationReader(held_out, count, pad_id=0).next_batch()
+        loss, _ = self.loss(batch, 0, 0)
+        first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
+        anchors_BA = draw_anchors(first_B, length_B, _HELD_OUT_PLACES, torch.Generator().manual_seed(0))
+        tokens_BT = torch.from_numpy(batch.tokens).to(self.target.device)
+        greedy = Question((), 0.0, 0)
+        accepted: list[int] = []
+        for tokens_T, anchors_A, length in zip(tokens_BT, anchors_BA, batch.length.tolist(), strict=True):
+            places_A = anchors_A.to(tokens_T.device)
+            accepted += accepted_at(self.proposals, greedy, tokens_T[:length], places_A)
+        return {
+            "loss": loss.item(),
+            "accepted": sum(each > 0 for each in accepted) / len(accepted),
+            "tokens_per_step": 1.0 + sum(accepted) / len(accepted),
+        }
+
+
+def trainable_drafter(
+    target: str | Path,
+    spec: ModelSpec,
+    settings: DrafterSettings,
+    mask_token_id: int,
+    initial: Path | None,
+    max_tokens: int,
+    device: torch.device,
+) -> Trainable:
+    """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
+    raw = None
+    if initial is None:
+        config = drafter_config(spec, settings, mask_token_id)
+    else:
+        config = continued(check_drafter(initial, facts_of(spec)), settings, spec.embed_scale)
+        raw, settings = read_json(initial, param="initial"), settings.with_blocks(config.block_size)
+    frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
+    drafter = new_drafter(config, frozen.weights, initial).to(device)
+
+    def loss(batch: PaddedBatch, step: int, seed: int) -> tuple[torch.Tensor, dict[str, float]]:
+        block_size = settings.block_sizes[step % len(settings.block_sizes)]
+        return block_loss(frozen, drafter, batch, settings, block_size, seed)
+
+    return Trainable(
+        frozen,
+        drafter,
+        loss,
+        BlockProposals(frozen, drafter),
+        lambda folder: export_drafter(drafter, spec, folder, raw),
+    )
+
+
+def trainable_head(
+    target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
+) -> Trainable:
+    config = eagle_config(spec, settings)
+    frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
+    head = new_eagle_head(config, frozen.weights).to(device)
+    return Trainable(
+        frozen,
+        head,
+        lambda batch, step, seed: chain_loss(frozen, head, batch, settings),
+        ChainProposals(frozen, head, settings.depth),
+        lambda folder: export_eagle_head(head, spec, folder),
+    )

@@ -1,0 +1,1 @@
+"""The training loop: optimizers, schedule, curves. Start with `training_loop.py`."""

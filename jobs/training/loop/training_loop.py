@@ -1,0 +1,250 @@
+"""The training loop of all models: step, report, measure, snapshot, stop at the end of the run.
+
+An interrupted run resumes from its last snapshot with the same weights, average, optimizer state and position
+in the data. Steps after the snapshot are repeated identically (`training_curves.py`). Several workers train
+data-parallel: each computes its part of the batch, and gradients are averaged, so weights are equal on all
+workers. Worker 0 writes and reports.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....actors.targets.model.tensor_parallel import Communicator, SingleRank
+from ....cluster.errors import ConfigError
+from .lr_schedule import Length, Schedule, TimeBudget
+from .muon_adamw import HybridOptimizer, Snapshot, WeightAverage
+from .training_curves import Curves, Row
+
+Report = Callable[[str], None]
+SNAPSHOT, CURVES = "snapshot.pt", "curves.jsonl"
+
+
+class Reader(Protocol):
+    """A source of batches with a position that can be saved and restored."""
+
+    @property
+    def position(self) -> tuple[int, int]: ...
+
+    def seek(self, position: tuple[int, int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    snapshot_every_s: float = 120.0
+    report_every: int = 25
+    max_grad_norm: float = 1.0
+    average_steps: int = 200
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs of the loss besides the batch."""
+
+    index: int
+    progress: float
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """`loss` has gradients; `figures` are averaged for reports."""
+
+    loss: torch.Tensor
+    num_tokens: int
+    figures: dict[str, float]
+
+
+class TrainingLoop:
+    """Trains a model and owns the state of the run: steps, tokens, time used.
+
+    Args:
+        folder: folder for `snapshot.pt`, `curves.jsonl` and `curves.html`.
+        subject: identifies model and data; a snapshot with another subject is refused.
+        workers: communicator of the workers that train together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: HybridOptimizer,
+        reader: Reader,
+        folder: Path,
+        report: Report,
+        settings: LoopSettings | None = None,
+        *,
+        subject: str = "",
+        workers: Communicator | None = None,
+    ) -> None:
+        self.name, self.model, self.optimizer, self.reader = name, model, optimizer, reader
+        self.step, self.tokens, self.used_s = 0, 0, 0.0
+        self._snapshot_path, self._subject = folder / SNAPSHOT, subject
+        self._workers = workers or SingleRank()
+        self._settings = settings or LoopSettings()
+        self._is_first = self._workers.rank == 0
+        self._report: Report = report if self._is_first else lambda line: None
+        self._curves = Curves(folder / CURVES if self._is_first else None)
+        self._figures: dict[str, list[float]] = {}
+        self.average = WeightAverage(model, self._settings.average_steps)
+        snapshot = load_snapshot(self._snapshot_path)
+        if snapshot is not None:
+            if snapshot["subject"] != subject:
+                raise ConfigError(
+                    f"{self._snapshot_path} is of another run (other data, recipe or number of workers). "
+                    "Resume with the same ones, or give another folder.",
+                    param="folder",
+                )
+            model.load_state_dict(snapshot["model"])
+            optimizer.load_state_dict(snapshot["optimizer"])
+            self.average.load_state_dict(snapshot["average"])
+            reader.seek(tuple(snapshot["position"]))
+            self.step, self.tokens, self.used_s = (snapshot[key] for key in ("step", "tokens", "used_s"))
+
+    def run(
+        self,
+        compute_loss: Callable[[Step], StepLoss],
+        length: Length,
+        schedule: Schedule,
+        measure: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        """Train to the end of the run, which includes the steps of earlier processes.
+
+        Args:
+            measure: measures the model on held-out text; called at the start, the end, and at snapshots.
+        """
+        budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
+        saved_at = time.monotonic()
+        self._measure(measure)
+        while (progress := self._progress(length)) < 1.0:
+            result = compute_loss(Step(self.step, progress))
+            result.loss.backward()
+            self._average_gradients()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
+            lr_factor = schedule.factor(self.step, progress)
+            self.optimizer.step(lr_factor)
+            self.average.move()
+            self.step, self.tokens, self.used_s = (
+                self.step + 1,
+                self.tokens + result.num_tokens * self._workers.world_size,
+                self._time_at(self.step, budget),
+            )
+            figures = self._mean_figures({"loss": result.loss.item(), **result.figures})
+            self._note(figures, progress, lr_factor)
+            if time.monotonic() - saved_at > self._settings.snapshot_every_s:
+                self._measure(measure)
+                self.save()
+                saved_at = time.monotonic()
+        self._measure(measure)
+        self.save()
+
+    def save(self) -> None:
+        if not self._is_first:
+            return
+        save_snapshot(
+            self._snapshot_path,
+            {
+                "subject": self._subject,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "average": self.average.state_dict(),
+                "position": self.reader.position,
+                "step": self.step,
+                "tokens": self.tokens,
+                "used_s": self.used_s,
+            },
+        )
+        self._curves.draw(self.name)
+
+    def _progress(self, length: Length) -> float:
+        """Return the progress in [0, 1] from recorded state: equal on all workers and after a restart."""
+        if length.steps is not None:
+            return min(1.0, self.step / length.steps)
+        assert length.seconds is not None, "a length has steps or seconds"
+        return min(1.0, self.used_s / length.seconds)
+
+    def _time_at(self, step: int, budget: TimeBudget) -> float:
+        """Return the seconds used at the end of this step, by worker 0's clock, or as recorded before."""
+        taken = self._curves.taken(step)
+        used_s = torch.tensor(budget.used_s if taken is None else taken["used_s"], dtype=torch.float64)
+        return self._workers.broadcast(used_s.to(self._device)).item()
+
+    def _average_gradients(self) -> None:
+        if self._workers.world_size == 1:
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._workers.all_reduce(parameter.grad).div_(self._workers.world_size)
+
+    def _mean_figures(self, figures: dict[str, float]) -> dict[str, float]:
+        """Return the means over workers."""
+        if self._workers.world_size == 1:
+            return figures
+        values = torch.tensor(list(figures.values()), dtype=torch.float32, device=self._device)
+        means = self._workers.all_reduce(values).div_(self._workers.world_size)
+        return dict(zip(figures, means.tolist(), strict=True))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _measure(self, measure: Callable[[], dict[str, float]] | None) -> None:
+        """Measure the average of the weights, which is what is exported."""
+        if measure is None or not self._is_first or self._curves.has_measured(self.step):
+            return
+        with self.average.in_place():
+            figures = measure()
+        self._curves.add({"step": self.step, "held_out": figures})
+        self._report(f"{self.name} step {self.step}, held out: {_format(figures)}")
+
+    def _note(self, figures: dict[str, float], progress: float, lr_factor: float) -> None:
+        index = self.step - 1
+        taken = self._curves.taken(index)
+        if taken is not None and taken["loss"] != figures["loss"]:
+            self._report(
+                f"{self.name} step {index} had another loss before the restart: threads, processor or "
+                "versions have changed, so the weights will differ, too."
+            )
+        place = {"step": index, "progress": progress, "lr_factor": lr_factor}
+        row: Row = {**place, "tokens": self.tokens, "used_s": self.used_s, **figures}
+        if self._is_first:
+            self._curves.add(row)
+        for name, value in figures.items():
+            self._figures.setdefault(name, []).append(value)
+        if self.step % self._settings.report_every:
+            return
+        means = {name: float(np.mean(values)) for name, values in self._figures.items()}
+        rate = self.tokens / max(self.used_s, 1e-9)
+        self._report(
+            f"{self.name} step {self.step} ({progress:.1%}): {_format(means)}, {self.tokens} tokens, "
+            f"{rate:.0f}/s"
+        )
+        self._figures.clear()
+
+
+def save_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write to a temporary file, sync and rename, so that a kill never leaves a partial snapshot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".partial")
+    with beside.open("wb") as file:
+        torch.save(snapshot, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def load_snapshot(path: Path) -> Snapshot | None:
+    """Return None if the run has no snapshot yet."""
+    if not path.exists():
+        return None
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _format(figures: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:.4f}" for name, value in figures.items())

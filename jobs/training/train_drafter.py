@@ -1,0 +1,193 @@
+"""Trains one drafter for one frozen target, from token sequences to a checkpoint folder.
+
+The caller provides the data: `manta drafter train` (`jobs/drafters/train/train_run.py`) reads datasets,
+`manta drafter adapt` captured traffic. All state is in the run's folder; calling it again with the same
+folder resumes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...actors.targets.families import read_model
+from ...actors.targets.model.model_spec import ModelSpec
+from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
+from ...actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
+from ...actors.tokenization.tokenizer import Tokenizer
+from ...cluster.errors import ConfigError
+from .data.continuations import ContinuationReader, Continuations
+from .heads.initialization import mask_token
+from .heads.recipes import RECIPES, EagleSettings, Settings
+from .heads.trainables import Trainable, trainable_drafter, trainable_head
+from .loop.lr_schedule import Length
+from .loop.muon_adamw import HybridOptimizer
+from .loop.training_curves import read_rows
+from .loop.training_loop import CURVES, LoopSettings, Report, Step, StepLoss, TrainingLoop
+
+_TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a run.
+
+    Attributes:
+        drafter: checkpoint folder (z-lab's format, or EAGLE-3's own) with the averaged weights.
+        curves: JSON lines, one per step; `curves.html` shows them.
+        num_steps, num_tokens, used_s: totals of the run, including earlier processes.
+        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Trainable.measure`).
+    """
+
+    drafter: Path
+    curves: Path
+    num_steps: int
+    num_tokens: int
+    used_s: float
+    held_out_before: dict[str, float]
+    held_out_after: dict[str, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> Trained:
+        """Read the result of a finished run."""
+        rows = read_rows(folder / CURVES)
+        measured = [row["held_out"] for row in rows if "held_out" in row]
+        last = next(row for row in reversed(rows) if "held_out" not in row)
+        return cls(
+            drafter=folder / "drafter",
+            curves=folder / CURVES,
+            num_steps=last["step"] + 1,
+            num_tokens=last["tokens"],
+            used_s=last["used_s"],
+            held_out_before=measured[0],
+            held_out_after=measured[-1],
+        )
+
+
+def train(
+    target: str | Path,
+    data: Continuations,
+    held_out: Continuations,
+    folder: Path,
+    length: Length,
+    *,
+    initial: Path | None = None,
+    settings: Settings | None = None,
+    mask_token_id: int | None = None,
+    report: Report = lambda line: print(line, flush=True),
+    loop_settings: LoopSettings | None = None,
+    workers: Communicator | None = None,
+) -> Trained:
+    """Train until `length` is reached; called again with the same folder, resume.
+
+    Args:
+        target: folder or hub id.
+        data: token sequences; only the answers have a loss. To weight one kind of text against another,
+            repeat
+            it: `Continuations.join([new, new, old])`.
+        held_out: sequences that are measured before, during and after training, and never trained on.
+        folder: folder for `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
+        initial: checkpoint folder of a DFlash drafter to start from; by default layers of the target.
+        settings: the recipe; its learning rates are scaled down for targets wider than the one it was tuned
+            on.
+        mask_token_id: mask token of a new drafter; by default one that the target's tokenizer does not use.
+        report: called with progress lines.
+        workers: workers that train together (`ray_train.py`); each of them calls this function.
+
+    Raises:
+        ConfigError, CheckpointError: invalid input; raised before training starts.
+    """
+    keep_freed_memory()
+    settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
+    _check_data(data, held_out, settings.batch_size * workers.world_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainable = _trainable(
+        target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device
+    )
+    lr_share = min(1.0, (_TUNED_WIDTH / trainable.target.spec.hidden_size) ** 0.5)
+    optimizer = HybridOptimizer(
+        trainable.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
+    )
+    reader = ContinuationReader(data, settings.batch_size * workers.world_size, pad_id=0)
+    loop = TrainingLoop(
+        "training",
+        trainable.model,
+        optimizer,
+        reader,
+        folder,
+        report,
+        loop_settings,
+        subject=f"{settings} {workers.world_size} {data.digest}",
+        workers=workers,
+    )
+
+    def compute_loss(step: Step) -> StepLoss:
+        batch = reader.next_batch().part(workers.rank, workers.world_size)
+        seed = step.index * workers.world_size + workers.rank
+        loss, figures = trainable.loss(batch, step.index, seed)
+        return StepLoss(loss, batch.tokens.size, figures)
+
+    loop.run(compute_loss, length, settings.schedule, lambda: trainable.measure(held_out))
+    trainable.model.load_state_dict(loop.average.state)
+    if workers.rank == 0:
+        trainable.export(folder / "drafter")
+    workers.all_reduce(torch.zeros(1, device=device))  # barrier: worker 0 has written everything
+    return Trained.read(folder)
+
+
+def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -> None:
+    if len(data) < batch_size:
+        raise ConfigError(
+            f"data: {len(data)} training sequences are fewer than the {batch_size} of a step. Give more.",
+            param="data",
+        )
+    if not len(held_out):
+        raise ConfigError("held_out: there is no sequence to measure on. Give more data.", param="held_out")
+
+
+def _trainable(
+    target: str | Path,
+    settings: Settings,
+    initial: Path | None,
+    mask_token_id: int | None,
+    max_tokens: int,
+    device: torch.device,
+) -> Trainable:
+    spec, folder = read_target(target)
+    if isinstance(settings, EagleSettings):
+        return trainable_head(target, spec, settings, max_tokens, device)
+    if initial is None and mask_token_id is None:
+        tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
+        mask_token_id = mask_token(spec, tokenizer)
+    return trainable_drafter(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
+
+
+def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
+    """Return a target's specification and folder."""
+    folder = resolve_checkpoint(str(target), field="target")
+    return read_model(folder), folder
+
+
+def machine() -> str:
+    """Return the name of the training machine, for cards."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} cores of {platform.processor() or platform.machine()}"
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed large blocks: mapping them again per tensor takes a third of a step's time."""
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 256 * 2**20)
