@@ -15,16 +15,16 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
-from ..cluster.engine.engine_core import Engine, EngineStats, SequenceUpdate
+from ..cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
 from ..cluster.errors import ENDINGS, MantaError, RequestError, shown
 from ..cluster.request.request import FinishReason, SamplingParams
 from ..cluster.step.executor import ExecutorInfo
 from .engine.output_processor import OutputProcessor, RequestOutput, RequestTracker
 from .engine.output_streams import processing_failure
-from .engine.speculation_cache import KeptSpeculation
+from .engine.speculation_cache import SpeculationCache
 from .engine.uniproc_executor import make_executor
 from .http.protocol.chat_request import ChatPrompt
-from .structured_outputs.grammar_frontend import GrammarDoor
+from .structured_outputs.grammar_frontend import GrammarFrontend
 from .system.wait_messages import counting_on_terminal
 from .tokenization.chat_template import Message
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
@@ -56,10 +56,10 @@ class LLM:
         with counting_on_terminal("loading the models"):
             self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
             self._executor = make_executor(self.config)
-        self._engine = Engine(self.config, self._executor)
-        self._kept = KeptSpeculation(self.config, self.info, self._engine)
+        self._engine = EngineCore(self.config, self._executor)
+        self._kept = SpeculationCache(self.config, self.info, self._engine)
         self._processor = OutputProcessor(self.tokenizer)
-        self._grammars = GrammarDoor.of(self.tokenizer, self.info)
+        self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
         self._failures: dict[str, MantaError] = {}  # by request id, until it is told

@@ -22,8 +22,8 @@ import ray
 from ray import serve
 
 from ..cluster.config import EngineConfig
-from ..cluster.fleet.placement import Demand, Topology
-from ..cluster.fleet.replica_stats import FiguresMeter
+from ..cluster.fleet.placement import DeploymentDemand, Topology
+from ..cluster.fleet.replica_stats import ReplicaStatsMeter
 from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.registry_records import ReplicaRecord, state_of
 from .gateway.replica_registry import DirectoryClient
@@ -65,8 +65,8 @@ class Replica:
         self._began_s = time.monotonic()
         from .engine.async_engine import AsyncEngine
         from .http.middleware.inflight_requests import Traffic
-        from .serve.canary_store import TrialBoard
-        from .serve.drafter_canary import DrafterDesk
+        from .serve.canary_store import CanaryStore
+        from .serve.drafter_canary import DrafterCanary
         from .workers.ray_executor import RayExecutor
 
         replica = serve.get_replica_context().replica_id.unique_id
@@ -78,12 +78,12 @@ class Replica:
         self._settings = settings
         self._traffic = Traffic()
         self._engine = AsyncEngine(config, RayExecutor)
-        self._meter = FiguresMeter(config.max_num_seqs)
+        self._meter = ReplicaStatsMeter(config.max_num_seqs)
         await asyncio.gather(self._engine.start(), asyncio.to_thread(_import_front))
         self._loaded_s = time.monotonic()
         context = serve.get_replica_context()
-        board = TrialBoard(context.app_name, context.deployment)
-        self._desk = DrafterDesk(self._engine, board, replica)
+        board = CanaryStore(context.app_name, context.deployment)
+        self._desk = DrafterCanary(self._engine, board, replica)
         self._trying = asyncio.create_task(self._desk.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -129,11 +129,11 @@ class Replica:
 
     def _live(self) -> None:
         """Watch for the end from now on."""
-        from .serve.replica_lifecycle import ReplicaLife
-        from .serve.serve_hooks import ServePlace
+        from .serve.replica_lifecycle import ReplicaLifecycle
+        from .serve.serve_hooks import RayServeHost
 
-        loop, place = asyncio.get_running_loop(), ServePlace()
-        life = ReplicaLife(self._engine, self._traffic, place, self._settings.shutdown_timeout)
+        loop, place = asyncio.get_running_loop(), RayServeHost()
+        life = ReplicaLifecycle(self._engine, self._traffic, place, self._settings.shutdown_timeout)
         self._watching = asyncio.create_task(life.watch())
         place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(life.obey_sigterm(), loop))
 
@@ -174,14 +174,14 @@ class RoutedReplica(Replica):
     """A replica behind a gateway."""
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
-        from .gateway.replica_endpoint import Door
+        from .gateway.replica_endpoint import ReplicaEndpoint
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
         await super().__init__(config, behind_gateway(settings))
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
-        self._door = Door(app, await host, self._describe, directory)
+        self._door = ReplicaEndpoint(app, await host, self._describe, directory)
         await self._door.open()
 
     @property
@@ -326,12 +326,12 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
 
 def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
     """A driver may build the application before it connects: where it will run is not known then."""
-    demands: list[Demand] = []
+    demands: list[DeploymentDemand] = []
     for i, (config, settings) in enumerate(models):
         topology = Topology.of(config, _largest_node())
         bundles = topology.replica_bundles(REPLICA_CPUS)
         first = initial_replicas(parse_replicas(settings.replicas)[0])
-        demands.append(Demand(_deployment_name(i), topology, bundles, first))
+        demands.append(DeploymentDemand(_deployment_name(i), topology, bundles, first))
     if ray.is_initialized():
         check_room(demands)
     else:

@@ -31,7 +31,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta"
 
 
-class Kept:
+class DiskCache:
     """One cached measurement.
 
     Args:

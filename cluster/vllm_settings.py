@@ -22,7 +22,7 @@ Kind = Literal["switch", "value", "list"]  # form of the flag: --x, --x VALUE, -
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SettingAnswer:
     """The response to some settings of vLLM.
 
     Attributes:
@@ -56,12 +56,12 @@ class Answer:
 
 
 SETTINGS = (
-    Answer(
+    SettingAnswer(
         "has no effect: Manta runs no code from checkpoints; its own code reads families and tokenizers",
         switches="trust_remote_code",
         values="code_revision",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: Manta serves text, and loads only a checkpoint's language model",
         switches="language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only "
         "skip_mm_profiling disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache",
@@ -70,7 +70,7 @@ SETTINGS = (
         "mm_shm_cache_max_object_size_mb video_pruning_rate allowed_local_media_path",
         lists="allowed_media_domains",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: decoding steps on a GPU are captured as CUDA graphs, with the same outputs; on a CPU "
         "there are none",
         switches="enforce_eager",
@@ -78,7 +78,7 @@ SETTINGS = (
         "performance_mode",
         lists="cudagraph_capture_sizes",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: Manta chooses kernels and how steps are computed (attention_backend selects "
         "among them)",
         switches="disable_custom_all_reduce disable_cascade_attn enable_flashinfer_autotune use_replayssm "
@@ -90,56 +90,56 @@ SETTINGS = (
         lists="numa_bind_nodes numa_bind_cpus",
         unasked=("auto",),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: prompts and answers are never logged. `manta logs explain ID` shows what happened to "
         "a request; `capture` stores traffic as token ids",
         switches="enable_log_requests enable_log_outputs enable_log_deltas log_error_stack",
         values="max_log_len",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: this is always the case",
         switches="disable_log_requests enable_request_id_headers enable_prompt_tokens_details "
         "enable_server_load_tracking enable_offline_docs use_tqdm_on_load",
         unasked=(True,),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: there is no access log; log_format chooses the form of the log",
         switches="disable_uvicorn_access_log disable_log_stats aggregate_engine_logging",
         values="uvicorn_log_level disable_access_log_for_endpoints log_config_file",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: each replica has one HTTP front; `replicas` adds engines",
         switches="disable_frontend_multiprocessing",
         values="api_server_count renderer_num_workers",
         unasked=(1,),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: config.json names the family, which Manta's own decoder runs; tokenizer.json or "
         "tiktoken.model is read",
         values="model_impl config_format hf_config_path model_class_overrides tokenizer_mode",
         unasked=("auto", "hf", "vllm", "fast"),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: several ranks run under Ray",
         switches="worker_use_ray ray_workers_use_nsight",
         values="distributed_executor_backend max_parallel_loading_workers distributed_timeout_seconds",
         unasked=("ray",),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: routed experts are sharded over the ranks of tensor_parallel_size",
         switches="enable_expert_parallel enable_eplb enable_elastic_ep enable_ep_weight_filter",
         values="eplb_config expert_placement_strategy",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: llguidance enforces schemas and grammars",
         values="guided_decoding_backend structured_outputs_config reasoning_config",
         unasked=("auto", "guidance"),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: a preempted request is computed again from its cached beginning",
         values="swap_space preemption_mode",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: the scheduler measures what prompt rows cost next to decoding requests",
         switches="scheduler_reserve_full_isl disable_hybrid_kv_cache_manager",
         values="long_prefill_token_threshold max_num_partial_prefills max_long_partial_prefills "
@@ -147,35 +147,35 @@ SETTINGS = (
         "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit num_scheduler_steps",
         unasked=(1,),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: safetensors files are read directly, by each rank its own part",
         values="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
         "model_loader_extra_config pt_load_map_location ignore_patterns",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: metrics are those of /metrics, spans those of otlp_traces_endpoint",
         switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing "
         "enable_logging_iteration_details jit_monitor_verbose",
         values="show_hidden_metrics_for_version kv_cache_metrics_sample profiler_config jit_monitor_mode",
         lists="collect_detailed_traces",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: requests may get up to 20 log probabilities per token",
         values="max_logprobs logprobs_mode",
         unasked=(20, "raw_logprobs"),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: messages have the form that the chat template expects, and answers are the "
         "assistant's",
         values="chat_template_content_format response_role",
         unasked=("auto", "assistant"),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: pages of allowed_origins may use every method and header; the front bounds headers",
         switches="allow_credentials",
         values="allowed_methods allowed_headers h11_max_incomplete_event_size h11_max_header_count",
     ),
-    Answer(
+    SettingAnswer(
         "is not served: the ranks of an engine are tensor-parallel (tensor_parallel_size), replicas sets the "
         "number of engines, and Ray places them (`ray start` joins nodes)",
         switches="headless data_parallel_hybrid_lb data_parallel_external_lb",
@@ -185,21 +185,21 @@ SETTINGS = (
         unasked=(1,),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: there are no adapters. Merge the adapter into the weights",
         switches="enable_lora fully_sharded_loras",
         values="max_loras max_lora_rank max_cpu_loras lora_dtype default_mm_loras",
         lists="lora_modules lora_target_modules",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: K/V are stored in the target's dtype. Leave it out",
         values="kv_cache_dtype",
         lists="kv_cache_dtype_skip_layers",
         unasked=("auto",),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: weights and K/V stay on the engine's own devices. Leave it out, and see `manta plan` "
         "for what fits",
         values="cpu_offload_gb offload_backend offload_group_size kv_offloading_size kv_offloading_backend "
@@ -208,18 +208,18 @@ SETTINGS = (
         unasked=("auto",),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: Manta generates text. Leave it out",
         values="runner convert task pooler_config",
         unasked=("auto", "generate", "none"),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: a checkpoint's windows are part of the model. Lower max_model_len",
         switches="disable_sliding_window",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: the server loads no external code. Leave it out",
         values="worker_cls worker_extension_cls scheduler_cls io_processor_plugin tool_parser_plugin "
         "reasoning_parser_plugin tool_server",
@@ -227,14 +227,14 @@ SETTINGS = (
         unasked=("auto",),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: the endpoint is plain HTTP on a port. Put a proxy in front for TLS, a path or a "
         "socket (docs/security.md)",
         switches="enable_ssl_refresh",
         values="ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers root_path uds",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served. Leave it out",
         switches="enable_sleep_mode enable_prompt_embeds enable_return_routed_experts return_sampling_mask "
         "return_tokens_as_token_ids exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint "
@@ -242,18 +242,18 @@ SETTINGS = (
         values="weight_transfer_config diffusion_config quantization_config max_num_queued_tokens",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "would be visible in the process list: set HF_TOKEN in the environment, or run `hf auth login`",
         values="hf_token",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: the tokenizer has the target's `revision`. Set `tokenizer` to a folder",
         values="tokenizer_revision",
         refused=True,
     ),
-    Answer("is taken from CUDA_VISIBLE_DEVICES: set that", lists="device_ids", refused=True),
-    Answer(
+    SettingAnswer("is taken from CUDA_VISIBLE_DEVICES: set that", lists="device_ids", refused=True),
+    SettingAnswer(
         "is a key of speculative_config now. Use --spec-model, --spec-tokens or --speculative-config",
         values="speculative_model num_speculative_tokens speculative_draft_tensor_parallel_size "
         "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min "
@@ -262,48 +262,48 @@ SETTINGS = (
     ),
 )
 SPECULATION = (
-    Answer(
+    SettingAnswer(
         "has no effect: a colocated drafter runs on the target's ranks; `placement` gives it others",
         values="draft_tensor_parallel_size tensor_parallel_size",
         unasked=(1,),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: drafts are chosen under the target's own noise, so that sampled tokens agree as "
         "often as they can",
         values="draft_sample_method",
         unasked=("greedy",),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: a draft is accepted if it equals the target's own choice, so no token changes",
         values="rejection_sample_method",
         unasked=("standard", "strict"),
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: the draft length follows the measured benefit, down to none (`adaptive`)",
         values="disable_by_batch_size disable_padded_drafter_batch disable_eagle_block_drop",
     ),
-    Answer(
+    SettingAnswer(
         "has no effect: the drafter uses the engine's kernels, dtype and maximum length",
         switches="enforce_eager use_local_argmax_reduction index_share_for_mtp_iteration",
         values="moe_backend attention_backend max_model_len draft_load_config",
         unasked=("auto",),
     ),
-    Answer("has no effect: Manta runs no code from checkpoints", values="code_revision"),
-    Answer('has no effect: "dflash" drafts a block in one pass', switches="parallel_drafting"),
-    Answer(
+    SettingAnswer("has no effect: Manta runs no code from checkpoints", values="code_revision"),
+    SettingAnswer('has no effect: "dflash" drafts a block in one pass', switches="parallel_drafting"),
+    SettingAnswer(
         "is not served: K/V are stored in the target's dtype. Leave it out",
         values="kv_cache_dtype",
         unasked=("auto",),
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "is not served: it would change tokens. Leave it out; `manta simulate node` simulates acceptance "
         "rates",
         values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
         "posterior_alpha typical_acceptance_sampler_posterior_threshold",
         refused=True,
     ),
-    Answer(
+    SettingAnswer(
         "belongs to a method that is not served. Choose dflash, eagle3 or ngram",
         switches="use_heterogeneous_vocab",
         values="suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
@@ -347,7 +347,7 @@ VALUES: Mapping[str, Mapping[object, str]] = {
     "generation_config": {"vllm": "openai"},
     "method": {"ngram_gpu": "ngram"},
 }
-ANSWERS: Mapping[str, Answer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
+ANSWERS: Mapping[str, SettingAnswer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
 _SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answer.kinds()}
 
 
@@ -365,7 +365,7 @@ def accept_speculation(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: as 
     return _translate(config, _SPECULATION_ANSWERS, RENAMED_SPECULATION, "speculative_config.")
 
 
-def answer(name: str, shown_as: str, value: object, answers: Mapping[str, Answer] = ANSWERS) -> None:
+def answer(name: str, shown_as: str, value: object, answers: Mapping[str, SettingAnswer] = ANSWERS) -> None:
     """Log the response to a setting of vLLM that does not exist here, or raise it as a ConfigError."""
     entry = answers[name]
     if not entry.is_asked(value):
@@ -377,7 +377,7 @@ def answer(name: str, shown_as: str, value: object, answers: Mapping[str, Answer
 
 def _translate(
     settings: Mapping[str, Any],
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, SettingAnswer],
     renamed: Mapping[str, tuple[str, Callable[[Any], Any]]],
     prefix: str,
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cluster.errors import CheckpointError
-from ..cluster.pages.kv_cache_groups import KVGeometry
+from ..cluster.pages.kv_cache_groups import KVCacheSpec
 from .compute.checkpoint.safetensors_reader import FLOATS, INTEGERS, TensorHeaders
 from .compute.layers.rope import RopeConfig
 
@@ -56,9 +56,9 @@ class DrafterShape:
         return len(self.layers)
 
     @property
-    def kv_geometry(self) -> KVGeometry:
+    def kv_geometry(self) -> KVCacheSpec:
         """Of each layer."""
-        return KVGeometry(self.num_kv_heads, self.head_dim, self.head_dim)
+        return KVCacheSpec(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
     def num_taps(self) -> int:

@@ -21,7 +21,7 @@ from .common.generate import open_llm, stream_text
 HELP = "/reset clears the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an answer."
 
 
-class Conversation:
+class ChatSession:
     """The messages of a chat.
 
     Args:
@@ -64,7 +64,7 @@ def run_chat(
 ) -> None:
     """Read lines and answer them until the user quits."""
     with open_llm(config) as llm:
-        conversation = Conversation(llm, params, system, limit)
+        conversation = ChatSession(llm, params, system, limit)
         print(HELP, file=sys.stderr)
         while (line := _read_line()) is not None:
             if line == "/exit":
@@ -77,7 +77,7 @@ def run_chat(
                 _answer(conversation, line)
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: ChatSession, line: str) -> None:
     try:
         conversation.say(line)
     except RequestError as error:  # such as a conversation longer than the context

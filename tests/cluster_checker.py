@@ -17,9 +17,9 @@ from functools import cache
 
 import numpy as np
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine, SequenceUpdate
+from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
 from manta.cluster.request.request import Request, SamplingParams
-from manta.cluster.scheduler.background_budget import Portion
+from manta.cluster.scheduler.background_budget import BackgroundWork
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, simulated_tokens
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
@@ -254,33 +254,33 @@ def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[
     return tokens, "length", None
 
 
-def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **settings: object) -> Engine:
+def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **settings: object) -> EngineCore:
     config = EngineConfig(model="simulated", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
     survival = [0.8, 0.6, 0.4, 0.2] if survival is None else survival
     slots = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return Engine(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
+    return EngineCore(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
 
 
-def vary_background(engine: Engine, seed: int) -> None:
+def vary_background(engine: EngineCore, seed: int) -> None:
     """Let any amount of background work into its steps, whatever it learns of costs."""
     scheduler, random = engine._scheduler, np.random.default_rng(seed)
     most, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
 
-    def portion(least: int) -> Portion:
-        return Portion(*random.integers(least, least + most, 2, endpoint=True).tolist())
+    def portion(least: int) -> BackgroundWork:
+        return BackgroundWork(*random.integers(least, least + most, 2, endpoint=True).tolist())
 
     scheduler._controller.background_beside = lambda online, num_decoding: portion(0)
     if chunks:
         scheduler._controller.background_alone = lambda num_decoding, idle_s: portion(1)
 
 
-def vary_halves(engine: Engine, seed: int) -> None:
+def vary_halves(engine: EngineCore, seed: int) -> None:
     """Change between the two ways at any time, whatever is learned of costs."""
     random = np.random.default_rng(seed)
     engine._scheduler._controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
-def vary_prefill(engine: Engine, seed: int) -> None:
+def vary_prefill(engine: EngineCore, seed: int) -> None:
     """Bound the rows of prompts beside decoding requests by any number, whatever is learned of costs."""
     random, controller = np.random.default_rng(seed), engine._scheduler._controller
     if engine._scheduler.config.enable_chunked_prefill:
@@ -289,12 +289,12 @@ def vary_prefill(engine: Engine, seed: int) -> None:
         )
 
 
-def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:
+def submit_and_collect(engine: EngineCore, plan: SchedulerOutput) -> StepResult:
     engine._executor.submit(plan)
     return engine._executor.collect()
 
 
-def add(engine: Engine, request: Request) -> None:
+def add(engine: EngineCore, request: Request) -> None:
     executor = engine._executor
     assert isinstance(executor, CheckingExecutor)
     executor.requests[request.request_id] = request
@@ -309,7 +309,7 @@ class Outputs:
     ends: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
 
-    def take(self, engine: Engine) -> None:
+    def take(self, engine: EngineCore) -> None:
         for update in engine.step():
             self.put(update)
         engine.check_invariants()
@@ -325,7 +325,7 @@ class Outputs:
 
 
 def check_lives(
-    engine: Engine, outputs: Outputs, served: Mapping[str, Request], known: Mapping[str, list[int]]
+    engine: EngineCore, outputs: Outputs, served: Mapping[str, Request], known: Mapping[str, list[int]]
 ) -> None:
     """What is told of each request that ended is what came out, step by step, and nothing is left out."""
     whys = Counter[str | None]()
@@ -349,7 +349,7 @@ def check_lives(
     assert whys["preempted"] == engine.stats().preemptions
 
 
-def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> Outputs:
+def run(engine: EngineCore, *requests: Request, max_steps: int = 2000) -> Outputs:
     """Add all requests at once and step until all are done."""
     outputs = Outputs()
     for request in requests:

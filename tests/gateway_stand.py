@@ -14,7 +14,7 @@ from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.registry_records import Directory, ReplicaRecord, state_of
-from manta.actors.gateway.replica_endpoint import Door
+from manta.actors.gateway.replica_endpoint import ReplicaEndpoint
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
@@ -63,7 +63,7 @@ class StandReplica:
     async def open(self) -> None:
         await self.engine.start()
         app = create_app(self.engine, self._settings, replica=self.name)
-        self.door = Door(app, "127.0.0.1", self._describe, self._directory)
+        self.door = ReplicaEndpoint(app, "127.0.0.1", self._describe, self._directory)
         await self.door.open()
 
     def _describe(self, url: str, token: str, beat: int) -> ReplicaRecord:

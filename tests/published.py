@@ -22,9 +22,9 @@ from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.memory_plan import find_room
-from manta.cluster.hardware.model_pair import Demand, Pair
+from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
-from manta.cluster.hardware.parallel_layouts import TP_SIZES, Layout
+from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from manta.jobs.plan.pair_reader import divides
 
@@ -215,9 +215,9 @@ def kv_by_window(shape: ModelShape) -> dict[int | None, int]:
     return found
 
 
-def pair_of(target: Target, spec: ModelSpec) -> Pair:
+def pair_of(target: Target, spec: ModelSpec) -> ModelPair:
     shape = target_shape(spec)
-    return Pair(
+    return ModelPair(
         target=shape,
         drafter=None if target.drafter is None else target.drafter.shape(shape),
         tied=spec.tied_head,
@@ -226,12 +226,15 @@ def pair_of(target: Target, spec: ModelSpec) -> Pair:
     )
 
 
-def fewest_gpus(pair: Pair, spec: ModelSpec) -> int | None:
+def fewest_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
     """H200s of one node that hold the pair and one sequence of CONTEXT tokens; None: more than any has."""
     length = min(CONTEXT, spec.max_position_embeddings)
     placement = None if pair.drafter is None else "colocated"
     for ranks in pair.tp_sizes:
-        layout, demand = Layout(ranks, placement, 1), Demand(max_model_len=length, context=length)
+        layout, demand = (
+            ParallelLayout(ranks, placement, 1),
+            LayoutDemand(max_model_len=length, context=length),
+        )
         try:
             find_room(pair, GPUS["h200"], layout, demand)
         except PlacementError:
@@ -261,7 +264,7 @@ def _file(target: Target) -> str:
     return f"[{name}.py](../actors/targets/families/{name}.py)"
 
 
-def _kv(pair: Pair) -> str:
+def _kv(pair: ModelPair) -> str:
     sizes = sorted(kv_by_window(pair.target).items(), key=lambda item: item[0] or 0)
     told = " + ".join(
         f"{size / 1e3:.0f}" + ("" if window is None else f" in windows of {window}")
@@ -272,7 +275,7 @@ def _kv(pair: Pair) -> str:
     return f"{told}, and states of {states / 1e6:.0f} MB" if states else told
 
 
-def _drafter(target: Target, pair: Pair) -> tuple[str, str]:
+def _drafter(target: Target, pair: ModelPair) -> tuple[str, str]:
     drafter, shape = target.drafter, pair.drafter
     if drafter is None or shape is None:
         return "", ""

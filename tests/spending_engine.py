@@ -10,28 +10,28 @@ from typing import Any
 
 from manta.actors.observability.usage_store import ReceiptKeeper
 from manta.cluster.config import EngineConfig
-from manta.cluster.metrics.bounded_labels import Account
-from manta.cluster.scheduler.usage_meter import Spent
+from manta.cluster.metrics.bounded_labels import UsageAccount
+from manta.cluster.scheduler.usage_meter import Usage
 
 NOON = 1_769_860_800.0  # 2026-01-31 12:00 UTC
-ACME = Account("acme", "code")
-SOME = Spent(tokens=30, steps=10, engine_s=2.0, compared_s=1.5, plain_s=3.0, aged_s=15.0)
+ACME = UsageAccount("acme", "code")
+SOME = Usage(tokens=30, steps=10, engine_s=2.0, compared_s=1.5, plain_s=3.0, aged_s=15.0)
 
 
 @dataclass
 class SpendingEngine:
     """Two GPUs."""
 
-    sums: dict[Account, Spent] = field(default_factory=dict)
+    sums: dict[UsageAccount, Usage] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="m", tensor_parallel_size=2))
     info: Any = field(default_factory=lambda: SimpleNamespace(device="cuda:0"))
 
-    def spent(self) -> dict[Account, Spent]:
+    def spent(self) -> dict[UsageAccount, Usage]:
         return dict(self.sums)
 
-    def spend(self, account: Account, more: Spent) -> None:
-        old = self.sums.get(account, Spent())
-        self.sums[account] = Spent(*(a + b for a, b in zip(old, more, strict=True)))
+    def spend(self, account: UsageAccount, more: Usage) -> None:
+        old = self.sums.get(account, Usage())
+        self.sums[account] = Usage(*(a + b for a, b in zip(old, more, strict=True)))
 
 
 def keeper(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling, StateEntry
@@ -26,7 +26,7 @@ def settings(target: Path, drafter: Path | None = None, **changes: object) -> En
 
 def open_runner(
     target: Path, drafter: Path | None = None, **changes: object
-) -> tuple[StepRunner, ExecutorInfo]:
+) -> tuple[CpuModelRunner, ExecutorInfo]:
     return load_runner(settings(target, drafter, **changes))
 
 

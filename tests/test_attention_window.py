@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
@@ -33,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, tuple[int, int, i
 
 @cache
 def is_invariant(dtype: torch.dtype) -> bool:
-    return rows_are_invariant(CpuBackend(), dtype, "cpu")
+    return rows_are_invariant(NumbaBackend(), dtype, "cpu")
 
 
 class Case:
@@ -56,7 +56,7 @@ class Case:
         order = np.random.default_rng(seed).permutation(num_pages * len(requests))
         self.pages = order.reshape(len(requests), num_pages)
         self.cache = PagedKVCache(
-            1, len(order), page_size, KVGeometry(num_kv, self.head_dim, self.head_dim), dtype, "cpu"
+            1, len(order), page_size, KVCacheSpec(num_kv, self.head_dim, self.head_dim), dtype, "cpu"
         )
         self.cache.kv.copy_(torch.randn(self.cache.kv.shape))
         self.q = torch.randn(int(self.rows.sum()), self.num_heads, self.head_dim).to(dtype)

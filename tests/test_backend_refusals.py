@@ -8,20 +8,20 @@ from typing import get_args
 
 import pytest
 import torch
-from manta.drafter.compute.backend import Feature, Machine, StackSpec
+from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
 from manta.drafter.compute.cpu_fused import backend as compiled
 from manta.drafter.compute.cpu_numba import backend as loops
 from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 from manta.drafter.compute.eager import backend as eager
 from manta.drafter.compute.gpu_triton import backend as triton
 
-SPEC = StackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
+SPEC = ModelStackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
 ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))
-CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
+CPU = DeviceCapabilities(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 GPU = replace(CPU, device=torch.device("cuda"))
 
 
-def with_features(*features: Feature) -> StackSpec:
+def with_features(*features: Feature) -> ModelStackSpec:
     return replace(SPEC, features=frozenset(features))
 
 
@@ -31,8 +31,8 @@ class Case:
 
     backend: ModuleType
     says: str | None
-    spec: StackSpec = SPEC
-    machine: Machine = CPU
+    spec: ModelStackSpec = SPEC
+    machine: DeviceCapabilities = CPU
 
 
 CASES = {

@@ -21,7 +21,7 @@ from manta.actors.targets.loading.backend_selection import choose_backend
 from manta.actors.targets.loading.batch_invariance_check import check_invariance
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.errors import ConfigError
-from manta.drafter.compute.backend import Machine, Projection
+from manta.drafter.compute.backend import DeviceCapabilities, Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -116,7 +116,7 @@ def test_what_cannot_hold_is_refused_before_a_weight_is_read(
     tiny_qwen3: Path, backend: str, device: torch.device, ranks: int, match: str
 ) -> None:
     config = settings(tiny_qwen3, attention_backend=backend, batch_invariant=True)
-    machine = Machine(device, torch.bfloat16, 16, ranks)
+    machine = DeviceCapabilities(device, torch.bfloat16, 16, ranks)
     with pytest.raises(ConfigError, match=match) as caught:
         choose_backend(config, [], machine)
     assert caught.value.param == "batch_invariant"
@@ -130,4 +130,6 @@ def test_on_a_gpu_without_triton_the_mode_says_what_is_missing(
 
     monkeypatch.setattr(backends, "why_not", lambda *_: "needs the package triton")
     with pytest.raises(ConfigError, match=r"batch_invariant does not hold.*triton needs the package triton"):
-        choose_backend(settings(tiny_qwen3, batch_invariant=True), [], Machine(CUDA, torch.bfloat16, 16, 1))
+        choose_backend(
+            settings(tiny_qwen3, batch_invariant=True), [], DeviceCapabilities(CUDA, torch.bfloat16, 16, 1)
+        )

@@ -15,7 +15,7 @@ from batch_outputs import form, numbers_in, parts, results, spec
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.ledger.ledger import Ledger
-from manta.actors.batch.ledger.output_lock import Claim, Lock, lock
+from manta.actors.batch.ledger.output_lock import Lock, LockClaim, lock
 from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
 from s3_outputs import make_bucket, s3_server, s3_url
@@ -144,7 +144,7 @@ def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
 def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
     output = Storage.open(where, field="output")
     slept = Ledger.open(output, spec(4))
-    assert isinstance(slept._lock, Claim)
+    assert isinstance(slept._lock, LockClaim)
     old = RowWriter(output, form(), run=slept.run, shard=0, writer="old")
     old.add(results([0, 1]))
     old.flush()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.jobs.batch.engine_actor import SHARED_CHARS, by_shared_prefix
 
 SHARED = "You are a helpful assistant. " * 4
 
 
-def numbers(rows: list[Row], layout: Layout) -> list[int]:
+def numbers(rows: list[Row], layout: RowSchema) -> list[int]:
     return [row.number for row in by_shared_prefix(rows, layout)]
 
 
@@ -17,17 +17,17 @@ def test_rows_that_begin_alike_follow_each_other_and_families_go_from_long_to_sh
     prompts = [SHARED + "b", "short", SHARED + "a" * 40, "x" * 500, "short"]
     rows = [Row(number, {"prompt": prompt}) for number, prompt in enumerate(prompts)]
     assert len(SHARED) > SHARED_CHARS
-    assert numbers(rows, Layout()) == [3, 2, 0, 1, 4]
+    assert numbers(rows, RowSchema()) == [3, 2, 0, 1, 4]
 
 
 def test_every_kind_of_row_has_a_place_broken_ones_too() -> None:
     lines = ['{"prompt": "abc"}', "{broken", '{"messages": [{"role": "user", "content": "hi"}]}', '{"id": 1}']
     rows = [Row(number, {"text": line}) for number, line in enumerate(lines)]
-    assert sorted(numbers(rows, Layout(lines=True))) == [0, 1, 2, 3]
+    assert sorted(numbers(rows, RowSchema(lines=True))) == [0, 1, 2, 3]
     openai = [
         Row(0, {"text": '{"custom_id": "a", "body": {"prompt": "p"}}'}),
         Row(1, {"text": '{"body": 3}'}),
     ]
-    assert sorted(numbers(openai, Layout(kind="openai", lines=True))) == [0, 1]
+    assert sorted(numbers(openai, RowSchema(kind="openai", lines=True))) == [0, 1]
     templated = [Row(0, {"a": "x"}), Row(1, {"a": None})]
-    assert sorted(numbers(templated, Layout(template="{a}"))) == [0, 1]
+    assert sorted(numbers(templated, RowSchema(template="{a}"))) == [0, 1]

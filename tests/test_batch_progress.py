@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_stats import EngineTotals, RowStats
-from manta.cluster.batch.baseline_sample import PlainSample, num_plain_rows
+from manta.cluster.batch.baseline_sample import BaselineSample, num_plain_rows
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
@@ -38,7 +38,7 @@ class SimulatedEngine:
     """An engine of SEATS rows that all go on at once, a tick at a time, and always has as many as it can."""
 
     def __init__(
-        self, sample: PlainSample, rates: Callable[[int], tuple[float, float]], surplus: int
+        self, sample: BaselineSample, rates: Callable[[int], tuple[float, float]], surplus: int
     ) -> None:
         self.sample = sample
         self.rates = rates  # tokens per tick and row, plain and speculated, by the rows that were started
@@ -79,7 +79,7 @@ class SimulatedEngine:
 def test_the_plain_sample_finds_the_speedup_whatever_it_is(
     plain: float, speedup: float, surplus: int, seed: int
 ) -> None:
-    sample = PlainSample(2 * SEATS, SEATS)
+    sample = BaselineSample(2 * SEATS, SEATS)
     engine = SimulatedEngine(sample, lambda _: (plain, plain * speedup), surplus)
     lengths = random.Random(seed).choices(range(60, 100), k=30 * SEATS)
     engine.run(lengths)
@@ -94,7 +94,7 @@ def test_the_plain_sample_finds_the_speedup_whatever_it_is(
 
 
 def test_what_changes_slowly_over_the_job_falls_out_of_the_comparison() -> None:
-    sample = PlainSample(2 * SEATS, SEATS)
+    sample = BaselineSample(2 * SEATS, SEATS)
     # Rows become faster and faster, plain ones and speculated ones: either side alone would be 20 % off.
     engine = SimulatedEngine(sample, lambda n: (2 + n / 40, 4 + n / 20), 2)
     engine.run([80] * 40 * SEATS)
@@ -103,7 +103,7 @@ def test_what_changes_slowly_over_the_job_falls_out_of_the_comparison() -> None:
 
 
 def test_mixed_and_half_empty_time_is_not_counted() -> None:
-    sample = PlainSample(2, full=2)
+    sample = BaselineSample(2, full=2)
 
     def both(now_s: float, tokens: int) -> None:
         sample.end(now_s, tokens, True)
@@ -141,13 +141,13 @@ def test_mixed_and_half_empty_time_is_not_counted() -> None:
     ],
 )
 def test_a_sample_that_does_not_come_to_its_end_says_nothing(lengths: list[int]) -> None:
-    sample = PlainSample(2 * SEATS, SEATS)
+    sample = BaselineSample(2 * SEATS, SEATS)
     SimulatedEngine(sample, lambda _: (2.0, 6.0), 2).run(lengths)
     assert sample.comparison is None
 
 
 def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
-    sample = PlainSample(2, full=1)
+    sample = BaselineSample(2, full=1)
     now_s, num_plain = 0.0, 0
     for row in range(100):
         speculate = sample.start(now_s, row * 10)
@@ -159,7 +159,7 @@ def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
 
 
 def test_no_sample_without_rows_for_it() -> None:
-    sample = PlainSample(0, SEATS)
+    sample = BaselineSample(0, SEATS)
     engine = SimulatedEngine(sample, lambda _: (2.0, 6.0), 2)
     engine.run([50] * 200)
     assert not engine.plain and sample.comparison is None
@@ -178,7 +178,7 @@ def stats(tokens: int) -> EngineStats:
 
 def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     clock, tokens = Clock(), [0]
-    meter = EngineMeter(lambda: stats(tokens[0]), "GPU", 4, clock.now_s, PlainSample(4, full=1), clock)
+    meter = EngineMeter(lambda: stats(tokens[0]), "GPU", 4, clock.now_s, BaselineSample(4, full=1), clock)
     clock.now_s += 10  # loading
     results: list[dict[str, dict[str, float]]] = []
     for _ in range(8):

@@ -19,7 +19,7 @@ from browser import CUT_OFF, Browser, real_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_answerer import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.row_stats import (
@@ -350,7 +350,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
             "dtype": "float32",
         }
     )
-    layout = Layout(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
+    layout = RowSchema(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
     rng = random.Random(1)
     records: list[dict[str, Any]] = [
         {"prompt": [rng.randrange(3, 60) for _ in range(5 + i)], "kind": i % 3} for i in range(10)

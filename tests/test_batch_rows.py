@@ -14,7 +14,7 @@ import pytest
 from manta.actors.batch import row_answerer as answering
 from manta.actors.batch.dataset.row_reader import Row, RowReader
 from manta.actors.batch.dataset.row_requests import (
-    Layout,
+    RowSchema,
     category_of,
     content_id,
     parse_line,
@@ -33,8 +33,8 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
 from text_pair import make_text_pair
 
-DATASET = Layout()
-OPENAI = Layout(kind="openai", lines=True)
+DATASET = RowSchema()
+OPENAI = RowSchema(kind="openai", lines=True)
 NO_DEFAULTS = GenerationDefaults()
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def test_a_prompt_is_a_completion_and_messages_are_a_chat() -> None:
 
 
 def test_fields_of_the_row_win_over_flags_and_empty_ones_do_not() -> None:
-    layout = Layout(defaults={"temperature": 0.5, "max_tokens": 9})
+    layout = RowSchema(defaults={"temperature": 0.5, "max_tokens": 9})
     row = {"prompt": "x", "temperature": 0.0, "max_tokens": None, "top_p": float("nan")}
     params = read_request(row, layout, NO_DEFAULTS).params
     assert (params.temperature, params.max_tokens, params.top_p) == (0.0, 9, 1.0)
@@ -69,7 +69,7 @@ def test_fields_of_the_row_win_over_flags_and_empty_ones_do_not() -> None:
 
 def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id_alone() -> None:
     first, again = ({"id": 7, "prompt": text} for text in ("x", "another"))
-    layout = Layout(seed=3)
+    layout = RowSchema(seed=3)
     seeds = [read_request(row, layout, NO_DEFAULTS).params.seed for row in (first, again)]
     assert seeds == [row_seed(3, "7")] * 2
     assert row_seed(3, "7") != row_seed(4, "7")
@@ -79,7 +79,7 @@ def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id_alone() -> None:
 def test_ids_come_from_the_row_or_from_its_content() -> None:
     assert row_id({"custom_id": "c", "id": "i"}, DATASET) == "c"
     assert row_id({"id": 4}, DATASET) == "4"
-    assert row_id({"key": "k", "id": "i"}, Layout(id_column="key")) == "k"
+    assert row_id({"key": "k", "id": "i"}, RowSchema(id_column="key")) == "k"
     hashed = row_id({"prompt": "x", "n": 1}, DATASET)
     assert hashed == row_id({"n": 1, "prompt": "x"}, DATASET)
     assert hashed != row_id({"n": 1, "prompt": "y"}, DATASET)
@@ -110,7 +110,7 @@ def test_ids_come_from_the_row_or_from_its_content() -> None:
     ],
 )
 def test_a_bad_record_is_refused_with_the_name_of_its_field(
-    record: dict[str, object], layout: Layout, param: str
+    record: dict[str, object], layout: RowSchema, param: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
         read_request(record, layout, NO_DEFAULTS)
@@ -183,17 +183,17 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path)
     source = open_source([tmp_path])
     for layout, param in (
         (DATASET, "prompt_column"),
-        (Layout(prompt_column="ask"), "prompt_column"),
-        (Layout(prompt_column="question", id_column="uid"), "id_column"),
+        (RowSchema(prompt_column="ask"), "prompt_column"),
+        (RowSchema(prompt_column="question", id_column="uid"), "id_column"),
     ):
         with pytest.raises(DatasetError, match="question") as refused:
             check_columns(source, layout)
         assert refused.value.param == param
-    check_columns(source, Layout(prompt_column="question", id_column="key"))
+    check_columns(source, RowSchema(prompt_column="question", id_column="key"))
 
 
 def test_a_template_makes_a_prompt_of_columns() -> None:
-    layout = Layout(template="{{{question}}} of {n} in {list}: {naïve name}")
+    layout = RowSchema(template="{{{question}}} of {n} in {list}: {naïve name}")
     record = {"question": "why?", "n": 3, "list": ["é"], "naïve name": "", "prompt": "unused", "top_k": 5}
     request = read_request(record, layout, NO_DEFAULTS)
     assert isinstance(request.body, CompletionRequest)
@@ -205,23 +205,23 @@ def test_a_template_makes_a_prompt_of_columns() -> None:
         assert refused.value.param == "question"
     for wrong in ("{", "}", "{}", "{a!r}", "{a:5}", "{a"):
         with pytest.raises(ConfigError, match=r"Write \{column\}") as bad:
-            Layout(template=wrong)
+            RowSchema(template=wrong)
         assert bad.value.param == "template"
 
 
 def test_a_templates_columns_are_checked_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,lang\nx,y\n")
     source = open_source([tmp_path / "rows.csv"])
-    check_columns(source, Layout(template="{question} in {lang}"))
+    check_columns(source, RowSchema(template="{question} in {lang}"))
     with pytest.raises(DatasetError, match="no column 'language' in the data") as refused:
-        check_columns(source, Layout(template="{question} in {language}"))
+        check_columns(source, RowSchema(template="{question} in {language}"))
     assert refused.value.param == "template"
 
 
 def test_a_template_is_the_only_prompt() -> None:
     for more in ({"kind": "openai", "lines": True}, {"prompt_column": "x"}):
         with pytest.raises(ConfigError, match="the prompt already") as refused:
-            Layout(template="{x}", **more)
+            RowSchema(template="{x}", **more)
         assert refused.value.param == "template"
 
 
@@ -308,7 +308,7 @@ def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + "{broken\n")
     source = open_source([path])
-    layout = Layout(lines=True, columns=("kind", "n_ref"))
+    layout = RowSchema(lines=True, columns=("kind", "n_ref"))
     found = index_rows(source, layout, duplicates="number")
     rows = RowReader(source, layout).read(found.spans(((0, 5),)))
 
@@ -398,7 +398,7 @@ def test_whoever_gives_up_on_a_row_says_how_often_it_was_tried() -> None:
 
 
 def test_a_line_is_counted_by_its_metadata_and_a_row_by_its_column() -> None:
-    lines = Layout(kind="openai", lines=True)
+    lines = RowSchema(kind="openai", lines=True)
     body = {"prompt": "x", "metadata": {"category": "code", "tenant": "t"}}
     assert category_of({"body": body}, lines) == "code"
     for record in (
@@ -408,6 +408,6 @@ def test_a_line_is_counted_by_its_metadata_and_a_row_by_its_column() -> None:
         {"body": {"metadata": {"category": 3}}},
     ):
         assert category_of(record, lines) is None
-    named = Layout(kind="openai", lines=True, category_column="kind")
+    named = RowSchema(kind="openai", lines=True, category_column="kind")
     assert category_of({"body": body, "kind": "mine"}, named) == "mine"
-    assert category_of({"body": body, "kind": 3}, Layout(category_column="kind")) == "3"
+    assert category_of({"body": body, "kind": 3}, RowSchema(category_column="kind")) == "3"

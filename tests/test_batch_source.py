@@ -23,8 +23,8 @@ from manta.actors.batch import row_index
 from manta.actors.batch.dataset import row_reader, text_records
 from manta.actors.batch.dataset.passthrough_columns import ColumnTypes, as_members, passed_through
 from manta.actors.batch.dataset.row_reader import Row, RowReader, id_of, record_of
-from manta.actors.batch.dataset.row_requests import Layout, content_id, id_hash, parse_line
-from manta.actors.batch.dataset.source import Source, open_source
+from manta.actors.batch.dataset.row_requests import RowSchema, content_id, id_hash, parse_line
+from manta.actors.batch.dataset.source import Dataset, open_source
 from manta.actors.batch.ledger.output_parts import OutputForm, part_content
 from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
 from manta.actors.batch.row_index import index_rows
@@ -35,7 +35,7 @@ FORMATS = ("parquet", "jsonl", "openai", "csv", "text")
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=12)
 
 
-def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int = 7) -> Source:
+def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int = 7) -> Dataset:
     """Rows with these prompts, in so many files."""
     folder.mkdir(exist_ok=True)
     suffix = {"openai": "jsonl", "text": "txt"}.get(format, format)
@@ -62,11 +62,11 @@ def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int
     return open_source([folder], format)  # type: ignore[arg-type]
 
 
-def layout_of(source: Source) -> Layout:
-    return Layout(kind="openai" if source.format == "openai" else "dataset", lines=source.lines)
+def layout_of(source: Dataset) -> RowSchema:
+    return RowSchema(kind="openai" if source.format == "openai" else "dataset", lines=source.lines)
 
 
-def prompt_of(row: Row, layout: Layout) -> Any:
+def prompt_of(row: Row, layout: RowSchema) -> Any:
     record = record_of(row, layout)
     return record["body"]["prompt"] if layout.kind == "openai" else record["prompt"]
 
@@ -102,7 +102,7 @@ def test_rows_come_back_once_and_as_they_were_whatever_is_asked(
         assert len({id_of(row, layout) for row in everything}) == len(prompts)
 
 
-def names(source: Source) -> list[str]:
+def names(source: Dataset) -> list[str]:
     return [Path(file.path).name for file in source.files]
 
 
@@ -136,7 +136,7 @@ def test_files_are_found_by_name_folder_and_pattern_each_once_and_in_order(tmp_p
         open_source([tmp_path / "deep"])
 
 
-def write_ids(path: Path, ids: list[str | None]) -> tuple[Source, Layout]:
+def write_ids(path: Path, ids: list[str | None]) -> tuple[Dataset, RowSchema]:
     rows = [{"prompt": "same"} | ({} if name is None else {"id": name}) for name in ids]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = open_source([path])
@@ -320,7 +320,7 @@ def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path)
 
 def columns_of(where: Path, columns: Any, **layout: Any) -> dict[str, str]:
     source = open_source([where])
-    found = index_rows(source, Layout(lines=source.lines, columns=columns, **layout), duplicates="number")
+    found = index_rows(source, RowSchema(lines=source.lines, columns=columns, **layout), duplicates="number")
     return {field.name: str(field.type) for field in found.columns}
 
 
@@ -349,7 +349,7 @@ def test_columns_that_are_passed_through_have_the_types_of_the_data(tmp_path: Pa
     assert columns_of(path, "all") == {"prompt": "string", **kinds}
     assert columns_of(path, ("s", "n")) == {"s": "string", "n": "int64"}
     source = open_source([path])
-    schema = index_rows(source, Layout(lines=True, columns="all"), duplicates="number").columns
+    schema = index_rows(source, RowSchema(lines=True, columns="all"), duplicates="number").columns
     kept = [passed_through(row, schema, json.dumps(row)) for row in rows]
     assert pa.Table.from_pylist(kept, schema).to_pylist() == kept
     assert [row["mixed"] for row in kept] == ["1", '"a"']
@@ -392,7 +392,7 @@ def exactly(text: bytes | str) -> Any:
 def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, str]]) -> None:
     """Whatever the other lines hold: of each column no more is known than its name."""
     lines = [written({"prompt": '"x"', **row}) for row in rows]
-    layout = Layout(lines=True, columns="all")
+    layout = RowSchema(lines=True, columns="all")
     types = ColumnTypes(layout)
     for line in lines:
         types.add(parse_line(line))

@@ -21,7 +21,7 @@ import pytest
 from hub_standin import hub_with
 from manta.actors.batch.dataset import row_reader
 from manta.actors.batch.dataset.row_reader import RowReader
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.dataset.source import open_source, read_results
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
@@ -132,7 +132,7 @@ def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
         source = pickle.loads(pickle.dumps(open_source([s3.where(place)])))
         assert [file.name.rpartition("/")[2] for file in source.files] == [f"a.{format}", f"b.{format}"]
         assert all(str(file).startswith("s3://bucket/") for file in source.files)
-    layout = Layout(lines=source.lines)
+    layout = RowSchema(lines=source.lines)
     found, reader = index_rows(source, layout, duplicates="refuse"), RowReader(source, layout)
     before = len(s3.requests("GET"))
     read = [row for begin in range(0, 3000, 50) for row in reader.read(found.spans(((begin, begin + 50),)))]

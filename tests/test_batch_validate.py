@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.dataset.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
 from manta.jobs.batch.preflight import DRY_RUN_ROWS, histogram, preflight, print_dry_run, print_validation
 from text_pair import make_text_pair
 
-LINES = Layout(lines=True)
+LINES = RowSchema(lines=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_openai_lines_are_looked_at_in_their_bodies(config: EngineConfig, tmp_pa
     source = open_source(
         [write(tmp_path / "b.jsonl", [*lines, {"custom_id": "c", "url": "/v1/x", "body": 3}])]
     )
-    report = preflight(source, Layout(kind="openai", lines=True), config, duplicates="refuse")
+    report = preflight(source, RowSchema(kind="openai", lines=True), config, duplicates="refuse")
     assert (report.num_bad, report.ignored, report.max_completion_tokens) == (1, {"tempereture": 2}, 12)
 
 
@@ -87,7 +87,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
 ) -> None:
     rows = [{"a": "x" * (i % 7), "b": i} for i in range(200)]
     source = open_source([write(tmp_path / "rows.jsonl", rows)])
-    layout = Layout(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
+    layout = RowSchema(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
     plan = preflight(source, layout, config, duplicates="refuse", num_rows=DRY_RUN_ROWS)
     assert (plan.num_rows, plan.num_checked, plan.num_bad, plan.first_prompt) == (200, 64, 0, "0: ")
     assert plan.max_completion_tokens == 5 * 64

@@ -13,7 +13,7 @@ from benchmarks import busy_processes as owner
 from benchmarks.busy import BusyOptions, CpuPressure, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.engine_passes import EngineRun
+from manta.jobs.bench.common.engine_passes import EnginePass
 from text_pair import make_text_pair
 
 pytestmark = pytest.mark.quiet
@@ -116,15 +116,15 @@ def test_nothing_is_left_behind_when_a_busy_turn_fails(
     started: list[subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = EngineRun.__call__
+    run = EnginePass.__call__
 
-    def fail_when_busy(self: EngineRun, part: slice) -> Any:
+    def fail_when_busy(self: EnginePass, part: slice) -> Any:
         if started:
             assert not any(is_gone(process) for process in started)
             raise KeyboardInterrupt
         return run(self, part)
 
-    monkeypatch.setattr(EngineRun, "__call__", fail_when_busy)
+    monkeypatch.setattr(EnginePass, "__call__", fail_when_busy)
     with pytest.raises(KeyboardInterrupt):
         run_busy(
             config(pair),

@@ -15,10 +15,10 @@ from benchmarks.simulate.replica import ReplicaModel
 from benchmarks.simulate.replicas import Arrivals, Fleet, FleetReport
 from benchmarks.simulate.traffic import Day, make_day, read_arrivals
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import DatasetError
 from manta.cluster.fleet.autoscaling import FleetLoad, ScalingRules
-from manta.cluster.fleet.replica_stats import ReplicaFigures
+from manta.cluster.fleet.replica_stats import ReplicaStats
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_length import geometric_survival
@@ -52,7 +52,7 @@ def through_an_engine(coming: Arrivals) -> tuple[float, float]:
     info = ExecutorInfo((10_000,), 16, 2048, 1000, (), len(SURVIVAL), "float32", "cpu")
     executor = SimulatedExecutor(info, SURVIVAL, COST, clock.advance)
     config = EngineConfig(model="m", max_num_seqs=SLOTS, speculative_config=SpeculativeConfig(model="d"))
-    engine = Engine(config, executor, clock)
+    engine = EngineCore(config, executor, clock)
     firsts: dict[str, float] = {}
     ahead = list(range(len(coming.arrival_s)))
     while ahead or engine.has_unfinished:
@@ -133,7 +133,7 @@ def test_the_fleets_load_is_that_of_its_replicas_figures_and_no_slot_is_lost(see
             rows = fleet._serving
             mean_tokens = slots.tokens / np.maximum(slots.finished, 1)
             figures = [
-                ReplicaFigures(
+                ReplicaStats(
                     running=float(slots.count[row]),
                     waiting=float(slots.waiting[row]),
                     max_num_seqs=SLOTS,

@@ -13,9 +13,9 @@ from benchmarks.simulate.validate import ValidateOptions, run_validate
 from conftest import ROOT
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.hardware.gpu_specs import find_gpu
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import Drafting, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import DraftAssumptions, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"
@@ -49,14 +49,14 @@ def test_a_measured_table_is_itself_at_its_points_and_lines_between() -> None:
     cost = MeasuredCost((1, 4), (0, 2), (100, 300), grid, 10 * grid, (1, 101), np.array([1.0, 3.0]))
 
     def at(batch: int, drafts: int, context: int) -> tuple[float, float]:
-        found = cost(made_up_plan([context] * batch, [1 + drafts] * batch, [drafts] * batch))
+        found = cost(dummy_step([context] * batch, [1 + drafts] * batch, [drafts] * batch))
         return found.draft_s, found.verify_s
 
     assert at(1, 0, 100) == (0.0, 0.0) and at(4, 2, 300) == (7.0, 70.0)
     assert at(4, 1, 200) == (5.5, 55.0) and at(9, 2, 900) == (7.0, 70.0)
-    prompt = made_up_plan([300] * 4 + [0], [1] * 4 + [51], [0] * 5)
+    prompt = dummy_step([300] * 4 + [0], [1] * 4 + [51], [0] * 5)
     assert cost(prompt).verify_s == pytest.approx(50.0 + 2.0 - 1.0), "beside four that decode"
-    assert cost(made_up_plan([0], [51], [0])).verify_s == 2.0, "alone"
+    assert cost(dummy_step([0], [51], [0])).verify_s == 2.0, "alone"
 
 
 def test_an_engine_and_its_simulation_are_asked_the_same(shipped_pair: tuple[Path, Path]) -> None:
@@ -91,6 +91,8 @@ def test_a_fleet_of_such_engines_is_played(tmp_path: Path) -> None:
     assert len(replica["step_s"]) == 6 and sorted(replica["step_s"]) == replica["step_s"]
     assert min(replica["step_tokens"]) > 2.0, "it drafts"
     pair = read_shapes(str(PAIR / "target"), str(PAIR / "drafter"), None).pair
-    (alone,) = node_engines(pair, find_gpu("h200"), 1, (1,), [Method.parse("dflash")], Drafting(), Workload())
+    (alone,) = node_engines(
+        pair, find_gpu("h200"), 1, (1,), [Method.parse("dflash")], DraftAssumptions(), Workload()
+    )
     assert replica["step_s"][0] == pytest.approx(alone.times.round(1, 16, 900).total_s, rel=0.1)
     assert figures["policies"][0]["failed"] == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from absent import NEITHER_RAY_NOR_HTTP, run_without
-from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
@@ -45,14 +45,14 @@ def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerOutput, StepResult]]:
     """Every step that is run, and what came of it."""
     seen: list[tuple[SchedulerOutput, StepResult]] = []
-    execute = StepRunner.execute
+    execute = CpuModelRunner.execute
 
-    def spy(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+    def spy(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:
         result = execute(self, plan)
         seen.append((plan, result))
         return result
 
-    monkeypatch.setattr(StepRunner, "execute", spy)
+    monkeypatch.setattr(CpuModelRunner, "execute", spy)
     return seen
 
 
@@ -131,21 +131,21 @@ def test_steps_with_drafts_and_without_take_turns(
 
 def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
-    new_cache, execute = PagedKVCache.__init__, StepRunner.execute
+    new_cache, execute = PagedKVCache.__init__, CpuModelRunner.execute
     caches: dict[int, PagedKVCache] = {}  # by number of layers
 
     def keep(self: PagedKVCache, *arguments: object) -> None:
         new_cache(self, *arguments)  # type: ignore[arg-type]
         caches[self.num_layers] = self
 
-    def spy(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+    def spy(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:
         if plan.num_computed[0] < 0:
             pools = [caches[num_layers].kv for num_layers in (4, 5)]
             shares.extend(kv.count_nonzero().item() / kv.numel() for kv in pools)
         return execute(self, plan)
 
     monkeypatch.setattr(PagedKVCache, "__init__", keep)
-    monkeypatch.setattr(StepRunner, "execute", spy)
+    monkeypatch.setattr(CpuModelRunner, "execute", spy)
     bench_step(options(config_file, batches=(1,), contexts=(200,)))
     assert shares and min(shares) > 0.99
 
@@ -167,15 +167,15 @@ def test_the_acceptance_curve_alone_makes_the_acceptance_length(config_file: Pat
 
 def test_the_first_steps_do_not_count(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durations = {15: [9.0, 9.0, 9.0, 9.0, 0.001, 0.003], 0: [9.0, 9.0, 9.0, 9.0, 0.005, 0.007]}
-    execute = StepRunner.execute
+    execute = CpuModelRunner.execute
 
-    def told(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+    def told(self: CpuModelRunner, plan: SchedulerOutput) -> StepResult:
         result = execute(self, plan)
         if plan.num_computed[0] >= 0:
             return result
         return replace(result, timings=StepTimings(verify_s=durations[int(plan.num_drafts[0])].pop(0)))
 
-    monkeypatch.setattr(StepRunner, "execute", told)
+    monkeypatch.setattr(CpuModelRunner, "execute", told)
     (point,) = bench_step(options(config_file, steps=2))["points"]
     assert (point["drafting"]["verify"]["ms"], point["plain"]["verify"]["ms"]) == (2.0, 6.0)
 

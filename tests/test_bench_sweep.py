@@ -19,14 +19,14 @@ from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.arrivals import Arrivals
 from manta.jobs.bench.common.engine_passes import PromptRow
-from manta.jobs.bench.load.latencies import Waits, describe
+from manta.jobs.bench.load.latencies import RequestLatencies, describe
 from manta.jobs.bench.load.pareto import read_figures, run_pareto
 from manta.jobs.bench.load.request_source import HOSTILE, RequestSource
 from manta.jobs.bench.sweep import sweep_run as run
 from manta.jobs.bench.sweep.engine_driver import Driver
 from manta.jobs.bench.sweep.engines import parse_methods, shuffled
 from manta.jobs.bench.sweep.load_records import Sums
-from manta.jobs.bench.sweep.point import Measured, Point, measure
+from manta.jobs.bench.sweep.point import PointPasses, SweepPoint, measure
 from manta.jobs.bench.sweep.resume import read_cells
 from manta.jobs.bench.sweep.sweep_run import SweepOptions, run_sweep
 from manta.jobs.cli import main
@@ -164,7 +164,7 @@ def test_arrivals_keep_their_rate(rate: float) -> None:
 
 
 def test_latencies_are_those_of_vllm_bench() -> None:
-    waits = [Waits.of(10.0, [10.2, 10.3, 10.7], 7), Waits.of(11.0, [11.1], 1)]
+    waits = [RequestLatencies.of(10.0, [10.2, 10.3, 10.7], 7), RequestLatencies.of(11.0, [11.1], 1)]
     told = describe(waits)
     assert waits[0].tpot_s == pytest.approx(0.5 / 6) and waits[1].tpot_s is None
     assert told["ttft_ms"]["mean"] == pytest.approx(150) and told["itl_ms"]["count"] == 2
@@ -223,7 +223,7 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
     )
     measured = list[str]()
 
-    def interrupted(point: Point, *more: Any) -> Measured:
+    def interrupted(point: SweepPoint, *more: Any) -> PointPasses:
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(str(point))

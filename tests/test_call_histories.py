@@ -12,9 +12,9 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.batch.dataset.row_requests import Layout, read_request
-from manta.actors.chat.answer_parser import Reading
-from manta.actors.chat.answer_parts import Piece, together
+from manta.actors.batch.dataset.row_requests import RowSchema, read_request
+from manta.actors.chat.answer_parser import AnswerParserFactory
+from manta.actors.chat.answer_parts import AnswerDelta, together
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.http.anthropic.event_writer import MessageWriter
@@ -91,25 +91,25 @@ def through_json(value: Any) -> Any:
     return orjson.loads(orjson.dumps(value))
 
 
-def by_chat(piece: Piece, cut: bool) -> list[Any]:
-    shape = ChatShape(Reading())
+def by_chat(piece: AnswerDelta, cut: bool) -> list[Any]:
+    shape = ChatShape(AnswerParserFactory())
     message = shape.whole(0, piece, "length" if cut else "tool_calls")["message"]
     results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in piece.calls]
     return [NEXT, through_json(message), *results, NEXT]
 
 
-def chat(piece: Piece, cut: bool) -> ChatRequest:
+def chat(piece: AnswerDelta, cut: bool) -> ChatRequest:
     return ChatRequest.model_validate({"messages": by_chat(piece, cut)})
 
 
-def batch_row(piece: Piece, cut: bool) -> ChatRequest:
+def batch_row(piece: AnswerDelta, cut: bool) -> ChatRequest:
     line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": by_chat(piece, cut)}}
-    body = read_request(line, Layout(kind="openai"), GenerationDefaults()).body
+    body = read_request(line, RowSchema(kind="openai"), GenerationDefaults()).body
     assert isinstance(body, ChatRequest)
     return body
 
 
-def responses(piece: Piece, cut: bool) -> ChatRequest:
+def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
     """With items out of the events of a stream, as Codex collects them."""
     writer = ResponseWriter({"id": "resp_1"}, ClientTools([]))
     events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
@@ -124,7 +124,7 @@ def responses(piece: Piece, cut: bool) -> ChatRequest:
     return request.for_chat(request.conversation(), HEEDS)
 
 
-def messages(piece: Piece, cut: bool) -> ChatRequest:
+def messages(piece: AnswerDelta, cut: bool) -> ChatRequest:
     writer = MessageWriter("msg_1", "m", 9)
     events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
     content = through_json(writer.whole()["content"])
@@ -158,7 +158,7 @@ def of_blocks(*turns: list[Any]) -> ChatRequest:
     return request.for_chat(request.conversation(), HEEDS)
 
 
-DOORS: dict[str, Callable[[Piece, bool], ChatRequest]] = {
+DOORS: dict[str, Callable[[AnswerDelta, bool], ChatRequest]] = {
     "chat": chat,
     "batch": batch_row,
     "responses": responses,
@@ -171,7 +171,7 @@ def rendered(request: ChatRequest, template: ChatTemplate) -> str:
     return template.render(parse_arguments(given.messages))
 
 
-def said(name: str, text: str) -> Piece:
+def said(name: str, text: str) -> AnswerDelta:
     thinking, calls = FORMATS[name]["thinking"], FORMATS[name]["calls"]
     splitter = Splitter(
         None if thinking is None else REASONING[thinking], CALLS[calls], schemas=TOOLS, id_seed="x"
@@ -180,7 +180,7 @@ def said(name: str, text: str) -> Piece:
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[Piece, bool]:
+def answers(draw: st.DrawFn) -> tuple[AnswerDelta, bool]:
     """A recorded answer that was cut, or in which a stretch was replaced; and whether it was cut."""
     name = draw(st.sampled_from(sorted(FORMATS)))
     text = draw(st.sampled_from([answer["text"] for answer in FORMATS[name]["answers"]]))
@@ -194,7 +194,7 @@ def answers(draw: st.DrawFn) -> tuple[Piece, bool]:
 
 
 @given(answers())
-def test_every_answer_is_taken_back_by_each_api_with_each_template(answer: tuple[Piece, bool]) -> None:
+def test_every_answer_is_taken_back_by_each_api_with_each_template(answer: tuple[AnswerDelta, bool]) -> None:
     piece, cut = answer
     for open_door in DOORS.values():
         request = open_door(piece, cut)
@@ -218,7 +218,7 @@ def test_a_slip_reads_the_same_by_each_api_and_is_shown_by_each_template(argumen
         assert shown or arguments == SLIPS["long number"], name
 
 
-def open_call(arguments: str) -> Piece:
+def open_call(arguments: str) -> AnswerDelta:
     splitter = Splitter(None, CALLS["kimi_k2"], schemas=TOOLS)
     splitter.open("f", "call1")
     splitter.add(arguments)

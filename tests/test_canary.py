@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet.canary import Evidence, Tally, Ticket, Trial, TrialRules, verdict
+from manta.cluster.fleet.canary import ArmStats, Assignment, CanaryTrial, Evidence, TrialRules, verdict
 
 STEPS = 40  # of a request
 RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, max_duration_s=math.inf)
@@ -19,13 +19,13 @@ RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, 
 def first_verdict(rules: TrialRules, rng: random.Random, gain: float, most: int) -> tuple[str | None, int]:
     """What comes of a trial that is looked at after every request, and of how many. Requests differ widely,
     and the traffic drifts; the candidate's steps bring (1 + gain) times as many tokens."""
-    trial = Trial(rules, rng)
+    trial = CanaryTrial(rules, rng)
     for i in range(1, most + 1):
         ticket = trial.begin()
         assert ticket is not None
         tokens = 1.0 + rng.gammavariate(9.0, 0.25) * (1.0 + 0.5 * math.sin(i / 150))
         better = 1 + gain if ticket.role == "candidate" else 1.0
-        trial.end(ticket, Tally(1, STEPS, round(STEPS * (tokens * better - 1.0))))
+        trial.end(ticket, ArmStats(1, STEPS, round(STEPS * (tokens * better - 1.0))))
         if (found := verdict(rules, trial.evidence, 0.0)) is not None:
             return found, i
     return None, most
@@ -61,11 +61,11 @@ def test_in_the_shadow_pairs_tell_with_a_handful_of_answers() -> None:
     rng, needed = random.Random(3), list[int]()
     for gain in (1.1, 1.0, 0.9):
         for _ in range(40):
-            trial, found = Trial(RULES, rng), None
+            trial, found = CanaryTrial(RULES, rng), None
             for i in range(400):
                 length = rng.gammavariate(9.0, 0.25)
                 mine, its = (
-                    Tally(1, STEPS, round(STEPS * length * how * rng.gauss(1, 0.1))) for how in (1.0, gain)
+                    ArmStats(1, STEPS, round(STEPS * length * how * rng.gauss(1, 0.1))) for how in (1.0, gain)
                 )
                 trial.compare(mine, its)
                 if (found := verdict(RULES, trial.evidence, 0.0)) is not None:
@@ -81,12 +81,12 @@ def test_a_bet_is_fair_whatever_came_before(past: list[tuple[int, bool]], fracti
     """Over the lot alone: the same drafts stand, whoever made them."""
 
     def played(*more: tuple[int, bool]) -> Evidence:
-        trial = Trial(TrialRules(fraction=fraction), random.Random(0))
+        trial = CanaryTrial(TrialRules(fraction=fraction), random.Random(0))
         for accepted, is_candidate in (*past, *more):
             ticket = trial.begin()
             assert ticket is not None
             ticket.role = "candidate" if is_candidate else "incumbent"
-            trial.end(ticket, Tally(1, 10, accepted))
+            trial.end(ticket, ArmStats(1, 10, accepted))
         return trial.evidence
 
     for accepted in (0, 7, 40):
@@ -99,38 +99,38 @@ def test_a_bet_is_fair_whatever_came_before(past: list[tuple[int, bool]], fracti
 
 
 def test_requests_count_in_the_order_in_which_they_began() -> None:
-    trial = Trial(RULES, random.Random(4))
+    trial = CanaryTrial(RULES, random.Random(4))
     slow, quick, aborted = (trial.begin() for _ in range(3))
-    assert isinstance(slow, Ticket) and isinstance(quick, Ticket) and isinstance(aborted, Ticket)
-    trial.end(quick, Tally(1, 3, 5))
-    trial.end(aborted, Tally(1))
+    assert isinstance(slow, Assignment) and isinstance(quick, Assignment) and isinstance(aborted, Assignment)
+    trial.end(quick, ArmStats(1, 3, 5))
+    trial.end(aborted, ArmStats(1))
     assert trial.evidence == Evidence()
-    trial.end(slow, Tally(1, 2, 1))
+    trial.end(slow, ArmStats(1, 2, 1))
     told = trial.evidence
     assert told.incumbent.requests + told.candidate.requests == 2
-    assert told.incumbent.plus(told.candidate) == Tally(2, 5, 6)
+    assert told.incumbent.plus(told.candidate) == ArmStats(2, 5, 6)
 
 
 def test_one_that_never_ends_keeps_no_more_than_so_many_from_being_counted() -> None:
-    trial = Trial(RULES, random.Random(5))
+    trial = CanaryTrial(RULES, random.Random(5))
     tickets = [trial.begin() for _ in range(5000)]
     assert None in tickets and tickets[0] is not None
     for ticket in tickets:
         if ticket is not None:
-            trial.end(ticket, Tally(1, 1, 1))
+            trial.end(ticket, ArmStats(1, 1, 1))
     assert trial.begin() is not None
 
 
 def test_a_verdict_waits_for_requests_and_comes_with_time() -> None:
     rules = TrialRules(alpha=0.01, min_requests=10, max_duration_s=60.0)
-    better, worse = Evidence(9.0, -9.0, candidate=Tally(10)), Evidence(-9.0, 9.0, candidate=Tally(10))
-    assert verdict(rules, Evidence(9.0, candidate=Tally(9)), 0.0) is None
+    better, worse = Evidence(9.0, -9.0, candidate=ArmStats(10)), Evidence(-9.0, 9.0, candidate=ArmStats(10))
+    assert verdict(rules, Evidence(9.0, candidate=ArmStats(9)), 0.0) is None
     assert verdict(rules, better, 0.0) == "better"
     assert verdict(TrialRules(min_requests=10, auto_promote=True), better, 0.0) == "promoted"
     assert verdict(rules, worse, 0.0) == "rolled_back"
     assert verdict(rules, Evidence(), 59.9) is None and verdict(rules, Evidence(), 60.0) == "undecided"
-    halves = [Evidence(2.5, -1.0, candidate=Tally(5, 3, 2))] * 2
-    assert Evidence.pooled(halves) == Evidence(5.0, -2.0, candidate=Tally(10, 6, 4))
+    halves = [Evidence(2.5, -1.0, candidate=ArmStats(5, 3, 2))] * 2
+    assert Evidence.pooled(halves) == Evidence(5.0, -2.0, candidate=ArmStats(10, 6, 4))
     assert verdict(rules, Evidence.pooled(halves), 0.0) == "better"
 
 

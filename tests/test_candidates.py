@@ -13,7 +13,7 @@ import pytest
 import torch
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.gumbel_noise import GREATEST_NEGATIVE, negative_gumbel, noise_keys
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
 from .oracle_dflash import gumbel
@@ -23,10 +23,10 @@ SEEDS, POSITIONS = [11, -(2**40) - 3, 2**62, 5, 0, 77], [9, 10, 1_000_000, 0, 4,
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def batch(temperature: list[float], **filters: list[float]) -> SamplingBatch:
+def batch(temperature: list[float], **filters: list[float]) -> SamplingMetadata:
     """Of six rows."""
     of = {name: np.array(filters.get(name, [neutral] * 6)) for name, neutral in FILTERS.items()}
-    return SamplingBatch.build(
+    return SamplingMetadata.build(
         temperature=np.array(temperature, np.float32),
         top_k=of["top_k"].astype(np.int64),
         top_p=of["top_p"].astype(np.float32),

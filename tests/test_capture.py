@@ -21,7 +21,7 @@ from manta.actors.capture.records import CapturedRecord, read_captured, segments
 from manta.actors.capture.segment_ring import NUM_SEGMENTS, SegmentRing
 from manta.actors.capture.writer_process import WriterSettings
 from manta.actors.engine.output_processor import NOTHING
-from manta.actors.engine.tenant import Asker
+from manta.actors.engine.tenant import Tenant
 from manta.actors.http.config.settings import ServerSettings, split_models
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
@@ -146,7 +146,7 @@ def test_a_hook_says_what_may_be_kept_and_one_that_fails_keeps_nothing(
 
 
 def test_prompts_may_be_left_out_and_without_the_setting_there_is_nothing(pair: tuple[Path, Path]) -> None:
-    prompt, asker = EncodedPrompt((1, 2)), Asker(named="acme")
+    prompt, asker = EncodedPrompt((1, 2)), Tenant(named="acme")
     answers = CapturedAnswers([prompt], "tiny", asker, {(0, 0): [3], (0, 1): [4, 5]})
     private, whole = (answers.records(prompts=prompts) for prompts in (False, True))
     assert [(each.prompt_token_ids, each.token_ids) for each in private] == [((), (3,)), ((), (4, 5))]

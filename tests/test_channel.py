@@ -23,15 +23,15 @@ import pytest
 import torch
 from manta.actors.system.torch_threads import TorchThreads
 from manta.actors.workers.base.worker_base import StepFailure, Worker, WorkerSetup
-from manta.actors.workers.drafter.drafter_client import DrafterLink
+from manta.actors.workers.drafter.drafter_client import DrafterClient
 from manta.actors.workers.drafter.drafter_protocol import LAYOUT, Hello, Sizes
-from manta.actors.workers.shm.abstract_sockets import Door
-from manta.actors.workers.shm.endpoint import PeerLostError, Waiter
-from manta.actors.workers.shm.ring_buffer import Layout, Ring, SharedMemory
+from manta.actors.workers.shm.abstract_sockets import AbstractListener
+from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
+from manta.actors.workers.shm.ring_buffer import Layout, SharedMemory, ShmRing
 from manta.actors.workers.shm.step_channel import NUM_LANES, StepChannel, WorkerChannel, knock
 from manta.cluster.config import EngineConfig
 from manta.cluster.fleet.placement import Topology
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 WORKER = """
@@ -261,8 +261,8 @@ def test_a_worker_whose_step_breaks_names_the_requests_that_it_had(caplog: pytes
         life = thread.submit(live)
         channel.accept()
         prompts = [np.arange(3, dtype=np.int32)] * 3
-        channel.send(made_up_plan([0, 0, 0], [3, 3, 3], [0, 0, 0], prompts=prompts))
-        channel.send(replace(made_up_plan([3, 3], [3, 3], [2, 2]), slots=np.array([0, 2], np.int32)))
+        channel.send(dummy_step([0, 0, 0], [3, 3, 3], [0, 0, 0], prompts=prompts))
+        channel.send(replace(dummy_step([3, 3], [3, 3], [2, 2]), slots=np.array([0, 2], np.int32)))
         _, failure = channel.receive(30.0)
         life.result(30.0)
     channel.close()
@@ -307,7 +307,7 @@ def test_a_process_that_took_the_name_of_a_dead_one_is_believed_nothing(tmp_path
     channel = StepChannel(1)
     address = channel.address
     channel.close()
-    impostor = Door(1)
+    impostor = AbstractListener(1)
     impostor.listener.close()
     impostor.listener = socket.socket(socket.AF_UNIX)
     impostor.listener.bind("\0" + address.partition("/")[0])
@@ -323,11 +323,11 @@ def test_a_process_that_took_the_name_of_a_dead_one_is_believed_nothing(tmp_path
         WorkerChannel(knocked, 0)
 
     hello = Hello("mine", EngineConfig(model="m"), (1,), Sizes(64, 64), None)
-    link = DrafterLink(address, hello, torch.device("cpu"), Waiter(0.0))
+    link = DrafterClient(address, hello, torch.device("cpu"), SpinWaiter(0.0))
     sock, _ = impostor.listener.accept()
     files = socket.recv_fds(sock, 1 << 18, 2)[1]
     memory = SharedMemory(files[0], LAYOUT.size_bytes)
-    Ring.up(memory, LAYOUT, 0).put(memoryview(pickle.dumps(_Dangerous(tmp_path / "ran"))), last=True)
+    ShmRing.up(memory, LAYOUT, 0).put(memoryview(pickle.dumps(_Dangerous(tmp_path / "ran"))), last=True)
     link.hear()
     assert not link.is_lost, "it may prove itself yet"
     sock.sendall(secrets.token_bytes(32))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.chat.answer_parts import Piece, together
+from manta.actors.chat.answer_parts import AnswerDelta, together
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
 
@@ -37,7 +37,7 @@ def splitter(name: str, *, opened: bool = False, parallel: bool = True) -> Split
     )
 
 
-def read(name: str, *texts: str, opened: bool = False) -> Piece:
+def read(name: str, *texts: str, opened: bool = False) -> AnswerDelta:
     reader = splitter(name, opened=opened)
     return together([*(reader.feed(text) for text in texts), reader.finish()])
 
@@ -62,7 +62,7 @@ def test_an_answer_comes_apart_as_it_was_meant(name: str, answer: Any) -> None:
 def test_what_was_given_out_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) -> None:
     text, opened = answer["text"], answer.get("opened", False)
     by_character = splitter(name, opened=opened)
-    so_far: list[Piece] = [Piece()]
+    so_far: list[AnswerDelta] = [AnswerDelta()]
     for character in text:
         so_far.append(together([so_far[-1], by_character.feed(character)]))
     whole = together([so_far[-1], by_character.finish()])
@@ -127,7 +127,7 @@ def test_a_plain_text_passes_unchanged(name: str, text: str, cut: int) -> None:
     if name == "minimax_m2":  # all of it is reasoning until that ends
         assert read(name, "</think>", "a" + text[:cut], text[cut:]).content == "a" + text
     else:
-        assert read(name, text[:cut], text[cut:]) == Piece(content=text)
+        assert read(name, text[:cut], text[cut:]) == AnswerDelta(content=text)
 
 
 PIECES = st.lists(
@@ -162,7 +162,7 @@ def test_a_call_is_told_as_it_comes_and_nothing_is_held_that_is_no_mark() -> Non
     reader = splitter("hermes")
     assert reader.feed("Well <to").content == "Well "
     assert reader.feed("day").content == "<today"
-    assert reader.feed('\n<tool_call>{"name": "now", "arg') == Piece()
+    assert reader.feed('\n<tool_call>{"name": "now", "arg') == AnswerDelta()
     opening = reader.feed('uments": {')
     assert [(call.name, call.arguments) for call in opening.calls] == [("now", "{")]
     assert reader.feed('"zone": "U').calls[0].arguments == '"zone": "U'

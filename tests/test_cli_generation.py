@@ -95,7 +95,7 @@ def test_chat_answers_lines_keeps_history_and_can_forget(
 
 def test_the_conversation_is_sent_whole(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    conversation = chat.Conversation(llm, params, "be brief")
+    conversation = chat.ChatSession(llm, params, "be brief")
     answer = conversation.say("one")
     conversation.say("two")
     roles = [message["role"] for message in conversation.messages]
@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatch: p
             yield delta
 
     monkeypatch.setattr(llm, "stream", interrupted)
-    conversation = chat.Conversation(llm, SamplingParams(max_tokens=200, ignore_eos=True, seed=1), None)
+    conversation = chat.ChatSession(llm, SamplingParams(max_tokens=200, ignore_eos=True, seed=1), None)
     before = signal.getsignal(signal.SIGINT)
     conversation.say("tell me everything")
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
-from manta.cluster.fleet.replica_stats import FiguresMeter, ReplicaFigures
+from manta.cluster.fleet.replica_stats import ReplicaStats, ReplicaStatsMeter
 
 SLOTS = 8
 RULES = ScalingRules()
-FULL = ReplicaFigures(running=SLOTS, max_num_seqs=SLOTS, kv_usage=0.5)
-IDLE = ReplicaFigures(max_num_seqs=SLOTS)
+FULL = ReplicaStats(running=SLOTS, max_num_seqs=SLOTS, kv_usage=0.5)
+IDLE = ReplicaStats(max_num_seqs=SLOTS)
 
 
 def settled(count: ReplicaCount, load: FleetLoad, target: int, *, seconds: int, most: int = 100) -> int:
@@ -43,26 +43,26 @@ def test_more_replicas_follow_what_runs_and_fewer_only_what_would_leave_room() -
 
 def test_a_backlog_is_worth_replicas_only_if_it_does_not_drain_soon_at_the_measured_rate() -> None:
     waits = {"running": 4, "waiting": 6, "max_num_seqs": SLOTS, "waiting_tokens": 6000.0}
-    fast = FleetLoad.of([ReplicaFigures(**waits, decode_tokens_per_s=6000.0)], 1)
-    slow = FleetLoad.of([ReplicaFigures(**waits, decode_tokens_per_s=150.0)], 1)  # drafts are not accepted
+    fast = FleetLoad.of([ReplicaStats(**waits, decode_tokens_per_s=6000.0)], 1)
+    slow = FleetLoad.of([ReplicaStats(**waits, decode_tokens_per_s=150.0)], 1)  # drafts are not accepted
     assert (fast.backlog_s, slow.backlog_s) == (1.0, 40.0)
     assert settled(ReplicaCount(RULES), fast, 1, seconds=5) == 1
     assert settled(ReplicaCount(ScalingRules(growth=4)), slow, 1, seconds=5) == 3
 
 
 def test_who_waits_needs_a_slot_at_least_where_no_rate_is_known_yet() -> None:
-    load = FleetLoad.of([ReplicaFigures(running=SLOTS, waiting=2 * SLOTS, max_num_seqs=SLOTS)], 1)
+    load = FleetLoad.of([ReplicaStats(running=SLOTS, waiting=2 * SLOTS, max_num_seqs=SLOTS)], 1)
     assert load.busy == 3.0 and load.backlog_s == 0.0
 
 
 def test_background_work_asks_for_nothing_but_keeps_the_last_replica() -> None:
-    busy = ReplicaFigures(max_num_seqs=SLOTS, background=500)
+    busy = ReplicaStats(max_num_seqs=SLOTS, background=500)
     load = FleetLoad.of([busy, busy], 2)
     assert settled(ReplicaCount(RULES), load, 2, seconds=2000) == 1
 
 
 def test_pages_count_where_they_are_scarcer_than_slots() -> None:
-    assert FleetLoad.of([ReplicaFigures(running=2, max_num_seqs=SLOTS, kv_usage=0.9)], 1).busy == 0.9
+    assert FleetLoad.of([ReplicaStats(running=2, max_num_seqs=SLOTS, kv_usage=0.9)], 1).busy == 0.9
 
 
 def test_replicas_that_start_are_not_asked_for_twice_and_nothing_that_serves_goes_meanwhile() -> None:
@@ -203,7 +203,7 @@ def seconds(execute: float) -> dict[str, float]:
 
 
 def test_figures_are_of_what_happened_lately_and_of_online_requests() -> None:
-    meter = FiguresMeter(SLOTS)
+    meter = ReplicaStatsMeter(SLOTS)
     assert meter.figures(stats()).decode_tokens_per_s == 0.0
     figures = meter.figures(
         stats(

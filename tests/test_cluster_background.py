@@ -19,10 +19,10 @@ from cluster_checker import (
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import OverloadedError, UnprocessableError
 from manta.cluster.request.request import Request
-from manta.cluster.scheduler.background_budget import BackgroundBudget, Portion
+from manta.cluster.scheduler.background_budget import BackgroundBudget, BackgroundWork
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from test_cluster_properties import LAYOUTS, Arrival, arrivals
@@ -34,7 +34,7 @@ PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 class Tick:
     """Steps an engine whose executor checks every read."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine, self.outputs = engine, Outputs()
 
     def step(self) -> dict[str, tuple[int, int]]:
@@ -183,7 +183,7 @@ def test_online_requests_are_served_as_if_they_were_alone(layout: str, data: st.
     event(f"paused: {num_paused > 0}, joined: {num_mixed > 0}")
 
 
-def arrive(engine: Engine, arrival: Arrival) -> None:
+def arrive(engine: EngineCore, arrival: Arrival) -> None:
     try:
         add(engine, replace(arrival.request))
     except UnprocessableError:
@@ -214,7 +214,7 @@ def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) 
     spec = SpeculativeConfig(model="drafter")
     config = EngineConfig(model="simulated", speculative_config=spec, max_num_seqs=32)
     executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], machine, clock.advance)
-    engine, num_made, num_tokens = Engine(config, executor, clock), 0, 0
+    engine, num_made, num_tokens = EngineCore(config, executor, clock), 0, 0
     first: dict[str, float] = {}
     per_token: list[float] = []
 
@@ -269,9 +269,9 @@ def test_where_rows_are_free_decoding_joins_every_step_and_where_they_cost_hardl
 
 def test_steps_of_background_work_are_short_where_online_requests_come_and_go() -> None:
     share = BackgroundBudget(2048, chunks=True)
-    assert share.alone(64, 5, quiet=False) == Portion(64, 2048 - 64 * 5), "nothing is known"
+    assert share.alone(64, 5, quiet=False) == BackgroundWork(64, 2048 - 64 * 5), "nothing is known"
     for _ in range(4):
         share.observe_online(1, 4, 0.001)
     share.observe_alone(100, 0.003)  # 30 us a row; four steps are 133 rows
-    assert share.alone(64, 5, quiet=False) == Portion(26, 16)
-    assert share.alone(64, 5, quiet=True) == Portion(64, 1666), "50 ms, of prompts alone"
+    assert share.alone(64, 5, quiet=False) == BackgroundWork(26, 16)
+    assert share.alone(64, 5, quiet=True) == BackgroundWork(64, 1666), "50 ms, of prompts alone"

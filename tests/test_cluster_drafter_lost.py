@@ -9,7 +9,7 @@ import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.scheduler.drafter_context_refill import DrafterContextRefill
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
@@ -23,7 +23,7 @@ LONG = {"ignore_eos": True, "max_tokens": 400}
 INFO = make_info(max_model_len=512, num_pages=(1024,))
 
 
-def plans_of(engine: Engine, outputs: Outputs, steps: int) -> list[SchedulerOutput]:
+def plans_of(engine: EngineCore, outputs: Outputs, steps: int) -> list[SchedulerOutput]:
     """Steps, and what was planned in each."""
     plans: list[SchedulerOutput] = []
     for _ in range(steps):
@@ -40,7 +40,7 @@ def plans_of(engine: Engine, outputs: Outputs, steps: int) -> list[SchedulerOutp
 
 def opened(
     count: int, info: ExecutorInfo = INFO, **settings: object
-) -> tuple[Engine, list[Request], Outputs]:
+) -> tuple[EngineCore, list[Request], Outputs]:
     """An engine in the middle of so many requests."""
     engine, outputs = open_engine(info, **settings), Outputs()
     requests = [make_request(f"r{i}", (2 + i,) * (10 + i), **LONG) for i in range(count)]
@@ -50,7 +50,7 @@ def opened(
     return engine, requests, outputs
 
 
-def finish(engine: Engine, requests: list[Request], outputs: Outputs) -> None:
+def finish(engine: EngineCore, requests: list[Request], outputs: Outputs) -> None:
     plans_of(engine, outputs, 2000)
     assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
@@ -190,7 +190,7 @@ def test_acceptance_returns_and_the_others_hardly_wait() -> None:
     cost = LinearCost(verify_floor_s=0.005, verify_row_s=0.0001, draft_floor_s=0.001)
     executor = SimulatedExecutor(info, survival, cost, clock.advance)
     config = EngineConfig(model="simulated", max_num_seqs=32, max_num_batched_tokens=2048)
-    engine = Engine(config, executor, clock)
+    engine = EngineCore(config, executor, clock)
     for i in range(32):
         engine.add_request(make_request(f"r{i}", range(2, 22), seed=i, max_tokens=1500, ignore_eos=True))
 
@@ -251,7 +251,7 @@ def test_computed_tokens_are_those_of_plain_decoding_whatever_becomes_of_the_dra
     tokens: list[dict[str, list[int]]] = []
     for changes in ({}, {8: (False, 0), 12: (True, 1), 15: (True, 2), 40: (False, 2), 44: (True, 3)}):
         executor = ChangingDrafter(inner)
-        engine, found = Engine(config, executor), dict[str, list[int]]()
+        engine, found = EngineCore(config, executor), dict[str, list[int]]()
         for i in range(4):
             params = SamplingParams(temperature=i / 3, seed=i, max_tokens=150, ignore_eos=True)
             prompt = tuple(range(3 + i, 30 + i))

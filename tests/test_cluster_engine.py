@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from cluster_checker import EOS, VOCAB, add, expected, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import STEP_PARTS, Engine
+from manta.cluster.engine.engine_core import STEP_PARTS, EngineCore
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
-from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 
 INFO = make_info()
 
@@ -185,7 +185,7 @@ def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
     clock = VirtualClock()
     cost = LinearCost(verify_floor_s=0.010, verify_row_s=0.001, draft_floor_s=0.002)
     executor = SimulatedExecutor(INFO, [0.5], cost, clock.advance)
-    engine = Engine(EngineConfig(model="simulated"), executor, clock)
+    engine = EngineCore(EngineConfig(model="simulated"), executor, clock)
     engine.add_request(make_request("r", (2,) * 30, max_tokens=1))
     engine.step()
     assert clock() == pytest.approx(0.030)  # 30 rows
@@ -200,7 +200,7 @@ def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
 def test_the_time_in_the_queue_ends_with_the_first_step_of_a_request() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5), spend=clock.advance)
-    engine = Engine(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
+    engine = EngineCore(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
     for name in ("a", "b"):
         engine.add_request(make_request(name, max_tokens=2, ignore_eos=True, max_draft_tokens=0))
     updates = [update for _ in range(4) for update in engine.step()]
@@ -250,17 +250,17 @@ def test_more_stop_tokens_than_a_device_can_watch_for_are_refused() -> None:
 
 def test_a_made_up_plan_gives_each_request_its_own_pages_in_order() -> None:
     prompts = [np.zeros(n, np.int32) for n in (5, 2, 9)]
-    plan = made_up_plan([0, 0, 0], [5, 2, 9], [0, 0, 0], prompts=prompts, num_pages=[2, 0, 3])
+    plan = dummy_step([0, 0, 0], [5, 2, 9], [0, 0, 0], prompts=prompts, num_pages=[2, 0, 3])
     assert plan.page_slots.tolist() == [0, 0, 2, 2, 2]
     assert plan.page_indices.tolist() == [0, 1, 0, 1, 2]
     assert plan.page_ids.tolist() == [0, 1, 2, 3, 4]
     assert [(entered.slot, len(entered.token_ids)) for entered in plan.admitted] == [(0, 5), (1, 2), (2, 9)]
     assert plan.num_batched_tokens == 16 and plan.samples.all()
-    scattered = made_up_plan([4], [1], [0], num_pages=[2], page_order=np.array([7, 3, 0], np.int32))
+    scattered = dummy_step([4], [1], [0], num_pages=[2], page_order=np.array([7, 3, 0], np.int32))
     assert scattered.page_ids.tolist() == [7, 3] and not scattered.admitted
-    groups = (PageGroup(0), PageGroup(1, window=8), PageGroup(0, window=8))
-    grouped = made_up_plan([0, 0], [5, 2], [0, 0], prompts=prompts[:2], num_pages=[2, 1], groups=groups)
+    groups = (KVCacheGroup(0), KVCacheGroup(1, window=8), KVCacheGroup(0, window=8))
+    grouped = dummy_step([0, 0], [5, 2], [0, 0], prompts=prompts[:2], num_pages=[2, 1], groups=groups)
     assert grouped.page_groups.tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert grouped.page_slots.tolist() == [0, 0, 1] * 3
     assert grouped.page_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5], "a pool's ids are used once"
-    assert made_up_plan([-1, -1], [4, 4], [3, 3]).page_slots.tolist() == []
+    assert dummy_step([-1, -1], [4, 4], [3, 3]).page_slots.tolist() == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request
 from manta.cluster.scheduler.batch_halves import BatchHalves
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
@@ -24,7 +24,7 @@ FLAT = LinearCost(verify_floor_s=0.014, draft_floor_s=0.002)
 SLOW_DRAFTER = LinearCost(verify_floor_s=0.004, draft_floor_s=0.012)
 
 
-def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[Engine, VirtualClock]:
+def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[EngineCore, VirtualClock]:
     """An engine whose drafter works beside its target."""
     info = make_info(
         vocab_size=1000,
@@ -38,7 +38,7 @@ def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[Engine, 
     executor = SimulatedExecutor(info, SURVIVAL, cost, clock.advance)
     speculation = SpeculativeConfig(model="simulated", adaptive=adaptive)
     config = EngineConfig(model="simulated", max_num_seqs=64, speculative_config=speculation)
-    return Engine(config, executor, clock), clock
+    return EngineCore(config, executor, clock), clock
 
 
 def serve(
@@ -127,7 +127,7 @@ def test_a_load_that_is_new_begins_like_the_nearest_one_and_gets_its_own_answer(
     assert not halves.choose(4) and halves.choose(32)
 
 
-def by_turns(num_requests: int, **changes: object) -> Engine:
+def by_turns(num_requests: int, **changes: object) -> EngineCore:
     """A checked engine that always goes by turns."""
     info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
     engine = open_engine(info)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from cluster_checker import add, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 
 STEP_S = 0.01
 LONG = {"ignore_eos": True}
 
 
-def clocked(info: object = None, **settings: object) -> tuple[Engine, VirtualClock]:
+def clocked(info: object = None, **settings: object) -> tuple[EngineCore, VirtualClock]:
     """An engine whose steps take 10 ms of a clock of its own, drafts 2 ms of them."""
     clock, info = VirtualClock(), info or make_info()
     cost = LinearCost(verify_floor_s=0.008, draft_floor_s=0.002)
     executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], cost, clock.advance)
     config = EngineConfig(model="simulated", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
-    return Engine(config, executor, clock), clock
+    return EngineCore(config, executor, clock), clock
 
 
-def until_done(engine: Engine) -> None:
+def until_done(engine: EngineCore) -> None:
     while engine.has_unfinished:
         engine.step()
 

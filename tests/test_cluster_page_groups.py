@@ -17,15 +17,15 @@ from cluster_checker import (
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import UnprocessableError
 from manta.cluster.kv_cache.prefix_cache import PrefixCache
 from manta.cluster.pages.kv_cache_groups import (
-    KVGeometry,
+    KVCacheGroup,
+    KVCacheLayout,
+    KVCacheSpec,
     LayerPlace,
-    PageGroup,
-    PagePlan,
-    plan_pages,
+    plan_kv_cache,
     plane_width,
     share_pages,
 )
@@ -34,7 +34,7 @@ from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.limits import SchedulerConfig
 from manta.cluster.step.scheduler_output import SchedulerOutput
 
-FULL = PageGroup()
+FULL = KVCacheGroup()
 LONG = {"ignore_eos": True}
 PROMPT = tuple(2 + i * i % 19 for i in range(40))  # 10 pages of 4
 windows = st.one_of(st.none(), st.integers(1, 40))
@@ -44,7 +44,7 @@ windows = st.one_of(st.none(), st.integers(1, 40))
 
 
 def test_two_models_whose_layers_see_everything_share_one_group() -> None:
-    plan = plan_pages([None] * 4, [None] * 2, 1000)
+    plan = plan_kv_cache([None] * 4, [None] * 2, 1000)
     assert plan.groups == (FULL,) and plan.num_pools == 1
     assert plan.target == tuple(LayerPlace(0, plane) for plane in range(4))
     assert plan.drafter == (LayerPlace(0, 0), LayerPlace(0, 1))
@@ -52,56 +52,56 @@ def test_two_models_whose_layers_see_everything_share_one_group() -> None:
 
 
 def test_a_window_that_holds_every_sequence_is_none() -> None:
-    assert plan_pages([None, 1000], [2000], 1000).groups == (FULL,)
-    assert plan_pages([999], [], 1000).groups == (PageGroup(window=999),)
+    assert plan_kv_cache([None, 1000], [2000], 1000).groups == (FULL,)
+    assert plan_kv_cache([999], [], 1000).groups == (KVCacheGroup(window=999),)
 
 
 def test_equal_windows_are_one_group_and_shared_by_both_models_only_if_they_are_the_same() -> None:
-    same = plan_pages([64] * 3, [64], 1000)
-    assert same.groups == (PageGroup(window=64),) and same.drafter == (LayerPlace(0, 0),)
-    other = plan_pages([None] * 3, [64] * 2, 1000)
-    assert other.groups == (FULL, PageGroup(1, 64)) and other.num_pools == 2
+    same = plan_kv_cache([64] * 3, [64], 1000)
+    assert same.groups == (KVCacheGroup(window=64),) and same.drafter == (LayerPlace(0, 0),)
+    other = plan_kv_cache([None] * 3, [64] * 2, 1000)
+    assert other.groups == (FULL, KVCacheGroup(1, 64)) and other.num_pools == 2
     assert other.drafter == (LayerPlace(1, 0), LayerPlace(1, 1))
     assert other.num_planes(other.target, 1) == 0 and other.num_planes(other.drafter, 1) == 2
 
 
 def test_five_windows_to_one_full_layer_are_six_groups_of_one_plane() -> None:
-    plan = plan_pages([4096] * 5 + [None], [], 32768)
-    assert plan.groups == (FULL, *[PageGroup(window=4096)] * 5) and plan.num_planes(plan.target, 0) == 1
+    plan = plan_kv_cache([4096] * 5 + [None], [], 32768)
+    assert plan.groups == (FULL, *[KVCacheGroup(window=4096)] * 5) and plan.num_planes(plan.target, 0) == 1
     assert plan.target == tuple(LayerPlace(group, 0) for group in (1, 2, 3, 4, 5, 0))
 
 
 def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
     pattern = [None if (i + 1) % 6 == 0 else 1024 for i in range(34)]  # 29 to 5
-    plan = plan_pages(pattern, [], 131072)
-    assert plan.groups == (FULL, *[PageGroup(window=1024)] * 6) and plan.num_planes(plan.target, 0) == 5
+    plan = plan_kv_cache(pattern, [], 131072)
+    assert plan.groups == (FULL, *[KVCacheGroup(window=1024)] * 6) and plan.num_planes(plan.target, 0) == 5
     assert [place.plane for place in plan.target if place.group == 0] == [0, 1, 2, 3, 4]
     assert [place.group for place in plan.target[:7]] == [1, 1, 1, 1, 1, 0, 2]
     assert plan.target[-1] == LayerPlace(6, 3), "the last group is not full"
 
 
 def test_a_lone_layer_with_a_window_does_not_leave_planes_unused() -> None:
-    plan = plan_pages([None, None, 8, None, None], [], 100_000)
-    assert plan.groups == (*[FULL] * 4, PageGroup(window=8)) and plan.num_planes(plan.target, 0) == 1
+    plan = plan_kv_cache([None, None, 8, None, None], [], 100_000)
+    assert plan.groups == (*[FULL] * 4, KVCacheGroup(window=8)) and plan.num_planes(plan.target, 0) == 1
 
 
 def test_a_drafter_with_windows_has_a_pool_of_its_own() -> None:
-    plan = plan_pages([None] * 8, [2048] * 5 + [None], 32768)
-    assert plan.groups == (FULL, PageGroup(1), *[PageGroup(1, 2048)] * 5)
+    plan = plan_kv_cache([None] * 8, [2048] * 5 + [None], 32768)
+    assert plan.groups == (FULL, KVCacheGroup(1), *[KVCacheGroup(1, 2048)] * 5)
     assert plan.num_planes(plan.target, 0) == 8 and plan.num_planes(plan.drafter, 1) == 1
     assert plan.drafter[0].group == 2 and plan.drafter[-1].group == 1
 
 
 def test_windows_that_save_little_stay_in_one_group() -> None:
-    assert plan_pages([990, None], [], 1000).groups == (FULL,)
-    assert plan_pages([900, 901], [], 1000).groups == (PageGroup(window=901),)
+    assert plan_kv_cache([990, None], [], 1000).groups == (FULL,)
+    assert plan_kv_cache([900, 901], [], 1000).groups == (KVCacheGroup(window=901),)
 
 
 @given(st.lists(windows, min_size=1, max_size=12), st.lists(windows, max_size=6), st.integers(2, 50))
 def test_every_layer_has_a_place_of_its_own_that_keeps_what_it_sees(
     target: list[int | None], drafter: list[int | None], max_model_len: int
 ) -> None:
-    plan = plan_pages(target, drafter, max_model_len)
+    plan = plan_kv_cache(target, drafter, max_model_len)
     for pool, (layers, places) in enumerate(((target, plan.target), (drafter, plan.drafter))):
         assert len(set(places)) == len(places) == len(layers)
         for window, place in zip(layers, places, strict=True):
@@ -118,35 +118,37 @@ def test_every_layer_has_a_place_of_its_own_that_keeps_what_it_sees(
 GEMMA4_31B = [None if i % 6 == 5 else 1024 for i in range(60)]
 
 
-def gemma4_31b(ranks: int = 1) -> list[KVGeometry]:
+def gemma4_31b(ranks: int = 1) -> list[KVCacheSpec]:
     """Of each layer on a rank: 16 heads of 256 where it slides, 4 of 512 where it does not."""
-    wide, narrow = KVGeometry(16 // ranks, 256, 256), KVGeometry(max(4 // ranks, 1), 512, 512)
+    wide, narrow = KVCacheSpec(16 // ranks, 256, 256), KVCacheSpec(max(4 // ranks, 1), 512, 512)
     return [narrow if window is None else wide for window in GEMMA4_31B]
 
 
-def bytes_held(plan: PagePlan, geometries: list[KVGeometry], num_tokens: int, page: int, rows: int) -> int:
+def bytes_held(
+    plan: KVCacheLayout, geometries: list[KVCacheSpec], num_tokens: int, page: int, rows: int
+) -> int:
     """Of a sequence in bf16, in the pages that it holds."""
     plane_bytes = 2 * page * plane_width(plan.target, geometries)
     return plan.pages_per_sequence(num_tokens, page, rows)[0] * plan.num_planes(plan.target, 0) * plane_bytes
 
 
 def test_two_layers_of_half_the_width_share_a_plane() -> None:
-    wide, narrow = KVGeometry(2, 16, 16), KVGeometry(1, 16, 16)
-    plan = plan_pages([8, 8, None, None], [], 100, [wide, wide, narrow, narrow])
-    assert plan.groups == (FULL, PageGroup(window=8), PageGroup(window=8))
+    wide, narrow = KVCacheSpec(2, 16, 16), KVCacheSpec(1, 16, 16)
+    plan = plan_kv_cache([8, 8, None, None], [], 100, [wide, wide, narrow, narrow])
+    assert plan.groups == (FULL, KVCacheGroup(window=8), KVCacheGroup(window=8))
     assert plan.target == (LayerPlace(1, 0), LayerPlace(2, 0), LayerPlace(0, 0, 0), LayerPlace(0, 0, 1))
 
 
 def test_layers_that_see_alike_share_a_group_only_if_their_heads_are_alike() -> None:
-    kinds = [KVGeometry(4, 16, 16), KVGeometry(1, 64, 64)] * 2  # of one width, but not of one layout
-    plan = plan_pages([None] * 4, [], 100, kinds)
+    kinds = [KVCacheSpec(4, 16, 16), KVCacheSpec(1, 64, 64)] * 2  # of one width, but not of one layout
+    plan = plan_kv_cache([None] * 4, [], 100, kinds)
     assert plan.groups == (FULL, FULL) and [place.group for place in plan.target] == [0, 1, 0, 1]
 
 
 def test_gemma_4_31b_holds_a_long_sequence_in_little_more_than_it_sees() -> None:
     """819 KB a token in sliding layers, 82 KB in full ones: 29.5 GB at 32k were nothing given back."""
     length, page, rows, kinds = 32768, 16, 2048, gemma4_31b()
-    plan = plan_pages(GEMMA4_31B, [], length, kinds)
+    plan = plan_kv_cache(GEMMA4_31B, [], length, kinds)
     assert plan.num_pools == 1 and plan.num_planes(plan.target, 0) == 5, "no plane is unused"
     assert len(plan.groups) == 11 and {place.part for place in plan.target} == {0, 1}
     everything = 2 * length * sum(kind.width for kind in kinds)
@@ -162,7 +164,7 @@ def test_ranks_that_repeat_heads_plan_their_own_pages() -> None:
     """Eight ranks have two sliding heads and, twice over, one of the four full ones: layers equally wide."""
     kinds = gemma4_31b(ranks=8)
     assert len({kind.width for kind in kinds}) == 1
-    plan = plan_pages(GEMMA4_31B, [], 32768, kinds)
+    plan = plan_kv_cache(GEMMA4_31B, [], 32768, kinds)
     assert {place.part for place in plan.target} == {0} and plan.num_planes(plan.target, 0) == 10
 
 
@@ -177,8 +179,8 @@ def test_ranks_that_repeat_heads_plan_their_own_pages() -> None:
 def test_no_two_layers_of_any_geometries_share_a_value_of_a_token(
     layers: list[tuple[int | None, int, tuple[int, int]]], max_model_len: int
 ) -> None:
-    kinds = [KVGeometry(heads, *sizes) for _, heads, sizes in layers]
-    plan = plan_pages([window for window, _, _ in layers], [], max_model_len, kinds)
+    kinds = [KVCacheSpec(heads, *sizes) for _, heads, sizes in layers]
+    plan = plan_kv_cache([window for window, _, _ in layers], [], max_model_len, kinds)
     width, taken = plane_width(plan.target, kinds), set()
     assert width == max(kind.width for kind in kinds), "planes are no wider than a layer"
     for (window, _, _), kind, place in zip(layers, kinds, plan.target, strict=True):
@@ -197,16 +199,16 @@ def test_no_two_layers_of_any_geometries_share_a_value_of_a_token(
 
 
 def test_a_window_holds_no_more_than_it_sees_and_a_step_adds() -> None:
-    plan = PagePlan((FULL, PageGroup(window=20), PageGroup(1, 8)), (), ())
+    plan = KVCacheLayout((FULL, KVCacheGroup(window=20), KVCacheGroup(1, 8)), (), ())
     assert plan.pages_per_sequence(12, 4, 8) == (3 + 3, 3)
     assert plan.pages_per_sequence(400, 4, 8) == (100 + 8, 5)
 
 
-MIXED = plan_pages([None] * 4, [512] * 3 + [None], 4096)
+MIXED = plan_kv_cache([None] * 4, [512] * 3 + [None], 4096)
 
 
 def test_one_pool_gets_all_memory() -> None:
-    plan = plan_pages([None], [], 100)
+    plan = plan_kv_cache([None], [], 100)
     assert share_pages(plan, 16, 64, 8, 100, (7,), 1000) == (142,)
 
 
@@ -245,7 +247,7 @@ def test_every_pool_holds_the_longest_sequence_if_memory_allows() -> None:
 def test_pools_share_the_budget_whatever_it_is(
     target: list[int | None], drafter: list[int | None], max_num_seqs: int, budget: int
 ) -> None:
-    plan = plan_pages(target, drafter, 64)
+    plan = plan_kv_cache(target, drafter, 64)
     sizes = (30, 7)[: plan.num_pools]
     pages = share_pages(plan, 4, 10, max_num_seqs, 64, sizes, budget)
     cost = sum(n * size for n, size in zip(pages, sizes, strict=True))
@@ -263,7 +265,7 @@ def test_pools_share_the_budget_whatever_it_is(
 def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
     sees: list[int | None], num_pages: list[int], max_rows: int
 ) -> None:
-    groups = (FULL, PageGroup(1), *(PageGroup(i % 2, window) for i, window in enumerate(sees)))
+    groups = (FULL, KVCacheGroup(1), *(KVCacheGroup(i % 2, window) for i, window in enumerate(sees)))
     info = make_info(page_groups=groups, num_pages=tuple(num_pages))
     config = EngineConfig(model="simulated", max_num_batched_tokens=max_rows)
     assert SchedulerConfig.derive(config, info).max_length == longest(info, max_rows)
@@ -272,13 +274,13 @@ def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
 # What is given back.
 
 
-def hold(engine: Engine, group: int, slot: int = 0) -> tuple[int, int]:
+def hold(engine: EngineCore, group: int, slot: int = 0) -> tuple[int, int]:
     """First index and end of what a sequence holds."""
     books = engine._scheduler.books
     return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
 
 
-def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput:
+def plan_step(engine: EngineCore, outputs: Outputs | None = None) -> SchedulerOutput:
     plan = engine.plan()
     assert plan is not None
     engine.check_invariants()
@@ -290,13 +292,13 @@ def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput
 
 def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window() -> None:
     length, chunk, page = 32768, 1024, 16
-    layout = plan_pages([4096] * 5 + [None], [], length)
+    layout = plan_kv_cache([4096] * 5 + [None], [], length)
     (planes,) = {layout.num_planes(layout.target, pool) for pool in range(layout.num_pools)}
     info = make_info(
         page_size=page, num_pages=(20_000,), page_groups=layout.groups, max_model_len=length, max_in_flight=2
     )
     config = EngineConfig(model="simulated", max_num_batched_tokens=chunk)
-    engine = Engine(config, SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2]))
+    engine = EngineCore(config, SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2]))
     prompt = tuple(2 + i * i % 21 for i in range(length - 600))
     engine.add_request(make_request("r", prompt, max_tokens=600, **LONG))
     (pool,) = engine._scheduler.books.pools
@@ -315,7 +317,7 @@ def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window(
 
 
 def test_pages_are_given_back_as_soon_as_no_row_sees_them_and_not_before() -> None:
-    info = make_info(page_groups=(FULL, PageGroup(window=6)), num_speculative_tokens=0)
+    info = make_info(page_groups=(FULL, KVCacheGroup(window=6)), num_speculative_tokens=0)
     engine = open_engine(info, survival=[])
     add(engine, make_request("r", PROMPT[:3], max_tokens=30, **LONG))
     while engine.has_unfinished:
@@ -329,7 +331,7 @@ def test_pages_are_given_back_as_soon_as_no_row_sees_them_and_not_before() -> No
 
 
 def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_back() -> None:
-    info = make_info(page_groups=(PageGroup(window=4),), num_speculative_tokens=4, max_in_flight=2)
+    info = make_info(page_groups=(KVCacheGroup(window=4),), num_speculative_tokens=4, max_in_flight=2)
     engine = open_engine(info, survival=[1.0] * 4)
     add(engine, make_request("r", PROMPT[:4], max_tokens=20, **LONG))
     first, second = engine.plan(), engine.plan()  # computes 0..3; then the anchor 4 and 4 drafts
@@ -350,7 +352,7 @@ def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_ba
 @pytest.mark.parametrize("num_pages", [8, 64])
 def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages: int) -> None:
     info = make_info(
-        page_groups=(PageGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
+        page_groups=(KVCacheGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
     )  # 2 of the window, 5 of a step, 1: as much as one step's drafts lie ahead, not two steps'
     engine = open_engine(info, survival=[0.0] * 4, max_num_batched_tokens=5)
     request = make_request("r", PROMPT[:3], max_tokens=40, **LONG)
@@ -361,7 +363,7 @@ def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages
 def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
     for in_flight in (1, 2, 3):
         bound = 2 + 2 + 1  # window, step, and one that both touch
-        groups = (FULL, PageGroup(1, 8))
+        groups = (FULL, KVCacheGroup(1, 8))
         info = make_info(page_groups=groups, num_pages=(16, bound), max_in_flight=in_flight)
         engine = open_engine(info, max_num_batched_tokens=8)
         request = make_request("r", PROMPT, max_tokens=20, **LONG)
@@ -371,7 +373,7 @@ def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
 
 
 def test_a_prompt_that_enters_takes_of_a_window_only_what_it_can_hold_at_once() -> None:
-    engine = open_engine(make_info(page_groups=(FULL, PageGroup(window=8))), max_num_batched_tokens=8)
+    engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), max_num_batched_tokens=8)
     add(engine, make_request("r", PROMPT, max_tokens=2))
     plan = engine.plan()
     assert plan is not None and (hold(engine, 0), hold(engine, 1)) == ((0, 10), (0, 5))
@@ -380,7 +382,7 @@ def test_a_prompt_that_enters_takes_of_a_window_only_what_it_can_hold_at_once() 
 
 
 def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
-    groups = (FULL, PageGroup(window=40))
+    groups = (FULL, KVCacheGroup(window=40))
     for num_pages, enters in ((13, False), (14, True)):
         engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
         add(engine, make_request("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG))
@@ -394,7 +396,7 @@ def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
 def test_when_a_pool_runs_out_the_last_are_computed_anew_and_nobody_sees_it(
     num_pages: tuple[int, int], in_flight: int
 ) -> None:
-    groups = (FULL, PageGroup(window=30), PageGroup(1, 12))
+    groups = (FULL, KVCacheGroup(window=30), KVCacheGroup(1, 12))
     info = make_info(page_groups=groups, num_pages=num_pages, max_in_flight=in_flight)
     requests = [make_request(f"r{i}", PROMPT[i : i + 8], max_tokens=20, **LONG) for i in range(4)]
     engine = open_engine(info, max_num_batched_tokens=16)
@@ -404,7 +406,7 @@ def test_when_a_pool_runs_out_the_last_are_computed_anew_and_nobody_sees_it(
 
 
 def test_an_abort_gives_back_what_every_group_holds() -> None:
-    groups = (FULL, PageGroup(window=8), PageGroup(1, 5))
+    groups = (FULL, KVCacheGroup(window=8), KVCacheGroup(1, 5))
     engine = open_engine(make_info(page_groups=groups, num_pages=(64, 64), max_in_flight=2))
     for name in ("a", "b"):
         add(engine, make_request(name, PROMPT, max_tokens=20, **LONG))
@@ -420,7 +422,7 @@ def test_an_abort_gives_back_what_every_group_holds() -> None:
 
 
 def test_usage_is_that_of_the_fullest_pool() -> None:
-    groups = (FULL, PageGroup(1, 8))
+    groups = (FULL, KVCacheGroup(1, 8))
     engine = open_engine(make_info(page_groups=groups, num_pages=(40, 10)), max_num_batched_tokens=8)
     add(engine, make_request("r", PROMPT[:4], max_tokens=30, **LONG))
     plan_step(engine)
@@ -433,7 +435,7 @@ def test_usage_is_that_of_the_fullest_pool() -> None:
 
 
 def test_a_request_that_one_of_the_pools_cannot_hold_is_refused() -> None:
-    groups = (FULL, PageGroup(1, 8))
+    groups = (FULL, KVCacheGroup(1, 8))
     for num_pages in ((10, 64), (64, 4)):
         info = make_info(page_groups=groups, num_pages=num_pages)
         engine = open_engine(info, max_num_batched_tokens=8)
@@ -447,9 +449,9 @@ def test_a_request_that_one_of_the_pools_cannot_hold_is_refused() -> None:
 class Known:
     """A cache over a pool per group, that knows the given pages of one prompt."""
 
-    def __init__(self, groups: tuple[PageGroup, ...], pages_of: list[set[int]], count: int = 10) -> None:
+    def __init__(self, groups: tuple[KVCacheGroup, ...], pages_of: list[set[int]], count: int = 10) -> None:
         self.pools = [PagePool(count) for _ in groups]
-        apart = tuple(PageGroup(pool, group.window) for pool, group in enumerate(groups))
+        apart = tuple(KVCacheGroup(pool, group.window) for pool, group in enumerate(groups))
         self.cache = PrefixCache(self.pools, apart, 4)
         self.digests = [bytes([i]) * 16 for i in range(count)]
         for g, (pool, indices) in enumerate(zip(self.pools, pages_of, strict=True)):
@@ -469,7 +471,7 @@ TEN = set(range(10))
 
 
 def test_a_prefix_is_found_though_old_pages_of_its_window_are_gone() -> None:
-    known = Known((FULL, PageGroup(window=8)), [TEN, TEN])
+    known = Known((FULL, KVCacheGroup(window=8)), [TEN, TEN])
     known.pools[1].release([*range(8)])
     known.pools[1].allocate(8)
     assert known.hit() == 10  # the row at 40 sees 33 and more: pages 8 and 9
@@ -477,23 +479,23 @@ def test_a_prefix_is_found_though_old_pages_of_its_window_are_gone() -> None:
 
 
 def test_a_prefix_is_shorter_where_a_page_of_its_window_is_gone() -> None:
-    known = Known((FULL, PageGroup(window=8)), [TEN, TEN])
+    known = Known((FULL, KVCacheGroup(window=8)), [TEN, TEN])
     known.pools[1].release([8])
     known.pools[1].allocate(1)
     assert known.hit() == 8
-    assert Known((FULL, PageGroup(window=8)), [TEN, {2, 3, 5, 8}]).hit() == 4
-    assert Known((FULL, PageGroup(window=8)), [TEN, {5, 8}]).hit() == 0
-    assert Known((FULL, PageGroup(window=8)), [TEN, {0, 5, 8}]).hit() == 1
+    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {2, 3, 5, 8}]).hit() == 4
+    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {5, 8}]).hit() == 0
+    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {0, 5, 8}]).hit() == 1
 
 
 def test_a_prefix_is_not_found_where_a_group_that_sees_everything_lacks_it() -> None:
-    assert Known((FULL, PageGroup(window=8)), [TEN - {0}, TEN]).hit() == 0
-    assert Known((FULL, PageGroup(window=8)), [TEN - {5}, TEN]).hit() == 5
+    assert Known((FULL, KVCacheGroup(window=8)), [TEN - {0}, TEN]).hit() == 0
+    assert Known((FULL, KVCacheGroup(window=8)), [TEN - {5}, TEN]).hit() == 5
     assert Known((FULL, FULL), [TEN - {5}, TEN - {3}]).hit() == 3
 
 
 def test_a_prefix_is_found_by_its_end_alone_where_nobody_sees_its_beginning() -> None:
-    assert Known((PageGroup(window=8), PageGroup(window=4)), [{8, 9}, {9}]).hit() == 10
+    assert Known((KVCacheGroup(window=8), KVCacheGroup(window=4)), [{8, 9}, {9}]).hit() == 10
 
 
 @given(
@@ -515,12 +517,12 @@ def test_the_longest_prefix_that_is_whole_in_every_group_is_found(
             if window is None or 4 * i + 3 > 4 * count - window  # its last position is seen by the next row
         )
 
-    known = Known(tuple(PageGroup(window=window) for window in sees), pages_of)
+    known = Known(tuple(KVCacheGroup(window=window) for window in sees), pages_of)
     assert known.hit() == max(count for count in range(11) if is_whole(count))
 
 
 def test_a_prompt_seen_before_is_found_by_what_its_windows_still_hold() -> None:
-    groups = (FULL, PageGroup(1, 8))
+    groups = (FULL, KVCacheGroup(1, 8))
     for num_pages, cached in ((5, 0), (64, 20)):  # a pool that a lone prompt passes through, and a large one
         engine = open_engine(
             make_info(page_groups=groups, num_pages=(64, num_pages)), max_num_batched_tokens=8, survival=[]
@@ -531,7 +533,7 @@ def test_a_prompt_seen_before_is_found_by_what_its_windows_still_hold() -> None:
 
 
 def test_a_prefix_that_runs_is_shared_as_far_as_its_windows_reach() -> None:
-    engine = open_engine(make_info(page_groups=(FULL, PageGroup(window=8))), survival=[])
+    engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), survival=[])
     add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
     plan_step(engine)
     add(engine, make_request("b", (*PROMPT, 2), max_tokens=20, **LONG))
@@ -542,7 +544,7 @@ def test_a_prefix_that_runs_is_shared_as_far_as_its_windows_reach() -> None:
 
 
 def test_a_reset_forgets_every_group() -> None:
-    engine = open_engine(make_info(page_groups=(FULL, PageGroup(1, 8)), num_pages=(64, 64)))
+    engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(1, 8)), num_pages=(64, 64)))
     run(engine, make_request("a", PROMPT))
     engine.reset_prefix_cache()
     engine.check_invariants()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.kv_cache.prefix_cache import PrefixCache
-from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.pages.page_pool import PagePool, pages_for
 
 PAGE = 4
@@ -79,7 +79,7 @@ def test_releasing_a_free_page_is_caught(pool: PagePool) -> None:
 
 
 def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     pages = pool.allocate(2)
     known = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(known, pages, strict=True))
@@ -90,19 +90,19 @@ def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
 
 
 def test_the_same_tokens_after_other_tokens_are_another_page(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     one, two = digests_of(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert one != two
 
 
 def test_salts_share_nothing(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     same = tokens(1, 2, 3, 4)
     assert len({digests_of(cache, same, salt)[0] for salt in (None, "", "alice", "bob")}) == 4
 
 
 def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     pages = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(digests, pages, strict=True))
@@ -113,7 +113,7 @@ def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
 
 
 def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     older, newer = pool.allocate(2)
     (digest,) = digests_of(cache, tokens(1, 2, 3, 4))
     cache.insert(0, [(digest, older), (digest, newer)])
@@ -122,7 +122,7 @@ def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> Non
 
 
 def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     used, idle = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(digests, (used, idle), strict=True))
@@ -139,7 +139,7 @@ def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -
 )
 def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> None:
     pool = PagePool(8)
-    cache = PrefixCache([pool], [PageGroup()], PAGE)
+    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     uses: list[int] = []  # one entry per use of a page
     for serial, (operation, which) in enumerate(operations):
         if operation == "allocate" and which <= pool.num_free:

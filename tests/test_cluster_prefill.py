@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.scheduler.prefill_budget import PrefillBudget
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
@@ -30,7 +30,7 @@ def delays(machine: tuple[float, float], num_prompts: int) -> tuple[list[float],
     info = make_info(num_pages=(4096,), page_size=16, max_model_len=2048, vocab_size=1000)
     cost, step_s = cost_of(machine), list[float]()
     config = EngineConfig(model="simulated", max_num_seqs=8)
-    engine = Engine(config, SimulatedExecutor(info, (), cost, step_s.append))
+    engine = EngineCore(config, SimulatedExecutor(info, (), cost, step_s.append))
     engine.add_request(make_request("decodes", (2,), max_tokens=1000, ignore_eos=True))
     for _ in range(20):
         engine.step()

@@ -25,19 +25,19 @@ from cluster_checker import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import UnprocessableError
-from manta.cluster.pages.kv_cache_groups import PageGroup, count_pools
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup, count_pools
 from manta.cluster.request.request import Request
 from manta.cluster.step.executor import ExecutorInfo
 
 NUM_WORKLOADS = 240 if os.environ.get("MANTA_GRID") == "whole" else 60
 LAYOUTS = {
-    "one group": (PageGroup(),),
-    "full and window": (PageGroup(), PageGroup(window=20)),
-    "windows only": (PageGroup(window=3), PageGroup(window=8)),
-    "full and window, with states": (PageGroup(), PageGroup(window=20)),
-    "two pools": (PageGroup(), PageGroup(window=7), PageGroup(1, window=13), PageGroup(1)),
+    "one group": (KVCacheGroup(),),
+    "full and window": (KVCacheGroup(), KVCacheGroup(window=20)),
+    "windows only": (KVCacheGroup(window=3), KVCacheGroup(window=8)),
+    "full and window, with states": (KVCacheGroup(), KVCacheGroup(window=20)),
+    "two pools": (KVCacheGroup(), KVCacheGroup(window=7), KVCacheGroup(1, window=13), KVCacheGroup(1)),
 }
 STEMS = tuple(tuple((7 * i + j) % (VOCAB - 2) + 2 for j in range(24)) for i in range(2))
 # What becomes of the drafter, before which steps.
@@ -88,8 +88,8 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, groups: tuple[PageGroup, ...], *, states: bool
-) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
+    draw: st.DrawFn, groups: tuple[KVCacheGroup, ...], *, states: bool
+) -> tuple[ExecutorInfo, EngineCore, list[Arrival]]:
     page_size, halves = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((False, False, True)))
     info = make_info(
         page_size=page_size,
@@ -161,7 +161,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_is_lost(layout: str, data
         event(f"states saved: {states.num_saved > 0}, found again: {states.num_loaded > 0}")
 
 
-def step(engine: Engine, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
+def step(engine: EngineCore, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
     """One step, with aborts before it and while it (and the next ones) are in flight."""
 
     def leave(in_flight: bool) -> None:

@@ -12,14 +12,14 @@ from cluster_checker import (
     run,
     submit_and_collect,
 )
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 
 
-def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput:
+def plan_step(engine: EngineCore, outputs: Outputs | None = None) -> SchedulerOutput:
     """One step; returns its plan."""
     plan = engine.plan()
     assert plan is not None

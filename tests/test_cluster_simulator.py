@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine, EngineStats
+from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor
 
@@ -13,7 +13,7 @@ INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=(8192,), num_s
 
 
 def simulate(survival: list[float]) -> tuple[dict[str, list[int]], EngineStats]:
-    engine = Engine(EngineConfig(model="simulated", max_num_seqs=32), SimulatedExecutor(INFO, survival))
+    engine = EngineCore(EngineConfig(model="simulated", max_num_seqs=32), SimulatedExecutor(INFO, survival))
     for i in range(32):
         engine.add_request(make_request(str(i), (i,), seed=i, max_tokens=400, ignore_eos=True))
     tokens: dict[str, list[int]] = {}

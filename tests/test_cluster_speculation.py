@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import RequestError
 from manta.cluster.simulation.simulated_drafts import SimulatedDrafts
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
@@ -79,7 +79,7 @@ class Play:
             max_num_batched_tokens=8192,
             speculative_config=SpeculativeConfig(model="simulated", adaptive=length is None),
         )
-        self.engine = Engine(config, executor, self.clock)
+        self.engine = EngineCore(config, executor, self.clock)
         self._plain, self._made, self.tokens = length == 0, 0, 0
         self.text: dict[str, list[int]] = {}
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from cluster_checker import make_info, make_request
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine, EngineStats
+from manta.cluster.engine.engine_core import EngineCore, EngineStats
 from manta.cluster.engine.speedup_meter import MEMORY_S, SpeedupMeter
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 
@@ -25,7 +25,7 @@ def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -
     executor = SimulatedExecutor(info, survival, COST, clock.advance)
     spec = {"speculative_config": {"model": "d"}} if speculate else {}
     config = EngineConfig.from_dict({"model": "t", "max_num_batched_tokens": 512, **spec})
-    engine = Engine(config, executor, clock)
+    engine = EngineCore(config, executor, clock)
     for i in range(num_requests):
         engine.add_request(
             make_request(f"r{i}", max_tokens=1200 if len(survival) > 2 else 500, ignore_eos=True)

@@ -23,12 +23,12 @@ from cluster_checker import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.kv_cache.prefix_cache import PrefixCache
-from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, StateBooks
-from manta.cluster.pages.kv_cache_groups import PageGroup
+from manta.cluster.kv_cache.recurrent_state_manager import MOVES_PAGES, RecurrentStateManager
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.pages.page_pool import PagePool
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.sequence import Sequence, SlotTable
 from manta.cluster.step.step_outcome import StepOutcome
 
@@ -43,12 +43,12 @@ def engine_with(
     pages: int = 64,
     survival: list[float] | None = None,
     **settings: object,
-) -> Engine:
+) -> EngineCore:
     info = make_info(num_states=num_states, page_size=PAGE, num_pages=(pages,), max_in_flight=max_in_flight)
     return open_engine(info, survival, **settings)
 
 
-def cached(engine: Engine, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
+def cached(engine: EngineCore, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
     """Tokens of a prompt that need not be computed; what comes out is right."""
     request = make_request(request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
     outputs = run(engine, request)
@@ -145,7 +145,7 @@ def test_saved_states_give_way_to_who_enters_and_the_last_one_is_taken_over() ->
 
 
 def test_of_saved_states_the_one_that_was_longest_of_no_use_gives_way() -> None:
-    books = StateBooks(3, 3, PAGE, saves=True)
+    books = RecurrentStateManager(3, 3, PAGE, saves=True)
     books.saved.update({b"old": books._free.pop(), b"new": books._free.pop()})
     assert books.enter(0, [b"old"], 1, 1, 9).source is not None  # and the last free state is taken
     books.enter(1, [], 0, 0, 9)
@@ -183,14 +183,14 @@ def test_saved_is_what_the_step_that_was_asked_has_passed_itself(
     before: int, behind: int, saved: int, asked: int
 ) -> None:
     """Not what it has not reached, nor what the step before it had passed, unasked."""
-    books, table = StateBooks(3, 1, PAGE, saves=True), SlotTable(1, 64, VOCAB)
+    books, table = RecurrentStateManager(3, 1, PAGE, saves=True), SlotTable(1, 64, VOCAB)
     sequence = Sequence.of(make_request("a", STEM[:5]), (0, 0, 0), 64, EOS)
     sequence.digests = [bytes([i]) for i in range(8)]
     books.enter(table.enter(sequence, 0, 4), [], 0, 0, 5)
     slots, first, end = (np.array([n], np.int32) for n in (0, 4, 9))
     saves = books.ask(slots, first, end)
     assert saves is not None and saves.positions.tolist() == [8]
-    plan = replace(made_up_plan([before], [5], [4]), saves=saves)
+    plan = replace(dummy_step([before], [5], [4]), saves=saves)
     books.settle(plan, step_between(before, behind), table)
     books.check_invariants((0,))
     assert len(books.saved) == saved and len(books._asked[0]) == asked
@@ -199,8 +199,8 @@ def test_saved_is_what_the_step_that_was_asked_has_passed_itself(
 
 def test_a_hit_ends_in_a_state_and_has_its_windows() -> None:
     """Of 5 pages the window is not here, of 2 no state is: 1 page is left."""
-    pool, groups = PagePool(16), (PageGroup(), PageGroup(window=4))
-    books = StateBooks(4, 1, PAGE, saves=True)
+    pool, groups = PagePool(16), (KVCacheGroup(), KVCacheGroup(window=4))
+    books = RecurrentStateManager(4, 1, PAGE, saves=True)
     cache, digests = PrefixCache([pool], groups, PAGE, books), [bytes([i]) for i in range(6)]
     cache.insert(0, zip(digests, pool.allocate(6), strict=True))
     cache.insert(1, zip([digests[i] for i in (0, 1, 4, 5)], pool.allocate(4), strict=True))
@@ -279,7 +279,9 @@ def test_a_target_without_recurrent_layers_is_told_of_no_states() -> None:
 def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
     """The books alone, under any calls that a scheduler may make."""
     num_slots = data.draw(st.integers(1, 4))
-    books = StateBooks(data.draw(st.integers(1, 8)), num_slots, PAGE, saves=data.draw(st.booleans()))
+    books = RecurrentStateManager(
+        data.draw(st.integers(1, 8)), num_slots, PAGE, saves=data.draw(st.booleans())
+    )
     digests = [[bytes([salt, i]) for i in range(16)] for salt in range(2)]
     running: dict[int, tuple[int, int]] = {}  # slot -> salt, tokens computed
     for _ in range(data.draw(st.integers(1, 30))):

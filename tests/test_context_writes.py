@@ -9,9 +9,9 @@ import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
-from manta.cluster.scheduler.drafter_context import ContextWrites
+from manta.cluster.scheduler.drafter_context import ContextWriteGate
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from steps import settings
@@ -22,7 +22,7 @@ INFO = make_info(
 )
 
 
-class RandomWrites(ContextWrites):
+class RandomWrites(ContextWriteGate):
     """Stops and resumes at any time."""
 
     def __init__(self, seed: int) -> None:
@@ -37,7 +37,7 @@ class RandomWrites(ContextWrites):
         return not self.on and bool(self._random.random() < 0.2)
 
 
-def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[Engine, VirtualClock]:
+def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[EngineCore, VirtualClock]:
     """Of requests whose drafts have these chances; a request's name begins with its kind."""
     clock = VirtualClock()
     executor = SimulatedExecutor(
@@ -45,10 +45,10 @@ def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[Engi
     )
     spec = SpeculativeConfig(model="simulated")
     config = EngineConfig(model="simulated", max_num_seqs=4, speculative_config=spec)
-    return Engine(config, executor, clock), clock
+    return EngineCore(config, executor, clock), clock
 
 
-def plans_of(engine: Engine, steps: int) -> list[SchedulerOutput]:
+def plans_of(engine: EngineCore, steps: int) -> list[SchedulerOutput]:
     """Steps, and what was planned in each."""
     plans: list[SchedulerOutput] = []
     for _ in range(steps):
@@ -104,7 +104,7 @@ def test_writes_that_take_no_time_are_not_stopped() -> None:
 
 
 def test_a_trial_waits_until_as_much_was_spared_and_what_pays_does_not() -> None:
-    writes = ContextWrites(may_stop=True)
+    writes = ContextWriteGate(may_stop=True)
     for _ in range(384):
         assert not writes.should_stop
         writes.scheduled(useful=False)
@@ -162,7 +162,7 @@ def test_computed_tokens_are_those_of_plain_decoding_whenever_writes_stop_and_re
     executor = InProcessExecutor(settings(tiny_qwen3, tiny_drafter))
     tokens: list[dict[str, list[int]]] = []
     for speculates in (False, True):
-        engine, found = Engine(settings(tiny_qwen3, tiny_drafter), executor), dict[str, list[int]]()
+        engine, found = EngineCore(settings(tiny_qwen3, tiny_drafter), executor), dict[str, list[int]]()
         if speculates:
             engine._scheduler.drafter._writes = RandomWrites(0)
         for i in range(4):

@@ -11,10 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, PlacedRows
 from manta.drafter.compute.cpu_numba import layers as kernels
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.layers.linear import Activation, RMSNorm
@@ -62,7 +62,7 @@ def placed(first: int, count: int) -> PlacedRows:
 @pytest.mark.parametrize("shape", [(1, 192), (16, 64), (5, 1000), (0, 64)])
 def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=dtype), EPS)
-    assert_same(CpuBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH))
+    assert_same(NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
 def test_norms_with_weights_in_fp32_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
     """Rounded once, as there: in bf16 hardly an element differs."""
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
-    got, expected = CpuBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
+    got, expected = NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
     assert_same(got, expected)
     assert dtype is torch.float32 or (got == expected).float().mean() > 0.999
 
@@ -84,7 +84,7 @@ def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(
     gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
     gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
     theirs = TorchBackend().gated(torch.clone, gate_up_NI, activation)
-    assert_same(CpuBackend().gated(torch.clone, gate_up_NI, activation), theirs)
+    assert_same(NumbaBackend().gated(torch.clone, gate_up_NI, activation), theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,8 +101,8 @@ def test_attention_writes_and_answers_as_pytorch(
     rope, rows = rotary(head_dim, dtype), placed(100, 9)
     shape = AttentionShape(num_heads, num_kv, head_dim, head_dim, *norms, EPS, rope, head_dim**-0.5)
     answers: list[tuple[Tensor, Tensor]] = []
-    for backend in (CpuBackend(), TorchBackend()):
-        cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, KVGeometry(num_kv, head_dim, head_dim), dtype, "cpu")
+    for backend in (NumbaBackend(), TorchBackend()):
+        cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, KVCacheSpec(num_kv, head_dim, head_dim), dtype, "cpu")
         cache.kv.copy_(garbage)
         step = backend.begin(rows)
         answers.append((backend.attention(shape)(qkv_NO.clone(), step, cache, 1), cache.kv))
@@ -123,9 +123,9 @@ def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype, of_n
     rows = placed(40, 5)
     rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
     written: list[Tensor] = []
-    for backend in (CpuBackend(), TorchBackend()):
+    for backend in (NumbaBackend(), TorchBackend()):
         cache = PagedKVCache(
-            num_layers, NUM_PAGES, PAGE_SIZE, KVGeometry(num_kv, head_dim, head_dim), dtype, "cpu"
+            num_layers, NUM_PAGES, PAGE_SIZE, KVCacheSpec(num_kv, head_dim, head_dim), dtype, "cpu"
         )
         write = backend.context_writer(norms_LD, EPS, num_kv)
         write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache, 0)
@@ -141,7 +141,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
     norm_JD, rope = weights(6, 64, dtype=dtype), rotary(64, dtype)
 
     def heads(rows: slice) -> Tensor:
-        cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVGeometry(2, 64, 64), dtype, "cpu")
+        cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVCacheSpec(2, 64, 64), dtype, "cpu")
         out_NO = qkv_NO[rows].clone()
         at_N = torch.arange(50, 83)[rows]
         kernels.norm_rotate_write(out_NO, 64, 4, 2, norm_JD, EPS, rope, at_N, at_N, cache.slots(0))
@@ -162,7 +162,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
 def test_heads_normed_by_fp32_are_rounded_once_behind_the_rotation():
     """At position 0, where nothing turns, keys in bf16 are the exact norm's nearest."""
     rows, norm_JD = torch.randn(300, 6 * 64).bfloat16(), 1 + 0.003 * torch.randn(4, 64)
-    cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVGeometry(2, 64, 64), torch.bfloat16, "cpu")
+    cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVCacheSpec(2, 64, 64), torch.bfloat16, "cpu")
     at_N = torch.arange(300)
     x_NJD = rows.view(300, 6, 64)[:, :4].double()
     exact_NJD = x_NJD / (x_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_JD.double()

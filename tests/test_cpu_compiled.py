@@ -18,10 +18,10 @@ import pytest
 import torch
 from conftest import ROOT
 from manta.cluster.errors import ConfigError
-from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.cpu_fused.backend import CompiledBackend
+from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.isa_dispatch import has_tiles
 from manta.drafter.compute.cpu_fused.packed_gemm import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
@@ -193,12 +193,12 @@ class Model:
     def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
         """Of every layer, the past of every request."""
         _, num_kv, dim = self.shape.heads
-        geometry = KVGeometry(num_kv, dim, dim)
+        geometry = KVCacheSpec(num_kv, dim, dim)
         cache = PagedKVCache(2, self.num_pages, self.shape.page_size, geometry, dtype, "cpu")
         for r, past in enumerate(self.past):
             slots = torch.from_numpy(self._slots(r, np.arange(len(past))))
             cache.slots(0, 2)[:, slots] = past.to(dtype).flatten(1)
-        if isinstance(backend, CompiledBackend):
+        if isinstance(backend, FusedCpuBackend):
             cache.planes(0, 2).copy_(blocked_order(cache.planes(0, 2)))
         return cache
 
@@ -218,7 +218,7 @@ def blocked_order(kv: Tensor) -> Tensor:
 
 def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
     kv = cache.planes(0, cache.num_layers)
-    if not isinstance(backend, CompiledBackend):
+    if not isinstance(backend, FusedCpuBackend):
         return kv
     layers, _, _, _, heads, dim = kv.shape
     k, v = kv.view(layers, -1, 2, heads, BLOCK * dim).unbind(2)
@@ -233,7 +233,7 @@ def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
 def test_a_stack_computes_what_pytorch_does(name: str):
     model = Model(SHAPES[name])
     expected = model.run(TorchBackend(), torch.float32)
-    for got, right in zip(model.run(CompiledBackend(2), torch.bfloat16), expected, strict=True):
+    for got, right in zip(model.run(FusedCpuBackend(2), torch.bfloat16), expected, strict=True):
         assert got.dtype is torch.bfloat16 and got.shape == right.shape
         error = (got.float() - right).abs()
         # Of the size of bf16's rounding at every step, never of a wrong row.
@@ -243,11 +243,11 @@ def test_a_stack_computes_what_pytorch_does(name: str):
 @pytest.mark.parametrize("name", [name for name in SHAPES if len(SHAPES[name].requests) > 1])
 def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_threads(name: str):
     model = Model(SHAPES[name])
-    together = model.run(CompiledBackend(1), torch.bfloat16)
+    together = model.run(FusedCpuBackend(1), torch.bfloat16)
     for threads in (2, 3):
-        again = model.run(CompiledBackend(threads), torch.bfloat16)
+        again = model.run(FusedCpuBackend(threads), torch.bfloat16)
         assert all(a.equal(b) for a, b in zip(again, together, strict=True))
-    alone = [model.run(CompiledBackend(2), torch.bfloat16, [r]) for r in range(len(model.shape.requests))]
+    alone = [model.run(FusedCpuBackend(2), torch.bfloat16, [r]) for r in range(len(model.shape.requests))]
     for i, whole in enumerate(together):
         assert torch.cat([parts[i] for parts in alone]).equal(whole)
 
@@ -255,13 +255,13 @@ def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_th
 def test_even_requests_are_shared_out_among_threads_with_the_same_result():
     """Rows enough for two threads to go their own ways, and the same requests too few for three."""
     model = Model(replace(SHAPES["a block"], requests=((100, 16), (90, 16), (40, 16), (8, 16))))
-    one, two, three = (model.run(CompiledBackend(n), torch.bfloat16) for n in (1, 2, 3))
+    one, two, three = (model.run(FusedCpuBackend(n), torch.bfloat16) for n in (1, 2, 3))
     assert all(a.equal(b) and a.equal(c) for a, b, c in zip(one, two, three, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_do_not_depend_on_the_batch(threads: int):
-    assert rows_are_invariant(CompiledBackend(threads), torch.bfloat16, "cpu")
+    assert rows_are_invariant(FusedCpuBackend(threads), torch.bfloat16, "cpu")
 
 
 def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
@@ -271,8 +271,8 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     positions = torch.arange(100, 100 + rows)
     placed = PlacedRows(positions, (torch.randperm(160)[:rows],), (None,))
     written = []
-    for backend in (TorchBackend(), CompiledBackend(1)):
-        cache = PagedKVCache(num_layers, 10, 16, KVGeometry(num_kv, dim, dim), torch.bfloat16, "cpu")
+    for backend in (TorchBackend(), FusedCpuBackend(1)):
+        cache = PagedKVCache(num_layers, 10, 16, KVCacheSpec(num_kv, dim, dim), torch.bfloat16, "cpu")
         backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache, 0)
         written.append(standard_order(cache, backend))
     torch.testing.assert_close(written[1], written[0], rtol=2e-2, atol=2e-2)

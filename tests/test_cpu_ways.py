@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 from manta.actors.targets.loading import cpu_autotune as cpu_ways
-from manta.actors.targets.loading.cpu_autotune import Timed, Way, choose_way, fastest, measured, try_ways
+from manta.actors.targets.loading.cpu_autotune import (
+    CpuConfig,
+    Timed,
+    choose_cpu_config,
+    fastest,
+    measured,
+    try_ways,
+)
 from manta.cluster.config import EngineConfig
-from manta.drafter.compute.backend import Machine, StackSpec
+from manta.drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 
 COMPILED, LOOPS, WIDE = cpu_ways.WAYS
-MACHINE = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
-MODEL = StackSpec(name="target", sizes=frozenset({256, 1024}), head_dims=frozenset({64}))
-ODD = StackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=frozenset({64}))
+MACHINE = DeviceCapabilities(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
+MODEL = ModelStackSpec(name="target", sizes=frozenset({256, 1024}), head_dims=frozenset({64}))
+ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=frozenset({64}))
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +38,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measure(
-    monkeypatch: pytest.MonkeyPatch, seconds: dict[Way, float], exact: tuple[Way, ...] = cpu_ways.WAYS
-) -> list[Way]:
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[CpuConfig, float],
+    exact: tuple[CpuConfig, ...] = cpu_ways.WAYS,
+) -> list[CpuConfig]:
     """Try the ways of a machine that takes so long; which of them were asked whether they are exact."""
-    asked: list[Way] = []
+    asked: list[CpuConfig] = []
 
-    def is_exact(way: Way, num_threads: int) -> bool:
+    def is_exact(way: CpuConfig, num_threads: int) -> bool:
         asked.append(way)
         return way in exact
 
@@ -46,9 +55,9 @@ def measure(
     return asked
 
 
-def chosen(model: StackSpec = MODEL, num_values: int = 10**6, **settings: Any) -> Way:
+def chosen(model: ModelStackSpec = MODEL, num_values: int = 10**6, **settings: Any) -> CpuConfig:
     config = EngineConfig.from_dict({"model": "none", "device": "cpu", "num_threads": 2, **settings})
-    return choose_way(config, [model], "bfloat16", MACHINE, num_values)
+    return choose_cpu_config(config, [model], "bfloat16", MACHINE, num_values)
 
 
 def test_the_choice_is_what_the_trial_measured(monkeypatch: pytest.MonkeyPatch) -> None:

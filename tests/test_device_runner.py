@@ -23,9 +23,9 @@ from manta import SamplingParams
 from manta.actors.engine.output_processor import RequestOutput
 from manta.actors.llm import LLM
 from manta.actors.targets.families import read_model
-from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
-from manta.actors.targets.runners.gpu_runner import DeviceRunner
+from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 from manta.actors.targets.runners.tp_sampling import best_of_ranks
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
@@ -204,8 +204,8 @@ def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts
 class Twins:
     """The device's runner and the host's, which run the same steps: what they bring is the same."""
 
-    device: DeviceRunner
-    host: StepRunner
+    device: GpuModelRunner
+    host: CpuModelRunner
     steps: Steps
     known: list[list[int]]  # tokens of each slot
 
@@ -217,7 +217,7 @@ class Twins:
         device, host = (
             open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
         )
-        assert isinstance(device, DeviceRunner)
+        assert isinstance(device, GpuModelRunner)
         return cls(device, host, Steps(len(prompts), 48), [list(prompt) for prompt in prompts])
 
     def run(

@@ -15,12 +15,12 @@ from devices import DEVICE, ON_GPU
 from eagle3_checkpoints import VARIANTS, write
 from manta import SamplingParams
 from manta.actors.llm import LLM
-from manta.cluster.pages.recurrent_state_spec import StateGeometry
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, StateSaves
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory
 from manta.drafter.step import recurrent_states as host
-from manta.drafter.step.gpu_triton.inputs.row_layout import StepRequests, pack
+from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, pack
 from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
@@ -28,7 +28,7 @@ from manta.drafter.step.inputs import row_layout as host_rows
 from test_device_runner import SMALL_STATES, opened
 from tiny import make_tiny_drafter, make_tiny_target
 
-KIND = StateGeometry(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)
+KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)
 NUM_STATES, NUM_SLOTS, MAX_DRAFTS, ROOM = 6, 3, 3, 8
 
 
@@ -61,9 +61,9 @@ class Mirrors:
         most, num_rows = int(plan.num_rows.max()), plan.num_batched_tokens
         first_R, rows_R = (np.append(x_R, 0) for x_R in (plan.num_computed, plan.num_rows))  # and padding
         requests = (
-            StepRequests.decoding(lists.to(DEVICE), len(rows_R), most, num_rows)
+            DeviceStepRequests.decoding(lists.to(DEVICE), len(rows_R), most, num_rows)
             if decodes
-            else StepRequests.prompts(lists.to(DEVICE), first_R, rows_R, 0)
+            else DeviceStepRequests.prompts(lists.to(DEVICE), first_R, rows_R, 0)
         )
         saves = torch.from_numpy(pack_saves(plan, np.arange(plan.num_requests), ROOM)).to(DEVICE)
         placed = self._device.place(requests, None if decodes else saves)
@@ -85,27 +85,25 @@ def saves_of(*asked: tuple[int, int, int]) -> StateSaves:
 
 
 def entering(plan: SchedulerOutput, *entries: tuple[int, StateEntry]) -> SchedulerOutput:
-    one = (
-        plan.admitted[0] if plan.admitted else made_up_plan([0], [1], [0], prompts=[np.zeros(1)]).admitted[0]
-    )
+    one = plan.admitted[0] if plan.admitted else dummy_step([0], [1], [0], prompts=[np.zeros(1)]).admitted[0]
     return replace(plan, admitted=tuple(replace(one, slot=slot, state=entry) for slot, entry in entries))
 
 
 def test_the_device_s_states_stand_where_the_host_s_do() -> None:
     mirrors = Mirrors()
     first = entering(
-        made_up_plan([0, 0], [5, 4], [0, 0]), (0, StateEntry(0, None, 0)), (1, StateEntry(1, None, 0))
+        dummy_step([0, 0], [5, 4], [0, 0]), (0, StateEntry(0, None, 0)), (1, StateEntry(1, None, 0))
     )
     assert mirrors.run(replace(first, saves=saves_of((0, 3, 2), (0, 9, 3))), [1, 1]) == [0, 0]
     # All drafts of one stand, none of the other; saved behind a draft, behind the anchor, nowhere.
     saves = saves_of((0, 8, 3), (1, 5, 4), (1, 6, 5))
-    second = replace(made_up_plan([5, 4], [4, 4], [3, 3]), saves=saves)
+    second = replace(dummy_step([5, 4], [4, 4], [3, 3]), saves=saves)
     assert mirrors.run(second, [4, 1]) == [0, 0]
     # Asked for when a step in flight had passed it: nothing is written.
-    late = replace(made_up_plan([9, 5], [4, 4], [3, 3]), saves=saves_of((0, 8, 2)))
+    late = replace(dummy_step([9, 5], [4, 4], [3, 3]), saves=saves_of((0, 8, 2)))
     assert mirrors.run(late, [2, 3]) == [3, 0]
     # One begins as a copy that folds two records, another takes its source over, a third what it was made of.
-    third = made_up_plan([8, 5, 3], [1, 2, 1], [0, 0, 0])
+    third = dummy_step([8, 5, 3], [1, 2, 1], [0, 0, 0])
     copies = ((0, StateEntry(5, 3, 8)), (1, StateEntry(3, 4, 5)), (2, StateEntry(2, 2, 3)))
     assert mirrors.run(entering(third, *copies), [1, 1, 1]) == [2, 0, 0]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.step.scheduler_output import SlotSampling
-from manta.drafter.dflash.proposer import Proposer
+from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 
@@ -85,7 +85,7 @@ def test_drafts_follow_the_oracles_paths(variant: str, operators: StepOperators,
     for turn in range(len(names)):
         mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
         requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
-        proposer = Proposer(pair.ours, requests.proposer.cache, operators)
+        proposer = DFlashProposer(pair.ours, requests.proposer.cache, operators)
         proposals = proposer.propose(requests.plan(DRAFTS), requests.states)
         got, margins = proposals.drafts_RK, proposals.margins_RK
         assert got.shape == margins.shape == (5, 15)

@@ -20,23 +20,23 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.step.scheduler_output import StepResult
 from manta.drafter.compute.cpu_numba import backend as loops
 from manta.drafter.compute.cpu_numba import layers
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.dynamic_convolution import convolve
 from manta.drafter.compute.layers.linear import Linear
 from manta.jobs.cli import main
 from manta.jobs.doctor import doctor_run as run
 from manta.jobs.doctor import pair_check as pair
-from manta.jobs.doctor.cases.checks import Check, Finding, NotHereError, Outcome, examine, off_by
+from manta.jobs.doctor.cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, off_by
 from manta.jobs.doctor.cases.operators import operator_checks
-from manta.jobs.doctor.cases.subject import Place
+from manta.jobs.doctor.cases.subject import MachineKind
 from torch import Tensor
 
-ADD, GATE, WRITE = CpuBackend.residual_norm, layers.gate, layers.norm_rotate_write
+ADD, GATE, WRITE = NumbaBackend.residual_norm, layers.gate, layers.norm_rotate_write
 
 
-def check(outcome: Outcome | Exception) -> Check:
-    def look() -> Outcome:
+def check(outcome: CheckOutcome | Exception) -> Check:
+    def look() -> CheckOutcome:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -47,9 +47,9 @@ def check(outcome: Outcome | Exception) -> Check:
 @pytest.mark.parametrize(
     ("outcome", "status", "measured"),
     [
-        (Outcome("4 GPUs"), "fact", "4 GPUs"),
-        (Outcome("1 ulp", "2 ulp", passed=True), "ok", "1 ulp"),
-        (Outcome("3 ulp", "2 ulp", passed=False), "failed", "3 ulp"),
+        (CheckOutcome("4 GPUs"), "fact", "4 GPUs"),
+        (CheckOutcome("1 ulp", "2 ulp", passed=True), "ok", "1 ulp"),
+        (CheckOutcome("3 ulp", "2 ulp", passed=False), "failed", "3 ulp"),
         (NotHereError("no GPU"), "skipped", "no GPU"),
         (
             RuntimeError("CUDA error:\n  illegal address"),
@@ -58,7 +58,7 @@ def check(outcome: Outcome | Exception) -> Check:
         ),
     ],
 )
-def test_whatever_comes_of_a_check_is_a_line(outcome: Outcome | Exception, status: str, measured: str):
+def test_whatever_comes_of_a_check_is_a_line(outcome: CheckOutcome | Exception, status: str, measured: str):
     found = examine(check(outcome))
     assert (found.status, found.measured) == (status, measured)
     assert found.remedy == ("reboot" if status == "failed" else "")
@@ -73,12 +73,12 @@ def test_errors_are_told_in_units_of_the_last_place_of_what_was_found():
 
 
 @pytest.fixture
-def place() -> Place:
+def place() -> MachineKind:
     """A CPU's backends, on operands as small as the interpreter's."""
-    return replace(Place.here(), interpreted=False)
+    return replace(MachineKind.here(), interpreted=False)
 
 
-def findings(place: Place, name: str) -> Iterator[Finding]:
+def findings(place: MachineKind, name: str) -> Iterator[Finding]:
     """Of compiled loops in fp32."""
     for one in operator_checks(place, quick=True):
         if one.group == "loops" and one.name == f"{name}, float32":
@@ -97,7 +97,7 @@ def _one_position_late(*given: Any) -> None:
     WRITE(*given[:7], (given[7] - 1).clamp(min=0), *given[8:])
 
 
-def _without_residual(self: CpuBackend, project: Any, x: Tensor, residual: Tensor, *norms: Any) -> Any:
+def _without_residual(self: NumbaBackend, project: Any, x: Tensor, residual: Tensor, *norms: Any) -> Any:
     return ADD(self, project, x, torch.zeros_like(residual), *norms)
 
 
@@ -107,15 +107,15 @@ def _of_nobody(x_NH: Tensor, dynamic: Tensor, base_TH: Tensor, owners_N: Tensor,
 
 # What is broken, how, and which checks must see it.
 DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
-    (CpuBackend, "linear", lambda self, weight, bias=None: Linear(weight * 1.0001), ("product",)),
-    (CpuBackend, "norm", lambda self, norm, x: norm(x) * 1.0001, ("norm", "target's pass")),
-    (CpuBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
+    (NumbaBackend, "linear", lambda self, weight, bias=None: Linear(weight * 1.0001), ("product",)),
+    (NumbaBackend, "norm", lambda self, norm, x: norm(x) * 1.0001, ("norm", "target's pass")),
+    (NumbaBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
     (layers, "gate", lambda x, _: GATE(x, "silu"), ("GELU product",)),
     (layers, "gate", lambda x, _: GATE(x, "gelu_tanh"), ("SiLU product", "target's pass")),
     (loops, "paged_attention", _whatever_is_seen, ("attention of blocks", "target's pass")),
     (loops, "paged_attention", _one_key_too_many, ("attention of blocks", "drafter's pass")),
     (layers, "norm_rotate_write", _one_position_late, ("attention of prompts", "drafter's context K/V")),
-    (CpuBackend, "convolve", staticmethod(_of_nobody), ("DFlash2's convolutions",)),
+    (NumbaBackend, "convolve", staticmethod(_of_nobody), ("DFlash2's convolutions",)),
 ]
 
 
@@ -125,7 +125,7 @@ def test_a_broken_operator_is_found(
     name: str,
     broken: Any,
     seen_by: tuple[str, ...],
-    place: Place,
+    place: MachineKind,
     monkeypatch: pytest.MonkeyPatch,
 ):
     for sound in (True, False):
@@ -140,7 +140,7 @@ def test_a_broken_operator_is_found(
 def test_wrong_kernels_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import steps
 
-    lines = {one.name: one for one in steps.step_checks(Place.here(), quick=True)}
+    lines = {one.name: one for one in steps.step_checks(MachineKind.here(), quick=True)}
     choose, verdicts, rows = steps.sample_rows, steps.accept_and_advance, steps.lay_out_rows
 
     def next_best(logits_NV: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ def test_wrong_kernels_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch):
 def test_wrong_kernels_of_a_drafter_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import drafts
 
-    lines = {one.name: one for one in drafts.draft_checks(Place.here())}
+    lines = {one.name: one for one in drafts.draft_checks(MachineKind.here())}
     choose, trim, walk = drafts.choose, drafts.trim_drafts, drafts.walk_paths
 
     def surer(*arguments: Any, **how: Any) -> Any:
@@ -195,7 +195,7 @@ def test_filters_that_keep_a_token_too_many_are_found(monkeypatch: pytest.Monkey
         ids_N, floor_N, margins_N = choose(*arguments, **how)
         return ids_N, floor_N - 0.1, margins_N
 
-    lines = {one.name: one for one in steps.step_checks(Place.here(), quick=True)}
+    lines = {one.name: one for one in steps.step_checks(MachineKind.here(), quick=True)}
     monkeypatch.setattr(steps, "choose", lower)
     assert "tokens kept or cut differ" in examine(lines["tokens, top-p, float32"]).measured
 
@@ -222,7 +222,7 @@ def test_a_fused_product_that_leaves_something_out_is_found(
     def forgetful(*arguments: Any, **asked: Any) -> Tensor:
         return multiply(*arguments, **{**asked, **{k: v for k, v in wrong.items() if asked[k] is not None}})
 
-    lines = {one.name: one for one in product_checks(Place.here(), quick=True)}
+    lines = {one.name: one for one in product_checks(MachineKind.here(), quick=True)}
     monkeypatch.setattr(projections, "multiply", forgetful)
     for name in seen_by:
         found = examine(lines[f"{name}, float32"])
@@ -251,7 +251,7 @@ def test_experts_that_leave_something_out_are_found(
             *arguments, **{**asked, **{k: v for k, v in wrong.items() if asked.get(k) is not None}}
         )
 
-    lines = {one.name: one for one in expert_checks(Place.here(), quick=True)}
+    lines = {one.name: one for one in expert_checks(MachineKind.here(), quick=True)}
     monkeypatch.setattr(experts, "multiply_tiles", forgetful)
     found = examine(lines[f"{seen_by}, float32"])
     assert found.status == "failed" and found.trace is None, found
@@ -272,7 +272,7 @@ def test_attention_over_latents_with_a_wrong_scale_is_found(
         return attend(*(1.1 * part if isinstance(part, float) else part for part in given), **more)
 
     monkeypatch.setattr(latent, wrong, hotter)
-    lines = [line for line in latent_checks(Place.here(), quick=True) if line.name.endswith("float32")]
+    lines = [line for line in latent_checks(MachineKind.here(), quick=True) if line.name.endswith("float32")]
     assert len(lines) == 3
     for line in lines:
         found, is_wrong = examine(line), seen_by in line.name
@@ -296,7 +296,7 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
         monkeypatch.setattr(recurrent, "run_rows", forgetful)
     else:
         monkeypatch.setattr(recurrent, "gate_outputs", unnormed)
-    for line in delta_checks(Place.here(), quick=True):
+    for line in delta_checks(MachineKind.here(), quick=True):
         found = examine(line)
         assert found.status == "failed" and found.trace is None, found
 
@@ -305,7 +305,9 @@ def test_experts_rates_are_those_of_the_weights_that_rows_chose(monkeypatch: pyt
     from manta.jobs.doctor import device_rates as rates
 
     monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
-    lines = [one for one in rates.rate_checks(Place.here()) if one.name.startswith("experts of 16 rows")]
+    lines = [
+        one for one in rates.rate_checks(MachineKind.here()) if one.name.startswith("experts of 16 rows")
+    ]
     assert len(lines) == 4
     packed = examine(lines[-1])
     assert packed.status == "fact" and packed.measured.endswith("of the copy"), packed
@@ -348,7 +350,7 @@ def test_the_table_says_what_failed_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     def checks(_: object) -> Iterator[Check]:
-        yield check(Outcome("pip install 'manta[gpu]'"))
+        yield check(CheckOutcome("pip install 'manta[gpu]'"))
         yield check(KeyError("no such kernel"))
 
     monkeypatch.setattr(run, "_checks", checks)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from manta.actors.haproxy.config_rewriter import RETRY_HEADER
 from manta.actors.serve import serve_hooks as serve_place
-from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, Door, door_is_there, restore_print
+from manta.actors.serve.serve_hooks import CALLBACK, OVERLOADED, ProbeBypass, door_is_there, restore_print
 from manta.jobs.serve.ray_environment import OF_ALL
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -41,7 +41,7 @@ def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> t
         "path": "/v1/models",
         "headers": [(b"x-request-id", asked.encode())],
     }
-    asyncio.run(Door(app)(scope, receive, send))
+    asyncio.run(ProbeBypass(app)(scope, receive, send))
     headers = Headers(raw=sent[0]["headers"])
     if asked == "mine":
         assert seen == ["mine"]
@@ -84,7 +84,7 @@ def test_another_replica_gets_a_request_only_if_the_engine_has_not_died_under_it
     monkeypatch.setattr(serve_place, "_replica", lambda: Replica)
     asked = [(RETRY_HEADER.encode(), b"425")]
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": asked}
-    asyncio.run(Door(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
+    asyncio.run(ProbeBypass(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
     assert sent[0]["status"] == status
 
 

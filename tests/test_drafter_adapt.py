@@ -15,8 +15,8 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.cli import app
 from manta.jobs.drafters.train import adapt_run as adapt
-from manta.jobs.drafters.train.adapt_data import Asked, prepare_text, read_examples
-from manta.jobs.drafters.train.promotion_gate import Measured, judge
+from manta.jobs.drafters.train.adapt_data import AdaptRunKey, prepare_text, read_examples
+from manta.jobs.drafters.train.promotion_gate import GateLengths, judge
 from manta.jobs.training.loop.lr_schedule import Length
 from manta.jobs.training.train_drafter import Trained, train
 from text_pair import VOCAB, make_text_pair
@@ -47,12 +47,12 @@ def captured(folder: Path, count: int, *, model: str = "m", private: bool = Fals
 
 
 def test_the_gate_wants_a_gain_on_new_text_and_none_of_the_old_lost() -> None:
-    before = Measured(2.0, {"code": 4.0, "chat": 3.0})
-    good = judge(before, Measured(2.2, {"code": 3.9, "chat": 3.0}), min_gain=0.05)
+    before = GateLengths(2.0, {"code": 4.0, "chat": 3.0})
+    good = judge(before, GateLengths(2.2, {"code": 3.9, "chat": 3.0}), min_gain=0.05)
     assert good.passed and good.as_json()["tokens_per_step"]["new"]["gain"] == pytest.approx(0.1)
-    idle = judge(before, Measured(2.08, {"code": 4.4, "chat": 3.3}), min_gain=0.05)
+    idle = judge(before, GateLengths(2.08, {"code": 4.4, "chat": 3.3}), min_gain=0.05)
     assert not idle.passed and "new text gains +4.0%" in idle.complaints[0]
-    forgetful = judge(before, Measured(3.0, {"code": 4.0, "chat": 2.9}), min_gain=0.05)
+    forgetful = judge(before, GateLengths(3.0, {"code": 4.0, "chat": 2.9}), min_gain=0.05)
     assert forgetful.complaints == ("chat loses 3.3%, more than 3%",)
 
 
@@ -62,7 +62,7 @@ def test_no_prompt_is_both_learnt_and_held_out_and_a_run_keeps_its_text(
     tokenizer = Tokenizer.load(pair[0])
     data, replay = captured(tmp_path / "new", 200), captured(tmp_path / "old", 120)
     captured(data, 200)  # asked twice
-    asked = Asked("drafter", str(pair[0]), str(data), str(replay), 1.0)
+    asked = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 1.0)
     work = tmp_path / "work"
     work.mkdir()
     text = prepare_text(asked, work, tokenizer, print)
@@ -78,7 +78,7 @@ def test_no_prompt_is_both_learnt_and_held_out_and_a_run_keeps_its_text(
     captured(data, 300)  # meanwhile
     again = prepare_text(asked, work, tokenizer, print)
     assert again.mixture().digest == text.mixture().digest and again.held_out_new == text.held_out_new
-    other = Asked("drafter", str(pair[0]), str(data), str(replay), 2.0)
+    other = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 2.0)
     with pytest.raises(ConfigError, match="another run"):
         prepare_text(other, work, tokenizer, print)
 
@@ -92,7 +92,7 @@ def test_text_that_cannot_be_learnt_from_is_named(pair: tuple[Path, Path], tmp_p
     assert few.prompt == (0, 1, 2) and few.answer is not None
     assert private.answer is not None and private.prompt + private.answer == few.answer
     with pytest.raises(DatasetError, match="at least 8 of both"):
-        asked = Asked("drafter", str(pair[0]), str(tmp_path / "few"), str(tmp_path / "few"), 1.0)
+        asked = AdaptRunKey("drafter", str(pair[0]), str(tmp_path / "few"), str(tmp_path / "few"), 1.0)
         prepare_text(asked, tmp_path, tokenizer, print)
     captured(tmp_path / "few", 3, model="other")
     with pytest.raises(DatasetError, match="several models"):
@@ -121,8 +121,10 @@ def test_the_gate_decides_whether_anything_is_written(
         shutil.copytree(pair[1], folder / "drafter", dirs_exist_ok=True)
         return Trained(folder / "drafter", folder / "curves.jsonl", 3, 100, 1.0, {}, {})
 
-    given = [Measured(2.0, {"even": 4.0}), Measured(2.3, {"even": 3.8})] * 2 + [Measured(2.0, {"even": 4.0})]
-    given += [Measured(2.3, {"even": 3.9})]
+    given = [GateLengths(2.0, {"even": 4.0}), GateLengths(2.3, {"even": 3.8})] * 2 + [
+        GateLengths(2.0, {"even": 4.0})
+    ]
+    given += [GateLengths(2.3, {"even": 3.9})]
     monkeypatch.setattr(adapt, "train", trained)
     monkeypatch.setattr(adapt, "measure", lambda *_: given.pop(0))
     data, replay, output = captured(tmp_path / "new", 200), captured(tmp_path / "old", 100), tmp_path / "out"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.pages.kv_cache_groups import KVGeometry, LayerPlace
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
@@ -15,7 +15,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 
 HEAD_DIM = 16
-GEOMETRY = KVGeometry(2, 8, 8)
+GEOMETRY = KVCacheSpec(2, 8, 8)
 
 
 class Case:
@@ -30,7 +30,7 @@ class Case:
         used = -(-self.lengths // page_size)
         total = int(used.sum()) + 5
         self.cache = PagedKVCache(
-            2, total, page_size, KVGeometry(kv_heads, HEAD_DIM, HEAD_DIM), torch.float32, "cpu"
+            2, total, page_size, KVCacheSpec(kv_heads, HEAD_DIM, HEAD_DIM), torch.float32, "cpu"
         )
         self.cache.kv.normal_()
         order = rng.permutation(total) if scattered else np.arange(total)

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.serve.drafter_canary import DrafterDesk, ReplicaReport
-from manta.actors.serve.user_config import LiveSettings
+from manta.actors.serve.drafter_canary import DrafterCanary, ReplicaReport
+from manta.actors.serve.user_config import ReplicaUserConfig
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet.canary import NO_EVIDENCE, Evidence, Tally, Trial, TrialRules, Verdict
+from manta.cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict
 from text_pair import VOCAB, LiveServer, make_text_pair
 from tiny import make_tiny_drafter
 
@@ -64,7 +64,7 @@ class Engine:
         self.loads[model] += 1
         self.drafter = model
 
-    async def begin_trial(self, model: str, trial: Trial) -> None:
+    async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
         if model == "misfit":
             raise ConfigError("It does not fit.", param="speculative_config.model")
         assert self.candidate is None
@@ -87,13 +87,13 @@ class Replicas:
     def __init__(self) -> None:
         self.board, self.now_s = MemoryBoard(), 0.0
         self.engines: list[Engine] = []
-        self.desks: list[DrafterDesk] = []
+        self.desks: list[DrafterCanary] = []
 
     async def start(self, user_config: dict[str, Any] | None = None) -> Engine:
         engine = Engine()
         self.engines.append(engine)
         name = str(len(self.desks))
-        self.desks.append(DrafterDesk(engine, self.board, name, clock=lambda: self.now_s))  # type: ignore[arg-type]
+        self.desks.append(DrafterCanary(engine, self.board, name, clock=lambda: self.now_s))  # type: ignore[arg-type]
         if user_config is not None:
             await self.desks[-1].configure(user_config)
         return engine
@@ -113,7 +113,7 @@ class Replicas:
 
 
 def evidence(better: float, requests: int = 10) -> Evidence:
-    return Evidence(better, -better, candidate=Tally(requests))
+    return Evidence(better, -better, candidate=ArmStats(requests))
 
 
 def test_replicas_decide_together_and_one_that_comes_later_begins_with_the_verdict() -> None:
@@ -223,7 +223,7 @@ def test_where_serve_was_given_no_user_config_the_boards_wish_counts() -> None:
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        LiveSettings.of(wrong)
+        ReplicaUserConfig.of(wrong)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_in_the_shadow_answers_are_decoded_again_by_both_and_clients_see_nothing
         assert loop is not None
         asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
-    before, trial = texts(), Trial(TrialRules(shadow=True, fraction=0.5))
+    before, trial = texts(), CanaryTrial(TrialRules(shadow=True, fraction=0.5))
     on_loop(server.engine.begin_trial(str(other), trial))
     metrics = httpx.get(f"{server.url}/metrics").text
     assert f'drafter="{other}"' in metrics and 'status="candidate"' in metrics

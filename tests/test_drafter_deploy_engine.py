@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.actors.targets.runners.colocated_drafter import LocalDrafts
-from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput
@@ -30,10 +30,10 @@ class Served:
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
-        self.engine = Engine(config, self.executor)
+        self.engine = EngineCore(config, self.executor)
         self.seen: Seen = {}
         runner = self.executor._runner
-        assert isinstance(runner, StepRunner) and isinstance(runner.drafts, LocalDrafts)
+        assert isinstance(runner, CpuModelRunner) and isinstance(runner.drafts, ColocatedDrafter)
         runner.drafts.propose = partial(self._propose, runner.drafts.propose)  # type: ignore[method-assign]
         self._request_of: dict[int, str] = {}
 

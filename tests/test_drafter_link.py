@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.workers.drafter import drafter_server
-from manta.actors.workers.drafter.drafter_client import LEAST_WAIT_S, DrafterLink
+from manta.actors.workers.drafter.drafter_client import LEAST_WAIT_S, DrafterClient
 from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes
 from manta.actors.workers.drafter.drafter_server import DrafterServer
-from manta.actors.workers.shm.endpoint import PeerLostError, Waiter
-from manta.actors.workers.shm.tensor_mailbox import Rounds, padded
+from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
+from manta.actors.workers.shm.tensor_mailbox import RoundRobinBuffer, padded
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import DrafterUse, SchedulerOutput
@@ -67,18 +67,18 @@ class House:
         self.gate.set()
         self.server = DrafterServer(self._seat)
         self._thread = threading.Thread(target=self.server.serve, args=[0.2])
-        self._links: list[DrafterLink] = []
+        self._links: list[DrafterClient] = []
 
     def _seat(self, hello: Hello) -> Notebook:
         if not hello.num_pages[0]:
             raise ConfigError("no pages", param="num_pages")
         return Notebook(hello.name, self.notes, self.gate, self.num_parts)
 
-    def guest(self, name: str, num_pages: int = 8) -> DrafterLink:
+    def guest(self, name: str, num_pages: int = 8) -> DrafterClient:
         config = EngineConfig(model="t", max_num_seqs=4, max_num_batched_tokens=32)
         sizes = Sizes.of(config, 2, 4, torch.float32)
         hello = Hello(name, config, (num_pages,), sizes, None)
-        self._links.append(DrafterLink(self.server.address, hello, CPU, Waiter(0.0)))
+        self._links.append(DrafterClient(self.server.address, hello, CPU, SpinWaiter(0.0)))
         if not self._thread.is_alive():
             self._thread.start()
         self._links[-1].wait_for_welcome(10)
@@ -99,7 +99,7 @@ def house() -> Iterator[House]:
     made.close()
 
 
-def tell(link: DrafterLink, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
+def tell(link: DrafterClient, plan: SchedulerOutput, part: int = 0, *, is_last: bool = True) -> None:
     values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
     link.tell(plan.step, part, values, followed=True, num_drafts=None, is_last=is_last)
 
@@ -111,7 +111,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def settle(link: DrafterLink) -> None:
+def settle(link: DrafterClient) -> None:
     until(lambda: link.hear() or not link.num_open)
 
 
@@ -198,8 +198,11 @@ def test_one_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_at_once(ho
     again.ask(plan)
     assert again.drafts(plan.step, (1, 2)) is not None
     with pytest.raises(PeerLostError):
-        DrafterLink(
-            "manta-nobody", Hello("b", EngineConfig(model="t"), (1,), Sizes(64, 64), None), CPU, Waiter(0.0)
+        DrafterClient(
+            "manta-nobody",
+            Hello("b", EngineConfig(model="t"), (1,), Sizes(64, 64), None),
+            CPU,
+            SpinWaiter(0.0),
         )
 
 
@@ -282,7 +285,7 @@ def test_a_greedy_engine_gets_no_more_of_the_drafters_time_than_modest_ones(
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=60))
 def test_runs_of_the_mailbox_never_overlap(moves: list[tuple[bool, int]]) -> None:
-    rounds, taken = Rounds(128, 1024), []
+    rounds, taken = RoundRobinBuffer(128, 1024), []
     for takes, size in moves:
         if takes:
             begin = rounds.take(size)

@@ -16,7 +16,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.model import DFlashDrafter
-from manta.drafter.dflash.proposer import Proposer
+from manta.drafter.dflash.proposer import DFlashProposer
 from manta.drafter.dflash.target_features import LentWeights, TargetFacts
 from manta.drafter.step.request_states import RequestStates
 from manta.drafter.step.sampling.sampler import sample_rows
@@ -99,7 +99,7 @@ class Requests:
         self.lengths = lengths
         self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
         self.states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
-        self.proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
+        self.proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
         self.proposer.cache.kv.normal_()  # what earlier requests left behind
         order = iter(rng.permutation(NUM_PAGES).tolist())
         pages = [(s, i, next(order)) for s, n in enumerate(lengths) for i in range(-(-(n + 16) // PAGE_SIZE))]
@@ -265,7 +265,7 @@ def tiny_target():
 def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
     """A minimal engine: our states, drafts, choice, acceptance and context; the target is transformers'."""
     states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
-    proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
+    proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
     slots = [5, 0, 3][: len(prompts)]
     order = iter(np.random.default_rng(2).permutation(NUM_PAGES).tolist())
     count = -(-FACTS.max_model_len // PAGE_SIZE)

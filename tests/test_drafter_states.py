@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from manta.cluster.pages.kv_cache_groups import LayerPlace, PageGroup, PagePlan
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup, KVCacheLayout, LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.inputs.row_layout import StepRows
 from manta.drafter.step.request_states import RequestStates
@@ -144,8 +144,8 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
 
 def test_every_page_group_has_its_own_slots_and_what_a_model_sees_of_them():
     """The target's layers are in groups 0 and 1, the drafter's in group 2, whose pages are another pool's."""
-    groups = (PageGroup(), PageGroup(window=6), PageGroup(pool=1, window=9))
-    pages = PagePlan(groups, (LayerPlace(1, 0), LayerPlace(0, 0)), (LayerPlace(2, 0),))
+    groups = (KVCacheGroup(), KVCacheGroup(window=6), KVCacheGroup(pool=1, window=9))
+    pages = KVCacheLayout(groups, (LayerPlace(1, 0), LayerPlace(0, 0)), (LayerPlace(2, 0),))
     asked: list[tuple] = []
 
     def batch(first_R, num_rows_R, pages_RP, page_size, device, window):

@@ -16,9 +16,9 @@ import torch
 from eagle3_checkpoints import BLOCK, VARIANTS, random_tensors, sglang, speculators, write
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.runners.colocated_drafter import LocalDrafts
+from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput
@@ -52,10 +52,10 @@ def eagle3(target: Path, drafter: Path, **changes: object) -> EngineConfig:
     return settings(target, speculative_config=spec, page_size=8, **changes)
 
 
-class Chains(LocalDrafts):
+class Chains(ColocatedDrafter):
     """A source of drafts that keeps its chains and their logits, by request and position of the anchor."""
 
-    def __init__(self, inner: LocalDrafts) -> None:
+    def __init__(self, inner: ColocatedDrafter) -> None:
         super().__init__(inner._proposer, inner._communicator)
         self.seen: Seen = {}
         self._request_of: dict[int, str] = {}
@@ -98,10 +98,10 @@ class Served:
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
-        self.engine = Engine(config, self.executor)
+        self.engine = EngineCore(config, self.executor)
         assert self.executor._runner is not None
         drafts = self.executor._runner.drafts
-        self.chains = Chains(drafts) if isinstance(drafts, LocalDrafts) else None
+        self.chains = Chains(drafts) if isinstance(drafts, ColocatedDrafter) else None
         if self.chains is not None:
             self.executor._runner.drafts = self.chains
         self.num_cached: dict[str, int] = {}

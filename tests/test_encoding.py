@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from manta.actors.engine.async_engine import AsyncEngine
-from manta.actors.tokenization.async_prompt_encoder import LONG_TEXT_CHARS, MAX_LONG_TEXTS, PromptEncoder
+from manta.actors.tokenization.async_prompt_encoder import LONG_TEXT_CHARS, MAX_LONG_TEXTS, AsyncPromptEncoder
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
@@ -32,8 +32,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def encoder(tokenizer: Tokenizer) -> Iterator[PromptEncoder]:
-    encoder = PromptEncoder(tokenizer, max_model_len=2_000_000)
+def encoder(tokenizer: Tokenizer) -> Iterator[AsyncPromptEncoder]:
+    encoder = AsyncPromptEncoder(tokenizer, max_model_len=2_000_000)
     yield encoder
     encoder.close()
 
@@ -68,7 +68,7 @@ async def count_turns(done: asyncio.Event) -> int:
     return turns
 
 
-def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: PromptEncoder) -> None:
+def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: AsyncPromptEncoder) -> None:
     for text in ("", "x", CODE[: LONG_TEXT_CHARS // 2], CODE * 20, "e\u0301\u2603 " * 4000):
         wanted = tokenizer.encode(text)
         assert asyncio.run(encoder.text(text)) == wanted
@@ -79,7 +79,7 @@ def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: Pr
 
 
 def test_a_text_that_cannot_fit_is_refused_unread_in_the_engines_words(folder: Path) -> None:
-    encoder = PromptEncoder(Unread.load(folder), max_model_len=100)
+    encoder = AsyncPromptEncoder(Unread.load(folder), max_model_len=100)
     for what in ("prompt", "messages"):
         with pytest.raises(
             RequestError, match=r"more than 99 tokens.*must fit max_model_len=100\."
@@ -95,8 +95,8 @@ def test_a_text_that_cannot_fit_is_refused_unread_in_the_engines_words(folder: P
 def test_a_text_that_may_fit_is_counted_and_refused_by_its_number(tokenizer: Tokenizer) -> None:
     count = len(tokenizer.encode("word " * 100))
     with pytest.raises(RequestError, match=rf"has {count} tokens.*max_model_len={count}\."):
-        asyncio.run(PromptEncoder(tokenizer, count).text("word " * 100))
-    assert len(asyncio.run(PromptEncoder(tokenizer, count + 1).text("word " * 100))) == count
+        asyncio.run(AsyncPromptEncoder(tokenizer, count).text("word " * 100))
+    assert len(asyncio.run(AsyncPromptEncoder(tokenizer, count + 1).text("word " * 100))) == count
 
 
 def test_of_a_truncated_text_that_surely_is_too_long_only_the_end_is_read(folder: Path) -> None:
@@ -108,12 +108,12 @@ def test_of_a_truncated_text_that_surely_is_too_long_only_the_end_is_read(folder
             return super().encode_unlocked(text, add_special_tokens=add_special_tokens)
 
     tokenizer, text = Recording.load(folder), CODE * 1000
-    found = asyncio.run(PromptEncoder(tokenizer, max_model_len=100).text(text, keep_last=99))
+    found = asyncio.run(AsyncPromptEncoder(tokenizer, max_model_len=100).text(text, keep_last=99))
     assert found == tokenizer.encode(text[-50_000:])[-99:]
     assert read[0] < 50_000 < len(text)
 
 
-def test_the_event_loop_goes_on_while_long_texts_are_encoded(encoder: PromptEncoder) -> None:
+def test_the_event_loop_goes_on_while_long_texts_are_encoded(encoder: AsyncPromptEncoder) -> None:
     async def run() -> tuple[int, int]:
         done = asyncio.Event()
         counting = asyncio.create_task(count_turns(done))
@@ -130,7 +130,7 @@ def test_long_texts_are_encoded_a_few_at_a_time_also_when_their_readers_leave(fo
     tokenizer = Waiting.load(folder)
     assert isinstance(tokenizer, Waiting)
     tokenizer.turns = threading.Semaphore(0)
-    encoder = PromptEncoder(tokenizer, max_model_len=1_000_000)
+    encoder = AsyncPromptEncoder(tokenizer, max_model_len=1_000_000)
 
     async def run() -> None:
         tasks = [asyncio.create_task(encoder.text(CODE * 3)) for _ in range(6)]
@@ -177,4 +177,4 @@ def test_the_engine_encodes_beside_its_loop_and_admits_an_id_once(
     (refused,) = [error for error in found if isinstance(error, RequestError)]
     assert refused.param == "request_id" and 32 in found
     with pytest.raises(RequestError, match="more than 511 tokens"):
-        asyncio.run(PromptEncoder(engine.tokenizer, 512).prompt(" x" * 100_000))
+        asyncio.run(AsyncPromptEncoder(engine.tokenizer, 512).prompt(" x" * 100_000))

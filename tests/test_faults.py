@@ -18,27 +18,27 @@ import pytest
 from chat_pairs import HERMES, chat_config, tool
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
-from manta.actors.chat.answer_parser import Answer, Reading
+from manta.actors.chat.answer_parser import AnswerParser, AnswerParserFactory
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.engine import async_engine as engine_module
 from manta.actors.engine import output_processor as outputs
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.output_logprobs import OutputLogprobs
 from manta.actors.engine.output_processor import RequestTracker
-from manta.actors.engine.output_streams import Stream, Streams
+from manta.actors.engine.output_streams import OutputStream, OutputStreams
 from manta.actors.engine.request_spec_stats import RequestSteps
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.generation.request_run import Run
+from manta.actors.http.generation.request_run import GenerationRun
 from manta.actors.http.generation.request_stats import RequestFigures
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.system import log_setup as process_log
 from manta.actors.tokenization.detokenizer import IncrementalDetokenizer, LossyDetokenizer
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import OutputProcessingError
 from manta.cluster.step.scheduler_output import StepResult
 from passing_executor import PassingExecutor
@@ -66,14 +66,14 @@ DELIVERY = [
     (OutputLogprobs, "extend", TypeError),
     (RequestSteps, "feed", ZeroDivisionError),
     (RequestTracker, "output", MemoryError),
-    (Stream, "take", ValueError),
+    (OutputStream, "take", ValueError),
 ]
 READERS = [
     (RequestFigures, "feed", KeyError),
-    (Run, "_shown", AttributeError),
-    (Answer, "feed", RecursionError),
+    (GenerationRun, "_shown", AttributeError),
+    (AnswerParser, "feed", RecursionError),
     (Splitter, "feed", Panic),
-    (Reading, "whole", ValueError),
+    (AnswerParserFactory, "whole", ValueError),
     (ChatShape, "chunks", TypeError),
     (ChatShape, "whole", TypeError),
     (ChatShape, "logprobs", IndexError),
@@ -213,7 +213,7 @@ def test_an_engine_that_delivers_nothing_is_unhealthy(
     with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
-        monkeypatch.setattr(Streams, "_deliver_a_turn", lambda streams: None)
+        monkeypatch.setattr(OutputStreams, "_deliver_a_turn", lambda streams: None)
         assert http.post("/v1/completions", json=body).status_code == 503
         assert http.get("/health").status_code == 503
 
@@ -238,9 +238,9 @@ def test_delivery_goes_on_after_what_no_guard_holds(
 ) -> None:
     """A leftover queue is no delivery in progress."""
     failures: list[BaseException] = []
-    hand_out = Streams._hand_out
+    hand_out = OutputStreams._hand_out
 
-    def fail_once(streams: Streams, update: Any) -> None:
+    def fail_once(streams: OutputStreams, update: Any) -> None:
         if not failures:
             failures.append(KeyError("injected"))
             streams._updates.appendleft(update)
@@ -248,7 +248,7 @@ def test_delivery_goes_on_after_what_no_guard_holds(
         hand_out(streams, update)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Streams, "_hand_out", fail_once)
+        patch.setattr(OutputStreams, "_hand_out", fail_once)
         response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
     assert response.json()["usage"]["completion_tokens"] == 4 and failures
 
@@ -256,7 +256,7 @@ def test_delivery_goes_on_after_what_no_guard_holds(
 def test_a_row_whose_answer_cannot_be_made_is_an_error_row(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = Layout(defaults={"max_tokens": 6, "temperature": 0.0, "ignore_eos": True})
+    layout = RowSchema(defaults={"max_tokens": 6, "temperature": 0.0, "ignore_eos": True})
     rows = [Row(i, {"prompt": f"row {i}" + MARK * (i == POISONED)}) for i in range(NUM_REQUESTS)]
 
     async def answered() -> list[dict[str, Any]]:
@@ -305,15 +305,15 @@ def test_offline_generation_reports_the_one_that_failed(
 def test_a_request_that_breaks_the_engines_own_checks_ends_alone(
     http: httpx.Client, undisturbed: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_requests: Callable[..., None] = Engine.add_requests
+    add_requests: Callable[..., None] = EngineCore.add_requests
 
-    def checked(engine: Engine, requests: Any) -> None:
+    def checked(engine: EngineCore, requests: Any) -> None:
         if requests[0].params.max_tokens == 11:
             raise KeyError("injected")
         add_requests(engine, requests)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "add_requests", checked)
+        patch.setattr(EngineCore, "add_requests", checked)
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 11}).status_code == 500
         assert ask(http, 0) == undisturbed[0]
         assert http.get("/health").status_code == 200

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.model.attention import Attention
+from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.delta_net import DeltaNet
 from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
-from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.memory.recurrent_state_cache import StateRows
 from manta.drafter.step.request_states import RequestStates
 from published import CONFIGS
@@ -129,8 +129,8 @@ def test_a_published_file_says_which_layers_have_states(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     spec = read_model(tmp_path)
-    assert list(kinds(spec)) == [DeltaNet, DeltaNet, DeltaNet, Attention] * (spec.num_layers // 4)
-    assert spec.states == (spec.num_layers * 3 // 4, StateGeometry(*state, 128, 128, 4))
+    assert list(kinds(spec)) == [DeltaNet, DeltaNet, DeltaNet, TargetAttention] * (spec.num_layers // 4)
+    assert spec.states == (spec.num_layers * 3 // 4, RecurrentStateSpec(*state, 128, 128, 4))
     for mixer in spec.attentions:
         assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (*heads, 256)
         assert mixer.gate and mixer.qk_norm and mixer.rope is not None and mixer.rope.rotary_dim == 64

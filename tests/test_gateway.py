@@ -31,7 +31,7 @@ from manta.actors.gateway.registry_records import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.stream_resume import ToldStream
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.http.generation.resume_origin import Origin, told
+from manta.actors.http.generation.resume_origin import ResumeOrigin, told
 from manta.actors.http.middleware import body_limits as bodies
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
@@ -265,7 +265,7 @@ def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
     assert httpx.get(f"{door.url}/health").status_code == 403
     assert httpx.get(f"{door.url}/health", headers={"x-manta-token": "ä".encode()}).status_code == 403
-    origin = Origin(id="1", created_s=1, seed=1).header()
+    origin = ResumeOrigin(id="1", created_s=1, seed=1).header()
     smuggled = http.post(
         "/v1/completions", json=body, headers={"x-manta-origin": origin, "x-manta-token": "a"}
     )
@@ -742,9 +742,11 @@ def test_a_told_stream_gives_out_what_is_known_and_nothing_else(
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31))
 def test_an_origin_survives_the_way(token_ids: list[int], num_chars: int) -> None:
-    origin = Origin(id="x", created_s=1, seed=2**63 - 1, attempt=2, begun=Begun(tuple(token_ids), num_chars))
-    assert Origin.prefix_bytes(origin.header()) == len(origin.prefix())
-    assert Origin.read(origin.header(), origin.prefix()) == origin
+    origin = ResumeOrigin(
+        id="x", created_s=1, seed=2**63 - 1, attempt=2, begun=Begun(tuple(token_ids), num_chars)
+    )
+    assert ResumeOrigin.prefix_bytes(origin.header()) == len(origin.prefix())
+    assert ResumeOrigin.read(origin.header(), origin.prefix()) == origin
 
 
 def test_a_gateways_process_knows_no_torch(tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS, GrammarDoor, written_grammar
+from manta.actors.structured_outputs.grammar_frontend import (
+    MAX_GRAMMAR_CHARS,
+    GrammarFrontend,
+    written_grammar,
+)
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
@@ -79,8 +83,8 @@ def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def door(tokenizer: Tokenizer) -> GrammarDoor:
-    return GrammarDoor(tokenizer, VOCAB, EOS)
+def door(tokenizer: Tokenizer) -> GrammarFrontend:
+    return GrammarFrontend(tokenizer, VOCAB, EOS)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +114,7 @@ def held_by(schema: Any, **more: Any) -> StructuredOutputsParams:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_schema_that_cannot_be_held_to_is_refused_with_the_field_and_the_reason(
-    door: GrammarDoor, name: str
+    door: GrammarFrontend, name: str
 ) -> None:
     schema, word = REFUSED[name]
     asked = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
@@ -141,7 +145,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused_with_the_field_and_the_reaso
     ],
 )
 def test_what_is_no_grammar_is_refused_by_its_field(
-    door: GrammarDoor, asked: dict[str, Any], field: str
+    door: GrammarFrontend, asked: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
         door.let_in(SamplingParams(structured_outputs=StructuredOutputsParams(**asked)))

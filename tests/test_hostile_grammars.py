@@ -23,7 +23,7 @@ from abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.structured_outputs.grammar_frontend import MAX_LARGE, GrammarDoor
+from manta.actors.structured_outputs.grammar_frontend import MAX_LARGE, GrammarFrontend
 from manta.actors.structured_outputs.grammar_validator import QUICK_S, SLOW_S, GrammarTrials
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.base.grammar_compilation import GrammarLanes, serve_lanes
@@ -257,7 +257,7 @@ def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_
 ) -> None:
     async def check() -> None:
         holder = Holder()
-        door = GrammarDoor(tokenizer, VOCAB, EOS, holder)
+        door = GrammarFrontend(tokenizer, VOCAB, EOS, holder)
         try:
             async with door.held(regex("[a-z]+")) as params:
                 assert params.grammar is not None and holder.held == [params.grammar]
@@ -275,7 +275,7 @@ def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_
     asyncio.run(check())
 
 
-async def enter(door: GrammarDoor, params: SamplingParams) -> None:
+async def enter(door: GrammarFrontend, params: SamplingParams) -> None:
     async with door.held(params):
         pass
 
@@ -285,7 +285,7 @@ def test_so_many_large_grammars_are_in_use_at_once(
 ) -> None:
     async def check() -> None:
         monkeypatch.setattr("manta.actors.structured_outputs.grammar_validator.CHEAP_S", 0.0)
-        door = GrammarDoor(tokenizer, VOCAB, EOS, Holder())
+        door = GrammarFrontend(tokenizer, VOCAB, EOS, Holder())
         try:
             open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
             for each in open_ones:

@@ -15,7 +15,7 @@ from manta.actors.engine.output_logprobs import OutputLogprobs
 from manta.actors.engine.output_processor import CompletionOutput
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation import request_run as running
-from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, ChoicesBody
+from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
 from manta.actors.http.openai.completions import CompletionShape
 from manta.actors.http.wire import json_numbers as numbers
 from manta.actors.system import loop_yielding as turns
@@ -181,7 +181,7 @@ async def body_in_turns(completions: list[CompletionOutput]) -> tuple[bytes, int
 
     counting = asyncio.create_task(count())
     await asyncio.sleep(0)
-    body, shape = ChoicesBody(), CompletionShape()
+    body, shape = StreamedChoices(), CompletionShape()
     for completion in completions:
         logprobs = await body.logprobs(shape, completion, 2)
         await body.add({"text": completion.text, "logprobs": logprobs})
@@ -214,7 +214,7 @@ def test_bad_words_are_made_tokens_of_once_and_in_a_thread(monkeypatch: pytest.M
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", recording)
-    encoder = encoding.PromptEncoder(tokenizer, 100)
+    encoder = encoding.AsyncPromptEncoder(tokenizer, 100)
     params = SamplingParams(bad_words=["def", "class"], bad_words_token_ids=[(5,)], seed=1)
     encoded = asyncio.run(encoder.bad_words(params))
     assert encoded.bad_words == () and encoded.bad_words_token_ids[0] == (5,)

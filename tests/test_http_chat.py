@@ -13,7 +13,7 @@ import openai
 import pytest
 from chat_pairs import ARGUMENTS, HARMONY, HARMONY_TOKENS, HERMES, NOW, SAID, TOOLS, WEATHER, chat_config
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
@@ -269,7 +269,7 @@ def test_rows_of_a_batch_have_tools_and_reasoning_in_their_responses(config: Any
         engine = AsyncEngine(config)
         await engine.start()
         try:
-            layout = Layout(kind="openai", lines=True)
+            layout = RowSchema(kind="openai", lines=True)
             answerer = RowAnswerer(engine, layout, GenerationDefaults(), "tiny")
             return await answerer.answer(Row(0, {"text": json.dumps(line)}))
         finally:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from manta.cluster.disk_cache import Kept
+from manta.cluster.disk_cache import DiskCache
 
 SUBJECT = {"machine": "a", "threads": 2}
 
@@ -19,11 +19,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_written_is_read_by_the_same_subject_alone(folder: Path) -> None:
-    assert Kept("costs", SUBJECT).read() is None, "nothing yet"
-    Kept("costs", SUBJECT).write([1.5, {"a": 2}])
-    assert Kept("costs", dict(reversed(SUBJECT.items()))).read() == [1.5, {"a": 2}]
-    assert Kept("kernels", SUBJECT).read() is None
-    assert Kept("costs", {**SUBJECT, "threads": 3}).read() is None
+    assert DiskCache("costs", SUBJECT).read() is None, "nothing yet"
+    DiskCache("costs", SUBJECT).write([1.5, {"a": 2}])
+    assert DiskCache("costs", dict(reversed(SUBJECT.items()))).read() == [1.5, {"a": 2}]
+    assert DiskCache("kernels", SUBJECT).read() is None
+    assert DiskCache("costs", {**SUBJECT, "threads": 3}).read() is None
     assert [path.suffix for path in folder.iterdir()] == [".json"], "no half-written file is left"
 
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_read_by_the_same_subject_alone(folder: Path) -> None
 def test_a_broken_file_is_as_good_as_none_and_the_log_says_so(
     broken: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept("costs", SUBJECT)
+    kept = DiskCache("costs", SUBJECT)
     kept.write(1)
     kept.path.write_bytes(broken)
     assert kept.read() is None
@@ -44,7 +44,7 @@ def test_a_broken_file_is_as_good_as_none_and_the_log_says_so(
 def test_a_file_that_is_old_or_anothers_is_as_good_as_none(
     changed: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept("costs", SUBJECT)
+    kept = DiskCache("costs", SUBJECT)
     kept.write(1)
     kept.path.write_text(json.dumps(json.loads(kept.path.read_text()) | changed))
     with caplog.at_level(logging.INFO):
@@ -54,7 +54,7 @@ def test_a_file_that_is_old_or_anothers_is_as_good_as_none(
 
 def test_where_nothing_can_be_kept_that_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.write_text("a file where the folder should be")
-    kept = Kept("costs", SUBJECT)
+    kept = DiskCache("costs", SUBJECT)
     kept.write(1)
     kept.write(2)
     assert kept.read() is None

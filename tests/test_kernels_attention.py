@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.pages.kv_cache_groups import KVGeometry
-from manta.drafter.compute.backend import Feature, Machine, StackSpec
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.attention_metadata import AttentionBatch
 from manta.drafter.compute.gpu_triton.attention import attention_tiles as tiles
@@ -51,8 +51,8 @@ class Shape:
     v_dim: int | None = None
 
     @property
-    def geometry(self) -> KVGeometry:
-        return KVGeometry(self.kv_heads, self.dim, self.v_dim or self.dim)
+    def geometry(self) -> KVCacheSpec:
+        return KVCacheSpec(self.kv_heads, self.dim, self.v_dim or self.dim)
 
 
 class Case:
@@ -513,9 +513,9 @@ def test_the_flash_attn_package_has_no_values_of_another_size(flash_attn):
     assert feature in str(why_not(replace(spec, features=frozenset({feature})), machine))
 
 
-def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[StackSpec, Machine]:
-    spec = StackSpec(name="drafter", sizes=frozenset({4096}), head_dims=frozenset({64, head_dim}))
-    return spec, Machine(torch.device("cuda"), dtype, page_size, num_ranks=2)
+def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[ModelStackSpec, DeviceCapabilities]:
+    spec = ModelStackSpec(name="drafter", sizes=frozenset({4096}), head_dims=frozenset({64, head_dim}))
+    return spec, DeviceCapabilities(torch.device("cuda"), dtype, page_size, num_ranks=2)
 
 
 def test_the_flash_attn_package_has_no_sinks(flash_attn):

@@ -12,14 +12,14 @@ pytest.importorskip("triton")
 from devices import ON_GPU
 from manta.jobs.doctor.cases.checks import Check, examine
 from manta.jobs.doctor.cases.operators import operator_checks
-from manta.jobs.doctor.cases.subject import Place
+from manta.jobs.doctor.cases.subject import MachineKind
 from manta.jobs.doctor.doctor_run import kernel_checks
 
 
 def checks() -> list[Check]:
     if ON_GPU:
         return []
-    place = Place.here()
+    place = MachineKind.here()
     return [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
 
 

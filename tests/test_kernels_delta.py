@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from devices import DEVICE, HALVES
-from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 # Heads of no round size; then a key head of Qwen3.5-9B and 35B-A3B, and of 27B with fewer columns.
-ODD = StateGeometry(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12, taps=4)
-SMALL = StateGeometry(num_key_heads=1, num_value_heads=1, key_dim=8, value_dim=4, taps=4)
-TWO, THREE = StateGeometry(1, 2, 128, 128, 4), StateGeometry(1, 3, 128, 16, 4)
+ODD = RecurrentStateSpec(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12, taps=4)
+SMALL = RecurrentStateSpec(num_key_heads=1, num_value_heads=1, key_dim=8, value_dim=4, taps=4)
+TWO, THREE = RecurrentStateSpec(1, 2, 128, 128, 4), RecurrentStateSpec(1, 3, 128, 16, 4)
 NUM_SLOTS, MAX_DRAFTS, LAYER, PAGE_SIZE = 5, 5, 1, 16
 
 
@@ -28,7 +28,7 @@ def dice(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_shape(kind: StateGeometry, device: torch.device | str = "cpu") -> DeltaNetShape:
+def make_shape(kind: RecurrentStateSpec, device: torch.device | str = "cpu") -> DeltaNetShape:
     heads = kind.num_value_heads
     return DeltaNetShape(
         kind,
@@ -40,13 +40,13 @@ def make_shape(kind: StateGeometry, device: torch.device | str = "cpu") -> Delta
     )
 
 
-def rows_of(kind: StateGeometry, count: int, seed: int = 0) -> Tensor:
+def rows_of(kind: RecurrentStateSpec, count: int, seed: int = 0) -> Tensor:
     width = kind.channels + kind.num_value_heads * (kind.value_dim + 2)
     return dice(count, width, seed=seed)
 
 
 def layer_of(
-    kind: StateGeometry,
+    kind: RecurrentStateSpec,
     on_device: bool,
     dtype: torch.dtype = torch.float32,
     *,
@@ -75,7 +75,7 @@ def assert_same_memory(mine: DeltaLayer, theirs: DeltaLayer, tolerance: float) -
     ids=str,
 )
 def test_ragged_passes_do_what_the_definition_says(
-    kind: StateGeometry, prompt: int, dtype: torch.dtype
+    kind: RecurrentStateSpec, prompt: int, dtype: torch.dtype
 ) -> None:
     """Prompts in chunks and rows with states saved on the way, blocks of which some stood, nobody's rows."""
     layers = [layer_of(kind, False, dtype), layer_of(kind, True, dtype, padding=2)]

@@ -30,7 +30,7 @@ from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_til
 from manta.drafter.compute.gpu_triton.moe.mxfp4 import MOST_EXPONENT
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
 from manta.drafter.compute.layers.linear import RMSNorm, gate
-from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
 from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
@@ -101,19 +101,19 @@ def test_tiles_grow_with_the_pairs_of_an_expert():
 
 
 RULES = {
-    "softmax": Router(num_experts=160, top_k=8, score="softmax"),
-    "not renormalized": Router(num_experts=12, top_k=3, score="softmax", renormalize=False),
-    "choice first": Router(num_experts=32, top_k=4, score="softmax", choose_first=True),
-    "sigmoid": Router(num_experts=16, top_k=4, score="sigmoid", correction=True, scale=2.8),
-    "groups": Router(num_experts=24, top_k=3, score="sigmoid", correction=True, groups=4, top_groups=2),
-    "scaled experts": Router(num_experts=8, top_k=2, score="softmax", expert_scale=True),
-    "all": Router(num_experts=5, top_k=5, score="softmax"),
+    "softmax": MoeRouter(num_experts=160, top_k=8, score="softmax"),
+    "not renormalized": MoeRouter(num_experts=12, top_k=3, score="softmax", renormalize=False),
+    "choice first": MoeRouter(num_experts=32, top_k=4, score="softmax", choose_first=True),
+    "sigmoid": MoeRouter(num_experts=16, top_k=4, score="sigmoid", correction=True, scale=2.8),
+    "groups": MoeRouter(num_experts=24, top_k=3, score="sigmoid", correction=True, groups=4, top_groups=2),
+    "scaled experts": MoeRouter(num_experts=8, top_k=2, score="softmax", expert_scale=True),
+    "all": MoeRouter(num_experts=5, top_k=5, score="softmax"),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: Router, dtype: torch.dtype):
+def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: MoeRouter, dtype: torch.dtype):
     """Of equals, too: some rows' logits are a few whole numbers, or zeros."""
     logits_NE = torch.randn(12, rule.num_experts)
     logits_NE[2:5].round_()
@@ -130,7 +130,7 @@ def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: Router, dtype:
 
 
 def test_a_router_may_look_at_the_raw_residual_with_a_norm_of_its_own():
-    rule = Router(num_experts=8, top_k=2, score="softmax", normed_input=True)
+    rule = MoeRouter(num_experts=8, top_k=2, score="softmax", normed_input=True)
     norm = RMSNorm(torch.rand(32) + 0.5, 1e-6)
     weights = RouterWeights(rule=rule, weight_EH=torch.randn(8, 32), norm=norm)
     normed_NH, residual_NH = torch.randn(3, 32), torch.randn(3, 32)

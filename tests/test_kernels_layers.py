@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import (
     heads_per_program,
     norm_rotate_write,
@@ -162,7 +162,7 @@ def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
     """Two caches with the same garbage in them."""
-    geometry = KVGeometry(num_kv, head_dim, head_dim)
+    geometry = KVCacheSpec(num_kv, head_dim, head_dim)
     caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, geometry, dtype, DEVICE) for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
     caches[1].kv.copy_(caches[0].kv)

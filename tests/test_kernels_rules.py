@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from devices import DEVICE
 from manta import SamplingParams
-from manta.cluster.request.logits_processors import TokenRules
+from manta.cluster.request.logits_processors import LogitsProcessorParams
 from manta.drafter.step.gpu_triton.inputs.arena import Arena
 from manta.drafter.step.gpu_triton.inputs.row_layout import SlotTables
 from manta.drafter.step.gpu_triton.sampling.logits_processor_tables import (
@@ -69,7 +69,7 @@ def test_rows_are_ruled_as_the_definition_rules_them(begin: int, drafts: bool) -
     arena.words.fill_(0x7F7F7F7F)  # what a slot's last request left there
     states = RuleStates(torch.device("cpu"))
     for slot, wanted in zip(slots.tolist(), asked, strict=True):
-        rules = TokenRules.of(wanted, PROMPT)
+        rules = LogitsProcessorParams.of(wanted, PROMPT)
         states.admit(slot, rules)
         for words, values in rule_entries(arena, slot, rules):
             arena.words[torch.from_numpy(words).long()] = torch.from_numpy(values).to(DEVICE)

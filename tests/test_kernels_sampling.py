@@ -14,10 +14,14 @@ from devices import DEVICE, ON_GPU, watch_launches
 from manta.actors.targets.runners.tp_sampling import surest_of_ranks
 from manta.drafter.step.gpu_triton.sampling.gumbel_noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.step.gpu_triton.sampling.gumbel_noise import noise_keys as noise_keys_in_kernel
-from manta.drafter.step.gpu_triton.sampling.sampler import SamplingState, SamplingWorkspace, margins_between
+from manta.drafter.step.gpu_triton.sampling.sampler import (
+    DeviceSamplingMetadata,
+    SamplingWorkspace,
+    margins_between,
+)
 from manta.drafter.step.gpu_triton.sampling.sampler import sample_rows as sample_rows_in_kernels
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
 
@@ -55,11 +59,11 @@ class Requests:
         spread = {n: np.broadcast_to(v, shape.get(n, (rows,))).copy() for n, v in values.items()}
         return cls(**spread)
 
-    def state(self) -> SamplingState:
+    def state(self) -> DeviceSamplingMetadata:
         def put(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
             return on_device(values).to(dtype)
 
-        return SamplingState(
+        return DeviceSamplingMetadata(
             temperature=put(self.temperature, torch.float32),
             top_k=put(self.top_k, torch.int32),
             top_p=put(self.top_p, torch.float32),
@@ -69,11 +73,11 @@ class Requests:
             stop_ids=put(self.stop_ids, torch.int32),
         )
 
-    def oracle(self) -> SamplingBatch:
+    def oracle(self) -> SamplingMetadata:
         at = self.slots
         early = np.flatnonzero(self.positions < self.min_length[at])
         pairs = [(row, token) for row in early for token in self.stop_ids[at[row]] if token >= 0]
-        return SamplingBatch.build(
+        return SamplingMetadata.build(
             temperature=self.temperature[at].astype(np.float32),
             top_k=self.top_k[at].astype(np.int64),
             top_p=self.top_p[at].astype(np.float32),

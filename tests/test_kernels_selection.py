@@ -11,16 +11,16 @@ from devices import DEVICE
 from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
 from manta.drafter.compute.eager.dynamic_convolution import convolve
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
-from manta.drafter.step.gpu_triton.inputs.row_layout import StepRows as DeviceRows
+from manta.drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-from manta.drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from manta.drafter.step.gpu_triton.sampling.selector_candidates import Candidates, find_candidates
 from manta.drafter.step.gpu_triton.sampling.selector_walk import walk_paths
 from manta.drafter.step.inputs.row_layout import StepRows
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.selector import select_paths
 from manta.drafter.step.sampling.selector_candidates import candidates as candidates_of
-from manta.drafter.step.sampling.selector_walk import Codebooks
+from manta.drafter.step.sampling.selector_walk import SelectorCodebooks
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24
@@ -62,7 +62,7 @@ class Blocks:
     host: StepRows
     device: DeviceRows
     cu_rows_R1: torch.Tensor
-    state: SamplingState
+    state: DeviceSamplingMetadata
     drafting: torch.Tensor  # rows of requests that draft, among the device's
 
     @classmethod
@@ -87,7 +87,7 @@ class Blocks:
         def put(values, dtype=torch.int64) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE, dtype)
 
-        sampling = SamplingBatch.build(
+        sampling = SamplingMetadata.build(
             temperature=per["temperature"][of_X].astype(np.float32),
             top_k=per["top_k"][of_X].astype(np.int64),
             top_p=per["top_p"][of_X].astype(np.float32),
@@ -118,7 +118,7 @@ class Blocks:
         )
         cu_rows = np.append(np.cumsum([0, *(count + 1 for count in counts)]), [len(rows)] * 2)
         fp32, i32 = torch.float32, torch.int32
-        state = SamplingState(
+        state = DeviceSamplingMetadata(
             put(per["temperature"], fp32),
             put(per["top_k"], i32),
             put(per["top_p"], fp32),
@@ -157,7 +157,7 @@ def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
     logits_NV[:, [7, 9, 11]] += 4
     logits_NV[3, 14:] = -float("inf")
     logits_NV, gates_NE = logits_NV.to(dtype), torch.randn(num_rows, RANK).to(dtype)
-    codebooks = Codebooks(*(torch.randn(2, VOCAB, RANK) * 0.4).to(dtype).unbind(), top_k)
+    codebooks = SelectorCodebooks(*(torch.randn(2, VOCAB, RANK) * 0.4).to(dtype).unbind(), top_k)
     mine_X = blocks.drafting[blocks.host.sampled_X]
     expected = select_paths(logits_NV[mine_X], gates_NE[mine_X], blocks.host, codebooks)
     device, state = blocks.device, blocks.state

@@ -10,20 +10,20 @@ import torch
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.pages.kv_cache_groups import ONE_GROUP, LayerPlace, PageGroup, PagePlan
+from manta.cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheGroup, KVCacheLayout, LayerPlace
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.gpu_triton import ngram_lookup as lookup
 from manta.drafter.step.gpu_triton.inputs.row_layout import (
+    DeviceStepRequests,
+    DeviceStepRows,
     SlotTables,
-    StepRequests,
-    StepRows,
     lay_out_block,
     lay_out_rows,
     place_drafts,
 )
 from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
-from manta.drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from manta.drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from manta.drafter.step.gpu_triton.verification import accept_and_advance
 from manta.drafter.step.inputs.row_layout import by_request
 from manta.drafter.step.request_states import RequestStates
@@ -36,8 +36,8 @@ SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
 NUM_PAGES = (110, 57)  # of each pool
 PAGES_OF_A_PLAN = ("page_groups", "page_slots", "page_indices", "page_ids")
 # A target with two kinds of layers, and a drafter with a pool of its own.
-THREE_GROUPS = PagePlan(
-    (PageGroup(), PageGroup(window=20), PageGroup(pool=1)),
+THREE_GROUPS = KVCacheLayout(
+    (KVCacheGroup(), KVCacheGroup(window=20), KVCacheGroup(pool=1)),
     (LayerPlace(1, 0), LayerPlace(0, 0)),
     (LayerPlace(2, 0),),
 )
@@ -47,7 +47,7 @@ THREE_GROUPS = PagePlan(
 class Case:
     """A plan, and padding behind its requests and rows."""
 
-    pages: PagePlan
+    pages: KVCacheLayout
     plan: SchedulerOutput
     padding_requests: int
     padding_rows: int
@@ -75,7 +75,7 @@ def cases(draw, *, drafts_behind: int) -> Case:
 
 
 def plan_of(
-    slots, computed, rows, drafts, samples, seed: int = 0, pages: PagePlan = ONE_GROUP
+    slots, computed, rows, drafts, samples, seed: int = 0, pages: KVCacheLayout = ONE_GROUP
 ) -> SchedulerOutput:
     """Admits all of its slots, with few different tokens (so that drafts match) and scattered pages."""
     rng = np.random.default_rng(seed)
@@ -97,18 +97,18 @@ def put(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values).to(DEVICE)
 
 
-def states_of(plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> RequestStates:
+def states_of(plan: SchedulerOutput, pages: KVCacheLayout = ONE_GROUP) -> RequestStates:
     states = RequestStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, pages=pages)
     states.apply(plan)
     return states
 
 
-def skip_slots(pages: PagePlan) -> torch.Tensor:
+def skip_slots(pages: KVCacheLayout) -> torch.Tensor:
     """Of each group: the first slot behind its pool's pages."""
     return torch.tensor([NUM_PAGES[group.pool] * PAGE_SIZE for group in pages.groups])
 
 
-def tables_of(states: RequestStates, plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> SlotTables:
+def tables_of(states: RequestStates, plan: SchedulerOutput, pages: KVCacheLayout = ONE_GROUP) -> SlotTables:
     computed = torch.full((SLOTS,), 1000, dtype=torch.int32)  # a slot that is not in the step is not touched
     computed[put(plan.slots).long()] = put(plan.num_computed)
     tables = put(states.page_tables_GSP).to(torch.int32)
@@ -121,7 +121,7 @@ def ragged(
     *,
     first_chosen: torch.Tensor | None = None,
     max_drafts: int = 0,
-) -> StepRequests:
+) -> DeviceStepRequests:
     """So many rows of each request, with padding behind."""
     plan = case.plan
 
@@ -130,7 +130,7 @@ def ragged(
         return put(np.concatenate((values, padding_R)).astype(np.int32))
 
     cu_rows = torch.nn.functional.pad(padded(counts).cumsum(0), (1, 0)).int()
-    return StepRequests(
+    return DeviceStepRequests(
         padded(plan.slots, -1),
         cu_rows,
         padded(plan.num_drafts),
@@ -142,7 +142,7 @@ def ragged(
     )
 
 
-def check_padding(rows: StepRows, used: int, pages: PagePlan) -> None:
+def check_padding(rows: DeviceStepRows, used: int, pages: KVCacheLayout) -> None:
     assert (rows.slots_N[used:] == -1).all() and (rows.slots_N[:used] >= 0).all()
     assert (torch.stack(rows.kv_slots)[:, used:] == skip_slots(pages)[:, None]).all()
     assert not rows.positions_N[used:].any() and not rows.token_ids_N[used:].any()
@@ -239,7 +239,7 @@ def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case
     assert device.tables.skip_slots.equal(skip_slots(case.pages))
     assert device.tables.token_ids.equal(states.token_ids.int())
     assert device.tables.num_computed[mine].tolist() == plan.num_computed.tolist()
-    for field in fields(SamplingState):
+    for field in fields(DeviceSamplingMetadata):
         values, wanted = getattr(device.sampling, field.name), getattr(SAMPLING, field.name, None)
         if wanted is not None:
             assert values[mine].equal(torch.full((len(mine),), wanted, dtype=values.dtype)), field.name

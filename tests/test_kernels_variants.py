@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 from devices import ON_GPU
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import AdmittedRequest, SlotSampling
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
@@ -104,13 +104,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
         runner, _ = load_runner(config)
 
         def step(rows: list[int], drafts: list[int]) -> None:
-            runner.execute(made_up_plan([20] * len(rows), rows, drafts))
+            runner.execute(dummy_step([20] * len(rows), rows, drafts))
 
         prompt = np.ones(20, dtype=np.int32)
         for sampling in (None, FILTERED):
             if sampling is not None:
                 admitted = AdmittedRequest(0, "filtered", prompt, sampling)
-                runner.execute(replace(made_up_plan([0], [20], [0]), admitted=(admitted,)))
+                runner.execute(replace(dummy_step([0], [20], [0]), admitted=(admitted,)))
             for rows in (1, 4, MOST_ROWS, 30, 60):  # each tile height, the drafter too
                 step([rows], [rows - 1 if rows <= MOST_ROWS else 0])
         keys.mark_first()

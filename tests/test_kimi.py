@@ -22,12 +22,12 @@ from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import CheckpointError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.memory_plan import find_room
-from manta.cluster.hardware.model_pair import Demand
-from manta.cluster.hardware.model_shape import Work
-from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.model_pair import LayoutDemand
+from manta.cluster.hardware.model_shape import DeviceWork
+from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.roofline import GPUS as ROOFLINE
 from manta.drafter.compute.layers.linear import RMSNorm
-from manta.drafter.compute.layers.mla import Latents
+from manta.drafter.compute.layers.mla import MLALayer
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file
@@ -133,20 +133,20 @@ def test_a_plan_holds_kimi_k2_on_eight_h200_packed_and_on_sixteen_as_fp8_is_read
     """594 GB of weights, and 70,272 bytes of a token on every rank: latents are whole on each."""
     shape = target_shape(spec_of("Kimi-K2.6"))  # type: ignore[arg-type]
     assert shape.kv_bytes == shape.rank(8).kv_bytes == 61 * 576 * 2
-    demand = Demand(max_model_len=131072, context=32768)
+    demand = LayoutDemand(max_model_len=131072, context=32768)
 
     def room(name: str, ranks: int, placement: Any) -> Any:
         target = next(target for target in TARGETS if target.name == name)
         pair = pair_of(target, spec_of(name))  # type: ignore[arg-type]
         assert ranks in pair.tp_sizes
-        return find_room(pair, GPUS["h200"], Layout(ranks, placement, 1), demand)
+        return find_room(pair, GPUS["h200"], ParallelLayout(ranks, placement, 1), demand)
 
     packed = room("Kimi-K2.6", 8, "colocated")
     assert packed.weights_bytes / 1e9 == pytest.approx(594 / 8 + 6.6, rel=0.05), "beside the whole drafter"
     assert packed.largest_batch > 8
     with pytest.raises(PlacementError, match="Set --max-model-len to at most 22784"):
         room("Kimi-K2-Instruct", 16, None)
-    demand = Demand(max_model_len=16384, context=4096)
+    demand = LayoutDemand(max_model_len=16384, context=4096)
     assert room("Kimi-K2-Instruct", 16, None).largest_batch > 4
     with pytest.raises(PlacementError, match="To serve it, shard it over 16 GPUs"):
         room("Kimi-K2-Instruct", 8, None)
@@ -172,7 +172,7 @@ def test_a_plan_takes_prompts_expanded_from_as_many_rows_as_the_kernels_do() -> 
     assert long.flop == 61 * 2 * 8 * (320 * 171 * keys + 256 * 512 * keys)
     assert 0.99 < long.flop / rank.attention(1, 171, context).flop < 1
     zeros = torch.zeros(8, 256, 512, device="meta")
-    parts = Latents(q_norm=None, q_up=None, kv_norm=RMSNorm(zeros, 1e-6), kv_up_JUC=zeros, v_dim=128)
+    parts = MLALayer(q_norm=None, q_up=None, kv_norm=RMSNorm(zeros, 1e-6), kv_up_JUC=zeros, v_dim=128)
     assert parts.fewest_expanded == 171
 
 
@@ -192,7 +192,7 @@ def test_what_expanded_prompts_would_save_is_what_is_written(row: tuple[str, str
         layer = rank.layers[0]
         assert layer.latent is not None
         of_layer = layer.latent.expanded(layer.heads, count * (begin + count / 2), begin + count, 2)
-        expanded += device.seconds(Work(61 * of_layer.num_bytes, 61 * of_layer.flop))
+        expanded += device.seconds(DeviceWork(61 * of_layer.num_bytes, 61 * of_layer.flop))
     whole = rest + absorbed
     told = [float(number) for number in re.findall(r"[\d.]+", row[1])]
     counted = [

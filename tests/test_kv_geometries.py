@@ -18,15 +18,15 @@ from devices import DEVICE
 from manta.actors.targets.families.shared.llama_like import TENSORS
 from manta.actors.targets.loading.load_plan import plan_models
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
-from manta.actors.targets.model.attention import Attention
+from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_spec import GatedMLP
 from manta.actors.targets.model.model_spec import LayerSpec, ModelSpec
 from manta.actors.targets.model.tensor_parallel import Communicator, Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
-from manta.cluster.pages.kv_cache_groups import plan_pages
+from manta.cluster.pages.kv_cache_groups import plan_kv_cache
 from manta.drafter.compute.backend import Backend
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.rope import RopeConfig
@@ -40,7 +40,7 @@ WINDOW = 9
 
 
 def _layer(heads: int, kv_heads: int, dim: int, window: int | None, v_dim: int | None = None) -> LayerSpec:
-    mixer = Attention(
+    mixer = TargetAttention(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
@@ -79,7 +79,7 @@ SPECS = {
 }
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "eager": TorchBackend,
-    "loops": CpuBackend,
+    "loops": NumbaBackend,
     "triton": lambda: TritonBackend(DEVICE),
 }
 
@@ -125,7 +125,7 @@ def full_attention(spec: ModelSpec, tokens: list[int]) -> Tensor:
     for i, layer in enumerate(spec.layers):
         at, mixer = f"model.layers.{i}.", layer.mixer
 
-        def heads(kind: str, dim: int, u: Tensor, at: str = at, mixer: Attention = mixer) -> Tensor:
+        def heads(kind: str, dim: int, u: Tensor, at: str = at, mixer: TargetAttention = mixer) -> Tensor:
             y = u @ made.get(f"{at}self_attn.{kind}_proj.weight").T
             if mixer.bias:
                 y = y + made.get(f"{at}self_attn.{kind}_proj.bias")
@@ -164,7 +164,7 @@ def tokens_of(slot: int) -> list[int]:
 def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> list[Tensor]:
     """Logits of all requests, computed in chunks over the pages that the loader would plan."""
     sharding = Sharding(spec, communicator.rank, communicator.world_size)
-    pages = plan_pages(spec.windows, [], MAX_LEN, sharding.kv_geometries())
+    pages = plan_kv_cache(spec.windows, [], MAX_LEN, sharding.kv_geometries())
     device = torch.device(DEVICE) if isinstance(backend, TritonBackend) else torch.device("cpu")
     weights = TargetWeights(MadeUp(spec), spec, sharding, torch.float32, device)
     model = Decoder(weights, (), MAX_LEN, communicator, backend, pages.target)

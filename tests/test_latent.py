@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, ON_GPU
-from manta.cluster.pages.kv_cache_groups import KVGeometry
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.attention import mla as latent
 from manta.drafter.compute.gpu_triton.attention import mla_prefill_plan as expansion
@@ -28,7 +28,7 @@ from manta.drafter.compute.gpu_triton.attention.mla_prefill_plan import (
 )
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import Linear, RMSNorm
-from manta.drafter.compute.layers.mla import Latents
+from manta.drafter.compute.layers.mla import MLALayer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from test_device_runner import Twins
@@ -85,7 +85,7 @@ def random_layer() -> Layer:
     torch.manual_seed(3)
     rope = RotaryEmbedding(RopeConfig(R, 1e4, "default", {}), PAGE * PAGES, torch.float32, DEVICE)
     q_up_OK = torch.randn(J * (E + R), Q_RANK) * Q_RANK**-0.5
-    parts = Latents(
+    parts = MLALayer(
         q_norm=RMSNorm(1 + 0.3 * torch.randn(Q_RANK), 1e-2),
         q_up=Linear(q_up_OK),
         kv_norm=RMSNorm(1 + 0.3 * torch.randn(C), 1e-2),
@@ -114,7 +114,7 @@ class Requests:
         torch.manual_seed(5)
         self._layer, self._backend = layer, backend
         self._attend = backend.attention(layer.shape)  # type: ignore[attr-defined]  # of an operating backend
-        geometry = KVGeometry(1, C + R, C, v_in_k=True)
+        geometry = KVCacheSpec(1, C + R, C, v_in_k=True)
         self.cache = PagedKVCache(1, PAGES, PAGE, geometry, torch.float32, DEVICE)
         self.cache.kv.fill_(100.0)  # what is seen unwritten must show
         self.rows = [torch.randn(length, Q_RANK + C + R) for length in lengths]
@@ -156,7 +156,7 @@ TOLERANCE = 1e-3 if ON_GPU else 2e-5
 NEEDS_CPU = pytest.mark.skipif(ON_GPU, reason="compiled loops run on CPUs")
 BACKENDS = {
     "torch": TorchBackend,
-    "loops": CpuBackend,
+    "loops": NumbaBackend,
     "triton": lambda: TritonBackend(DEVICE),
     "triton, batch-invariant": lambda: TritonBackend(DEVICE, batch_invariant=True),
 }
@@ -180,13 +180,13 @@ def test_absorbed_attention_is_what_is_published_expanded(layer: Layer, name: st
 @NEEDS_CPU
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) -> None:
-    block = Requests(layer, CpuBackend(), [40, 9])
+    block = Requests(layer, NumbaBackend(), [40, 9])
     block.compute({0: 30, 1: 5})
     (together, _) = block.compute({0: 10, 1: 1})
-    alone = Requests(layer, CpuBackend(), [40, 9])
+    alone = Requests(layer, NumbaBackend(), [40, 9])
     alone.compute({0: 30})
     apart = torch.cat([alone.compute({0: 1})[0] for _ in range(10)])
-    whole = Requests(layer, CpuBackend(), [40, 9])
+    whole = Requests(layer, NumbaBackend(), [40, 9])
     (prompt,) = whole.compute({0: 40})
     assert torch.equal(together, apart) and torch.equal(together, prompt[30:])
 
@@ -196,7 +196,7 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
     """Of all passes and layers so far."""
     attend, found = latent.attend_expanded, list[Expansion]()
 
-    def watched(q_NJO: Tensor, parts: Latents, pages_PSW: Tensor, of: Expansion, *more: object) -> None:
+    def watched(q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, of: Expansion, *more: object) -> None:
         found.append(of)
         attend(q_NJO, parts, pages_PSW, of, *more)  # type: ignore[arg-type]
 
@@ -301,7 +301,7 @@ def test_rows_from_which_expanding_is_less_work_follow_from_the_sizes(
 
 
 def test_a_token_takes_one_vector_for_all_heads_and_its_value_lies_in_its_key(layer: Layer) -> None:
-    geometry = KVGeometry(1, 576, 512, v_in_k=True)
+    geometry = KVCacheSpec(1, 576, 512, v_in_k=True)
     assert geometry.width == 576 and replace(geometry, v_in_k=False).width == 576 + 512
     cache = PagedKVCache(61, 2, PAGE, geometry, torch.bfloat16, "cpu")
     assert cache.kv.nbytes == 3 * PAGE * 61 * 1152

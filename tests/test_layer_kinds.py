@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.pages.kv_cache_groups import KVGeometry, LayerPlace
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
-from manta.drafter.compute.cpu_fused.backend import CompiledBackend
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -55,9 +55,9 @@ class Kind:
 KINDS = {
     "eager": Kind(TorchBackend, torch.float32),
     "eager bf16": Kind(TorchBackend, torch.bfloat16),
-    "loops": Kind(CpuBackend, torch.float32),
-    "loops bf16": Kind(CpuBackend, torch.bfloat16),
-    "compiled": Kind(lambda: CompiledBackend(2), torch.bfloat16, rich=False),
+    "loops": Kind(NumbaBackend, torch.float32),
+    "loops bf16": Kind(NumbaBackend, torch.bfloat16),
+    "compiled": Kind(lambda: FusedCpuBackend(2), torch.bfloat16, rich=False),
     "triton": Kind(lambda: TritonBackend(DEVICE), torch.float32, device=DEVICE),
 }
 if ON_GPU:  # Triton's interpreter multiplies no bf16
@@ -152,7 +152,7 @@ class Model:
 
     def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
         """With these layers' contexts, at any order of elements within a page, and others' values."""
-        size = (NUM_PAGES + 12, PAGE_SIZE, KVGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM))
+        size = (NUM_PAGES + 12, PAGE_SIZE, KVCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM))
         cache = PagedKVCache(places, *size, self.dtype, self.device)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
         for layer, place in zip(layers, places, strict=True):

@@ -20,7 +20,7 @@ from manta.actors.replica import build_app
 from manta.actors.workers.base import ray_resources as room
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import PlacementError
 from manta.cluster.fleet.placement import Topology, total
 from manta.cluster.request.request import Request, SamplingParams
@@ -82,7 +82,7 @@ def requests() -> list[Request]:
     ]
 
 
-def run_all(engine: Engine) -> list[list[int]]:
+def run_all(engine: EngineCore) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []
@@ -98,7 +98,7 @@ class Host:
 
     def __init__(self, config: EngineConfig) -> None:
         self._executor = RayExecutor(config)
-        self._engine = Engine(config, self._executor)
+        self._engine = EngineCore(config, self._executor)
 
     def run(self) -> tuple[list[list[int]], int]:
         """The tokens, and how many drafts were accepted."""
@@ -146,7 +146,7 @@ def test_engines_of_every_topology_fill_their_nodes_and_change_no_token(
 ) -> None:
     monkeypatch.setattr(room, "FREE_WAIT_S", 0.2)
     plain = replace(config, speculative_config=None)
-    expected = run_all(Engine(plain, InProcessExecutor(plain)))
+    expected = run_all(EngineCore(plain, InProcessExecutor(plain)))
     said = refusal(with_topology(config, 8, split=True))
     assert said.startswith(
         "tensor_parallel_size=8 and a split drafter on cuda needs 9 GPU (there is 8) on one"

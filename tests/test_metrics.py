@@ -14,9 +14,9 @@ import httpx
 import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.observability.engine_metrics import engine_values
-from manta.actors.observability.telemetry import Telemetry
+from manta.actors.observability.telemetry import RequestTelemetry
 from manta.cluster.config import EngineConfig
-from manta.cluster.metrics.bounded_labels import LabelValues
+from manta.cluster.metrics.bounded_labels import BoundedLabels
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.step.scheduler_output import DrafterUse
 from prometheus_client.parser import text_string_to_metric_families
@@ -218,11 +218,11 @@ def test_what_responses_and_messages_ask_is_counted_for_its_asker(http: httpx.Cl
 
 
 def test_label_values_are_bounded_first_come_first_served() -> None:
-    values = LabelValues(2)
+    values = BoundedLabels(2)
     asked = ["a", None, "b", "c", "a", "", "x" * 65, "b c", 'q"']
     shown = ["a", "none", "b", "other", "a", "other", "other", "other", "other"]
     assert [values.of(each) for each in asked] == shown
-    assert LabelValues(0).of("a") == "other"
+    assert BoundedLabels(0).of("a") == "other"
 
 
 def test_a_prompt_that_is_known_and_pages_that_are_short_are_counted(http: httpx.Client) -> None:
@@ -340,7 +340,7 @@ def test_a_shared_drafters_queue_is_told_under_its_own_names(server: LiveServer)
 def test_the_lines_that_people_search_for_are_logged_while_something_happens(
     server: LiveServer, http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telemetry = Telemetry(server.engine, "tiny", "0")
+    telemetry = RequestTelemetry(server.engine, "tiny", "0")
     before = server.engine.stats()
     with caplog.at_level(logging.INFO, logger="manta.actors.observability.telemetry"):
         assert telemetry._report(before) == before and not caplog.records, "silence is not news"

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.row_layout import StepRows
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.selector import select_paths
-from manta.drafter.step.sampling.selector_walk import Codebooks
+from manta.drafter.step.sampling.selector_walk import SelectorCodebooks
 from manta.drafter.step.sampling.step_ops import DEFINITION
 
 VOCAB = 120
@@ -33,7 +33,7 @@ def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
     of_X = np.array([KNOBS[knobs[r]] for r in owners_X]).reshape(-1, 4)
     rows = [(0, *range(1, count + 1)) for count in counts if count]
     places_N = np.array([place for row in rows for place in row])
-    sampling = SamplingBatch.build(
+    sampling = SamplingMetadata.build(
         temperature=of_X[:, 0].astype(np.float32),
         top_k=of_X[:, 1].astype(np.int64),
         top_p=of_X[:, 2].astype(np.float32),
@@ -73,7 +73,7 @@ def test_loops_walk_as_the_definition_does(requests, top_k: int, dtype: torch.dt
         return torch.randn(shape, generator=random).to(dtype)
 
     gates_XE = randn(len(block.sampled_X), 24)
-    books = Codebooks(randn(VOCAB, 24) * 0.3, randn(VOCAB, 24) * 0.3, top_k)
+    books = SelectorCodebooks(randn(VOCAB, 24) * 0.3, randn(VOCAB, 24) * 0.3, top_k)
     # Logits without equals: which of these are candidates, definitions leave open.
     logits_XV = torch.stack([torch.randperm(VOCAB, generator=random) for _ in gates_XE]) / 16
     both = [
@@ -91,10 +91,10 @@ def test_candidates_are_taken_with_the_noise_of_their_own_place(wrong: str):
     block = block_of(["warm", "warm"], [7, 7], seed=3)
     sampling, random = block.sampling, torch.Generator().manual_seed(8)
     logits_XV = 2 * torch.randn(14, VOCAB, generator=random)
-    gates_XE, books = torch.zeros(14, 4), Codebooks(torch.zeros(VOCAB, 4), torch.zeros(VOCAB, 4), 4)
+    gates_XE, books = torch.zeros(14, 4), SelectorCodebooks(torch.zeros(VOCAB, 4), torch.zeros(VOCAB, 4), 4)
     assert sampling.key_2M1 is not None and sampling.temperature_M1 is not None
     others = {
-        "no noise": SamplingBatch.greedy(14, None, "cpu"),
+        "no noise": SamplingMetadata.greedy(14, None, "cpu"),
         "noise of the next position": block_of(["warm", "warm"], [7, 7], seed=3).sampling,
         "noise of another request": block_of(["warm", "warm"], [7, 7], seed=4).sampling,
     }

@@ -9,7 +9,7 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
 from manta.cluster.fleet.placement import (
     CPUS_PER_CPU_WORKER,
-    Demand,
+    DeploymentDemand,
     NodeRoom,
     Topology,
     check_ever,
@@ -145,7 +145,7 @@ def test_all_replicas_must_have_room_each_on_one_node(replicas, gpus, free, said
     """The nodes are empty, but for what `a` has of the first one."""
     has = {"GPU": gpus, "CPU": 4.0}
     nodes = [NodeRoom(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}), NodeRoom(has, has)]
-    demands = [Demand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
+    demands = [DeploymentDemand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
     with pytest.raises(PlacementError, match=said) as caught:
         check_ever(demands, nodes)
         check_free(demands, nodes)
@@ -156,7 +156,7 @@ def test_all_replicas_must_have_room_each_on_one_node(replicas, gpus, free, said
 
 def test_models_that_fit_one_by_one_must_fit_together() -> None:
     node = NodeRoom({"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0})
-    demands = [Demand(name, ONE_GPU, ONE_GPU.replica_bundles(), 1) for name in "abc"]
+    demands = [DeploymentDemand(name, ONE_GPU, ONE_GPU.replica_bundles(), 1) for name in "abc"]
     check_free(demands[:2], [node])
     said = "of 3 models need 3 CPU and 3 GPU together.* have 8 CPU and 2 GPU"
     with pytest.raises(PlacementError, match=said):

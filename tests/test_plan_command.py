@@ -11,7 +11,7 @@ import yaml
 from manta.actors.http.config.settings import split_settings
 from manta.actors.targets.families import read_model
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
-from manta.cluster.hardware.model_pair import Pair
+from manta.cluster.hardware.model_pair import ModelPair
 from manta.jobs.cli import app
 from manta.jobs.common.config_loading import engine_config, read_settings
 from manta.jobs.plan.checkpoint_shapes import target_shape
@@ -73,7 +73,7 @@ def test_weights_of_one_byte_are_planned_and_served_so(folders: Path) -> None:
     speeds = [found["candidates"][0]["alone"]["user_tokens_per_s"] for found in (plain, report)]
     assert 1.2 < speeds[1] / speeds[0] < 2.0
     target = target_shape(read_model(folders / "Qwen3-8B"), quantization="fp8")
-    whole = Pair(target=target, drafter=None, tied=False, tp_sizes=(1,))
+    whole = ModelPair(target=target, drafter=None, tied=False, tp_sizes=(1,))
     assert whole.target_bytes(1) == pytest.approx(6.95e9 + 2 * 2 * 0.622e9, rel=0.01)
     with pytest.raises(ConfigError, match="drafter_quantization needs a drafter"):
         options(folders, drafter=None, drafter_quantization="fp8")

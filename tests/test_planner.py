@@ -19,13 +19,13 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
 from manta.cluster.hardware.memory_plan import PAGE_SIZE, find_room, page_bytes, page_plan
-from manta.cluster.hardware.model_pair import Demand
-from manta.cluster.hardware.parallel_layouts import TP_SIZES, Layout, layouts
+from manta.cluster.hardware.model_pair import LayoutDemand
+from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import StepTimes
-from manta.cluster.planner.estimates import Estimate, Misfit, estimate
+from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, estimate
 from manta.cluster.planner.layout_choice import check_fitting, choose
-from manta.cluster.simulation.trace_replay import Arrival, Played, Slo, play
+from manta.cluster.simulation.trace_replay import ReplayResult, Slo, TraceArrival, play
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
@@ -34,7 +34,7 @@ from manta.jobs.plan.pair_reader import ReadPair, read_pair
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
 H200, H100 = GPUS["h200"], GPUS["h100"]
-DEMAND = Demand(max_model_len=8192, context=1024)
+DEMAND = LayoutDemand(max_model_len=8192, context=1024)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int)
         model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks
     )
     plan = plan_models(config, folders / name, read_model(folders / name), None, None, 32768)
-    layout = Layout(ranks, None, 1)
+    layout = ParallelLayout(ranks, None, 1)
     pages = page_plan(read(folders, name).pair, layout, 32768)
     assert pages.groups == plan.pages.groups
     assert page_bytes(read(folders, name).pair, layout, pages, target=True) == engine_page_bytes(plan)
@@ -113,15 +113,15 @@ def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None
     drafter = DrafterConfig.load(folders / "Qwen3-8B-DFlash-b16")
     target = read_model(folders / "Qwen3-8B")
     plan = plan_models(config, folders, target, folders, drafter, 32768)
-    layout = Layout(1, "colocated", 1)
+    layout = ParallelLayout(1, "colocated", 1)
     pages = page_plan(qwen.pair, layout, 32768)
     assert page_bytes(qwen.pair, layout, pages, target=True) == engine_page_bytes(plan)
-    shared = page_bytes(qwen.pair, Layout(1, "shared", 7), pages, target=False)
+    shared = page_bytes(qwen.pair, ParallelLayout(1, "shared", 7), pages, target=False)
     assert shared == tuple(7 * size for size in engine_page_bytes(plan, target=False))
 
 
 def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPair) -> None:
-    layout = Layout(1, None, 1)
+    layout = ParallelLayout(1, None, 1)
     room = find_room(qwen.pair, H200, layout, DEMAND)
     assert room.weights_bytes == pytest.approx(16.38e9, rel=1e-3)
     assert 700_000 < room.kv_tokens < 800_000  # (125.8 - 15.3 - 4.3 GiB) / 144 KiB
@@ -135,7 +135,7 @@ def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPai
 def test_a_step_on_one_gpu_is_the_rooflines_and_its_launches(qwen: ReadPair, batch: int, rows: int) -> None:
     assert qwen.pair.drafter is not None
     floor = Roofline(H200.device, qwen.pair.target, qwen.pair.drafter)
-    times = StepTimes(qwen.pair, H200, Layout(1, "colocated", 8))
+    times = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
     spent = times.round(batch, rows, 1024)
     wanted = floor.verify_s(batch, 1, 1024) if rows == 1 else floor.step(batch, rows, 1024).step_s
     assert spent.bytes + spent.arithmetic == pytest.approx(wanted, rel=1e-3)
@@ -143,24 +143,28 @@ def test_a_step_on_one_gpu_is_the_rooflines_and_its_launches(qwen: ReadPair, bat
 
 
 def test_ranks_share_the_bytes_and_pay_for_sums(qwen: ReadPair) -> None:
-    alone, four = (StepTimes(qwen.pair, H200, Layout(tp, None, 1)).verify(1, 1, 1024) for tp in (1, 4))
+    alone, four = (
+        StepTimes(qwen.pair, H200, ParallelLayout(tp, None, 1)).verify(1, 1, 1024) for tp in (1, 4)
+    )
     assert four.bytes == pytest.approx(alone.bytes / 4, rel=1e-3)
     assert four.link == pytest.approx(73 * (8e-6 + 1.5 * 8192 / 360e9))  # 2 x 36 layers and the embedding
 
 
 def test_halves_are_taken_where_they_pay(qwen: ReadPair) -> None:
     """Where rows cost, two halves side by side hide the drafter; at batch 1 there is nothing to halve."""
-    split = StepTimes(qwen.pair, H200, Layout(1, "split", 4))
-    together = StepTimes(qwen.pair, H200, Layout(1, "colocated", 8))
+    split = StepTimes(qwen.pair, H200, ParallelLayout(1, "split", 4))
+    together = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
     assert split.round(128, 16, 1024).total_s < 0.9 * together.round(128, 16, 1024).total_s
     one = split.verify(1, 16, 1024) + split.draft(1, 16, 1024) + split.inject(16) + split.transfer(16)
     assert split.round(1, 16, 1024) == one
 
 
 def test_the_more_share_a_drafter_the_longer_they_wait(qwen: ReadPair) -> None:
-    rounds = [StepTimes(qwen.pair, H200, Layout(1, "shared", n)).round(8, 16, 1024) for n in (2, 4, 7, 40)]
+    rounds = [
+        StepTimes(qwen.pair, H200, ParallelLayout(1, "shared", n)).round(8, 16, 1024) for n in (2, 4, 7, 40)
+    ]
     assert [r.queue for r in rounds] == sorted(r.queue for r in rounds) and rounds[0].queue > 0.0
-    busy_s = StepTimes(qwen.pair, H200, Layout(1, "shared", 40)).draft(8, 16, 1024).total_s
+    busy_s = StepTimes(qwen.pair, H200, ParallelLayout(1, "shared", 40)).draft(8, 16, 1024).total_s
     assert rounds[-1].total_s >= 40 * busy_s, "no drafter does more than one thing at a time"
 
 
@@ -172,19 +176,21 @@ def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_what_lacks_and_the_remedy
     ) as e:
         check_fitting(found)
     assert "shard it over 2 GPUs" in e.value.message and e.value.param == "gpus"
-    assert isinstance(estimate(pair, H100, Layout(4, None, 2), DEMAND), Estimate)
+    assert isinstance(estimate(pair, H100, ParallelLayout(4, None, 2), DEMAND), LayoutEstimate)
 
 
 def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path) -> None:
     pair = read(folders, "Llama-3.1-70B-Instruct").pair
-    long = Demand(max_model_len=131072, context=4096)
-    misfit = estimate(pair, H100, Layout(2, None, 4), long)
-    assert isinstance(misfit, Misfit)
+    long = LayoutDemand(max_model_len=131072, context=4096)
+    misfit = estimate(pair, H100, ParallelLayout(2, None, 4), long)
+    assert isinstance(misfit, LayoutMisfit)
     fits = int(misfit.error.message.partition("at most ")[2].partition(",")[0])
     assert misfit.error.param == "max_model_len"
-    assert find_room(pair, H100, Layout(2, None, 4), replace(long, max_model_len=fits, context=64))
+    assert find_room(pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64))
     with pytest.raises(PlacementError):
-        find_room(pair, H100, Layout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64))
+        find_room(
+            pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64)
+        )
 
 
 def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
@@ -195,8 +201,8 @@ def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
             pair.target, layers=tuple(replace(layer, window=None) for layer in pair.target.layers)
         ),
     )
-    demand = Demand(max_model_len=131072, context=32768)
-    sliding, seeing_all = (find_room(p, H200, Layout(1, None, 1), demand) for p in (pair, full))
+    demand = LayoutDemand(max_model_len=131072, context=32768)
+    sliding, seeing_all = (find_room(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 
@@ -242,7 +248,7 @@ def test_acceptance_comes_from_the_flag_else_the_card_else_an_assumption(
     assert 1 + sum(assumed.pair.survival) == pytest.approx(4.0) and "assumption" in assumed.acceptance
 
 
-def all_of(pair: ReadPair, demand: Demand) -> list[Estimate]:
+def all_of(pair: ReadPair, demand: LayoutDemand) -> list[LayoutEstimate]:
     places = layouts(8, pair.pair.tp_sizes, drafter=True)
     return check_fitting([estimate(pair.pair, H200, layout, demand) for layout in places])
 
@@ -252,7 +258,7 @@ def test_the_choice_is_fastest_per_gpu_within_the_slo(qwen: ReadPair) -> None:
     tight_demand = replace(DEMAND, slo_tpot_s=0.7e-3)
     found = all_of(qwen, tight_demand)
     tight, why = choose(found, tight_demand, 8)
-    assert free.layout == Layout(1, "colocated", 8), "one GPU each wastes no sums"
+    assert free.layout == ParallelLayout(1, "colocated", 8), "one GPU each wastes no sums"
     assert tight.layout.tp > 1 and tight.best.tpot_s <= 0.7e-3 and "within 0.7 ms" in why
     held = [each for each in found if not each.misses]
     assert tight.best.node_tokens_per_s >= 0.98 * max(each.best.node_tokens_per_s for each in held)
@@ -272,13 +278,13 @@ def test_a_batch_that_is_stated_is_spread_over_the_engines(qwen: ReadPair) -> No
 
 
 def test_a_light_trace_runs_at_the_estimated_speed_and_a_heavy_one_misses(qwen: ReadPair) -> None:
-    layout = Layout(4, "colocated", 2)
+    layout = ParallelLayout(4, "colocated", 2)
     found = estimate(qwen.pair, H200, layout, DEMAND)
-    assert isinstance(found, Estimate)
+    assert isinstance(found, LayoutEstimate)
     times = StepTimes(qwen.pair, H200, layout)
 
-    def outcome(count: int, gap_s: float, slo: Slo) -> Played:
-        trace = [Arrival(n * gap_s, 1024, 200) for n in range(count)]
+    def outcome(count: int, gap_s: float, slo: Slo) -> ReplayResult:
+        trace = [TraceArrival(n * gap_s, 1024, 200) for n in range(count)]
         return play(trace, times, qwen.pair, layout, found.room, DEMAND, slo)
 
     light = outcome(12, 1.0, Slo(tpot_s=2e-3, ttft_s=0.05))

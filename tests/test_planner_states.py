@@ -17,22 +17,22 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, find_room
-from manta.cluster.hardware.model_pair import Demand, Pair
+from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import LayerShape, ModelShape
-from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
-from manta.cluster.pages.recurrent_state_spec import StateGeometry
+from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.cluster.simulation.simulated_engine import simulated_engine, simulated_request
 from manta.cluster.step.scheduler_output import StepTimings
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from tiny import make_tiny_target
 
 FULL = LayerShape(heads=24, kv_heads=4, head_dim=256, v_head_dim=256, inter=17408, gated=True)
-RECURRENT = LayerShape(state=StateGeometry(16, 48, 128, 128, 4), inter=17408)
+RECURRENT = LayerShape(state=RecurrentStateSpec(16, 48, 128, 128, 4), inter=17408)
 QWEN_27B = ModelShape(layers=(RECURRENT, RECURRENT, RECURRENT, FULL) * 16, hidden=5120, vocab=248320)
-PAIR = Pair(target=QWEN_27B, drafter=None, tied=False, tp_sizes=(1, 2, 4))
-ONE = Layout(1, None, 1)
-DEMAND = Demand(max_model_len=32768, context=4096)
+PAIR = ModelPair(target=QWEN_27B, drafter=None, tied=False, tp_sizes=(1, 2, 4))
+ONE = ParallelLayout(1, None, 1)
+DEMAND = LayoutDemand(max_model_len=32768, context=4096)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
@@ -87,7 +87,7 @@ def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
         engine = AsyncEngine(config)
         await engine.start()
         try:
-            layout = Layout(kind="openai", lines=True)
+            layout = RowSchema(kind="openai", lines=True)
             answerer = RowAnswerer(engine, layout, GenerationDefaults.load(Path(config.model)), "tiny")
             return await answerer.answer(Row(0, {"text": json.dumps(line)}))
         finally:

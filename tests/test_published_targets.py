@@ -7,7 +7,7 @@ import re
 import pytest
 from manta.actors.targets.families import FAMILIES
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.cluster.hardware.parallel_layouts import Layout
+from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from published import CONFIGS, GUIDE, TARGETS, Target, kv_by_window, num_params, pair_of, spec_of, with_table
@@ -70,7 +70,7 @@ def test_rows_cost_more_where_experts_are_routed() -> None:
     def cost(name: str) -> float:
         target = next(target for target in TARGETS if target.name == name)
         pair = pair_of(target, read(name))
-        times = StepTimes(pair, GPUS["h200"], Layout(1, None, 1))
+        times = StepTimes(pair, GPUS["h200"], ParallelLayout(1, None, 1))
         return times.verify(1, 16, 1024).bytes / times.verify(1, 1, 1024).bytes
 
     assert cost("Qwen3-8B") == pytest.approx(1.0, abs=0.01)

@@ -15,7 +15,7 @@ import pytest
 from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
 from manta.cluster.request.request import Request, SamplingParams
 from tiny import TINY_VOCAB
@@ -52,7 +52,7 @@ def speculative(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def expected(plain: EngineConfig) -> list[list[int]]:
-    return run_all(Engine(plain, InProcessExecutor(plain)))
+    return run_all(EngineCore(plain, InProcessExecutor(plain)))
 
 
 def split(config: EngineConfig) -> EngineConfig:
@@ -74,7 +74,7 @@ def requests() -> list[Request]:
 
 
 def run_all(
-    engine: Engine, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
+    engine: EngineCore, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
 ) -> list[list[int]]:
     """Tokens by request; `die` is called while they are under way."""
     tokens: dict[str, list[int]] = {}
@@ -113,7 +113,7 @@ def assert_nothing_is_left(executor: RayExecutor) -> None:
     assert not any(thread.name == "manta-watcher" for thread in threading.enumerate())
 
 
-def assert_killing_ends_it(engine: Engine, executor: RayExecutor, rank: int) -> None:
+def assert_killing_ends_it(engine: EngineCore, executor: RayExecutor, rank: int) -> None:
     """Kill a worker under running requests."""
     start = time.monotonic()
     with pytest.raises(EngineDeadError):
@@ -127,7 +127,7 @@ def assert_killing_ends_it(engine: Engine, executor: RayExecutor, rank: int) -> 
 
 def test_one_target_rank_computes_as_without_ray_and_its_death_while_idle_is_noticed(plain, expected) -> None:
     executor = RayExecutor(plain)
-    assert run_all(Engine(plain, executor)) == expected
+    assert run_all(EngineCore(plain, executor)) == expected
     executor.check_health()
     os.kill(executor.worker_pids[0], signal.SIGKILL)
 
@@ -147,7 +147,7 @@ def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, exp
     config = replace(speculative, tensor_parallel_size=2)
     executor = make_executor(config)
     assert isinstance(executor, RayExecutor)
-    engine = Engine(config, executor)
+    engine = EngineCore(config, executor)
     assert run_all(engine) == expected
     assert engine.stats().num_accepted_tokens > 0
     assert run_all(engine, max_draft_tokens=0) == expected
@@ -159,12 +159,12 @@ def test_a_split_drafter_wins_what_a_colocated_one_wins_and_a_given_group_stays(
 ) -> None:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-    beside = Engine(speculative, InProcessExecutor(speculative))
+    beside = EngineCore(speculative, InProcessExecutor(speculative))
     assert run_all(beside) == expected
     config = split(speculative)
     group = placement_group([{"CPU": 1.0}, {"CPU": 0.5}], strategy="STRICT_PACK")
     executor = RayExecutor(config, placement_group=group)
-    engine = Engine(config, executor)
+    engine = EngineCore(config, executor)
     assert run_all(engine) == expected
     assert engine.stats().accepted_per_pos == beside.stats().accepted_per_pos
     executor.close()

@@ -17,7 +17,7 @@ from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.workers.drafter import drafter_process
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import Request, SamplingParams
 from test_ray_executor import BASE, alive, wait_until
@@ -42,16 +42,16 @@ def split(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
 @pytest.fixture(scope="module")
 def expected(plain: EngineConfig) -> list[list[int]]:
     executor = InProcessExecutor(plain)
-    tokens = run_all(Engine(plain, executor))
+    tokens = run_all(EngineCore(plain, executor))
     executor.close()
     return tokens
 
 
 @contextmanager
-def engine_of(config: EngineConfig) -> Iterator[tuple[Engine, RayExecutor]]:
+def engine_of(config: EngineConfig) -> Iterator[tuple[EngineCore, RayExecutor]]:
     executor = RayExecutor(config)
     try:
-        yield Engine(config, executor), executor
+        yield EngineCore(config, executor), executor
     finally:
         pids = [*executor.worker_pids, *([] if shares(config) else [executor.drafter_pid])]
         executor.close()
@@ -77,7 +77,7 @@ def requests() -> list[Request]:
     ]
 
 
-def run_all(engine: Engine, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
     """Tokens by request; `between` is called after every step, with how many there were."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
@@ -93,7 +93,7 @@ def run_all(engine: Engine, between: Callable[[int], None] = lambda step: None) 
     return list(tokens.values())
 
 
-def acceptance(engine: Engine) -> float:
+def acceptance(engine: EngineCore) -> float:
     """Of one run of all requests: tokens per step that drafted."""
     before = engine.stats()
     run_all(engine)
@@ -140,7 +140,7 @@ def test_killed_stopped_and_restarted_at_random_steps_it_costs_no_token(
         assert engine.stats().drafter_losses >= 1
 
 
-def run_until(engine: Engine, is_so: Callable[[], bool]) -> None:
+def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
     """One request after the other: what is known of a drafter is known by steps."""
     deadline = time.monotonic() + 60.0
     number = 0
@@ -163,7 +163,7 @@ def test_it_is_swapped_while_requests_run_and_one_that_does_not_fit_changes_noth
         split,
     ):
         executor = RayExecutor(config) if config is split else InProcessExecutor(config)
-        engine = Engine(config, executor)
+        engine = EngineCore(config, executor)
         for model, error in ((str(tmp_path / "nothing"), CheckpointError), (str(shorter), ConfigError)):
             with pytest.raises(error, match=r"speculative_config\.model|num_speculative_tokens"):
                 executor.swap_drafter(model)

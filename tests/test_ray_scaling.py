@@ -14,13 +14,13 @@ from manta.actors.http.config.settings import parse_replicas
 from manta.actors.serve.autoscaling_policy import POLICY, SpeculativeScaling, scaling_options
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import ScalingRules
-from manta.cluster.fleet.replica_stats import ReplicaFigures
+from manta.cluster.fleet.replica_stats import ReplicaStats
 from ray.serve import autoscaling_policy as rays
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-FULL = ReplicaFigures(running=8, max_num_seqs=8, decode_tokens_per_s=100.0).as_dict()
+FULL = ReplicaStats(running=8, max_num_seqs=8, decode_tokens_per_s=100.0).as_dict()
 
 
 def context(config: AutoscalingConfig, now_s: float, **known: Any) -> AutoscalingContext:

@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 from cluster_checker import make_info, make_request
-from manta.actors.engine.tenant import Asker
+from manta.actors.engine.tenant import Tenant
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.observability.usage_store import read_receipts
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, RequestError
-from manta.cluster.metrics.bounded_labels import NONE, OTHER, Account
-from manta.cluster.scheduler.usage_meter import Spent
+from manta.cluster.metrics.bounded_labels import NONE, OTHER, UsageAccount
+from manta.cluster.scheduler.usage_meter import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import app
 from simulated_server import simulated
@@ -32,26 +32,26 @@ from typer.testing import CliRunner
 
 COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, draft_row_s=2e-5)
 FACTS = {"num_pages": (8192,), "page_size": 16, "max_model_len": 2048, "eos_token_ids": ()}
-OTHERS = Account("others", NONE)
+OTHERS = UsageAccount("others", NONE)
 
 
-def an_engine(survival: tuple[float, ...], **spec: Any) -> tuple[Engine, VirtualClock]:
+def an_engine(survival: tuple[float, ...], **spec: Any) -> tuple[EngineCore, VirtualClock]:
     clock = VirtualClock()
     info = make_info(**FACTS, num_speculative_tokens=len(survival))
     executor = SimulatedExecutor(info, survival, COST, clock.advance)
     speculates = {"speculative_config": {"model": "d", **spec}} if survival else {}
     config = EngineConfig.from_dict({"model": "t", "max_num_batched_tokens": 512, **speculates})
-    return Engine(config, executor, clock), clock
+    return EngineCore(config, executor, clock), clock
 
 
-def run(engine: Engine, accounts: list[Account | None], max_tokens: int = 400) -> None:
+def run(engine: EngineCore, accounts: list[UsageAccount | None], max_tokens: int = 400) -> None:
     for i, account in enumerate(accounts):
         engine.add_request(make_request(f"r{i}", max_tokens=max_tokens, ignore_eos=True, account=account))
     while engine.has_unfinished:
         engine.step()
 
 
-def total(spent: dict[Account, Spent], name: str) -> float:
+def total(spent: dict[UsageAccount, Usage], name: str) -> float:
     return sum(getattr(each, name) for each in spent.values())
 
 
@@ -66,11 +66,11 @@ def test_every_token_step_and_second_stands_on_one_receipt() -> None:
     while engine.has_unfinished:
         engine.step()
     spent, stats = engine.spent(), engine.stats()
-    assert set(spent) == {ACME, OTHERS, Account()}
+    assert set(spent) == {ACME, OTHERS, UsageAccount()}
     assert total(spent, "tokens") == stats.generation_tokens
     assert total(spent, "tokens") - total(spent, "steps") == stats.num_accepted_tokens, "the steps saved"
     assert total(spent, "engine_s") == pytest.approx(clock.now_s)
-    assert spent[ACME].tokens == 400 and spent[Account()].tokens == 200
+    assert spent[ACME].tokens == 400 and spent[UsageAccount()].tokens == 200
 
 
 @pytest.mark.parametrize("survival", [(0.85, 0.7, 0.55, 0.4), (0.05, 0.0)], ids=["good", "hopeless"])
@@ -122,8 +122,8 @@ def test_nothing_is_counted_where_nobody_asks_for_receipts() -> None:
 def test_a_receipt_tells_device_seconds_and_what_of_them_was_compared(tmp_path: Path) -> None:
     engine = SpendingEngine()
     kept = keeper(engine, tmp_path / "made")
-    account = kept.account(Asker("acme", "code"))
-    kept.account(Asker("acme", "code"), begins=False)
+    account = kept.account(Tenant("acme", "code"))
+    kept.account(Tenant("acme", "code"), begins=False)
     engine.spend(account, SOME)
     engine.spend(OTHERS, SOME._replace(compared_s=0.0, plain_s=0.0, aged_s=0.0))
     kept.keep()
@@ -180,7 +180,7 @@ def test_tenants_are_bounded_and_what_could_not_be_written_comes_later(
     engine, folder = SpendingEngine(), tmp_path / "receipts"
     kept = keeper(engine, folder, labels=2)
     for name in ("a", "b", "c", "d d"):
-        engine.spend(kept.account(Asker(name)), SOME)
+        engine.spend(kept.account(Tenant(name)), SOME)
     folder.rmdir()
     folder.write_text("in the way")
     kept.keep()
@@ -279,7 +279,7 @@ def test_receipts_are_printed_of_a_folder_or_a_server(http: httpx.Client, tmp_pa
     engine = SpendingEngine()
     kept = keeper(engine, tmp_path)
     engine.spend(ACME, SOME)
-    engine.spend(OTHERS, Spent(tokens=5, steps=5, engine_s=1.0))
+    engine.spend(OTHERS, Usage(tokens=5, steps=5, engine_s=1.0))
     kept.keep()
 
     def said(*words: str, code: int = 0) -> str:

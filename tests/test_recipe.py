@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows
 from manta.jobs.training.data.chat_samples import render_chat
-from manta.jobs.training.data.continuations import Question
+from manta.jobs.training.data.continuations import ContinuationRequest
 from manta.jobs.training.data.corpus import is_held_out
 from manta.jobs.training.data.prompt_cuts import CATEGORIES
 from manta.jobs.training.data.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
@@ -71,8 +71,8 @@ def setting() -> tuple[Qwen3ForCausalLM, PerfectDrafter]:
     return target, PerfectDrafter(small_config(mask_token_id=MASK_ID))
 
 
-def row_sampling(question: Question, position: int) -> SamplingBatch:
-    return SamplingBatch.build(
+def row_sampling(question: ContinuationRequest, position: int) -> SamplingMetadata:
+    return SamplingMetadata.build(
         temperature=np.array([question.temperature], dtype=np.float32),
         top_k=np.zeros(1, dtype=np.int64),
         top_p=np.ones(1, dtype=np.float32),
@@ -82,7 +82,7 @@ def row_sampling(question: Question, position: int) -> SamplingBatch:
     )
 
 
-def write(target: Qwen3ForCausalLM, question: Question, num_tokens: int) -> list[int]:
+def write(target: Qwen3ForCausalLM, question: ContinuationRequest, num_tokens: int) -> list[int]:
     tokens = list(question.prompt_ids)
     for _ in range(num_tokens):
         logits = target(torch.tensor([tokens])).logits[0, -1:].float()
@@ -95,7 +95,7 @@ def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: 
     target, drafter = setting()
     target.save_pretrained(tmp_path)
     frozen = FrozenTarget(tmp_path, (1, 2), max_tokens=64, device=torch.device("cpu"))
-    question = Question(tuple(range(5, 12)), temperature, seed=11)
+    question = ContinuationRequest(tuple(range(5, 12)), temperature, seed=11)
     with torch.no_grad():
         answer = write(target, question, 13)
         tokens = torch.tensor([[*question.prompt_ids, *answer]])

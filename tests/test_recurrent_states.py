@@ -16,10 +16,10 @@ from cluster_checker import CheckingExecutor, Outputs, add, expected, make_info
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
-from manta.cluster.pages.kv_cache_groups import KVGeometry
-from manta.cluster.pages.recurrent_state_spec import StateGeometry
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.pages.kv_cache_groups import KVCacheSpec
+from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StateEntry, StateSaves, StepResult
 from manta.drafter.compute.backend import PlacedRows
@@ -34,7 +34,7 @@ from test_cluster_properties import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close
 
-KIND = StateGeometry(num_key_heads=1, num_value_heads=2, key_dim=3, value_dim=2, taps=3)
+KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=3, value_dim=2, taps=3)
 NUM_LAYERS = 1
 NUM_DRAFTS = 5
 _dice = torch.Generator().manual_seed(3)
@@ -62,7 +62,7 @@ MIXED = dice(NUM_LAYERS, 64, KIND.channels + KIND.num_value_heads * (KIND.value_
 
 def new_cache(num_states: int) -> PagedKVCache:
     memory = StateMemory(NUM_LAYERS, KIND, num_states, NUM_DRAFTS, torch.float32, "cpu")
-    return PagedKVCache(1, 1, 1, KVGeometry(1, 1, 1), torch.float32, "cpu", memory)
+    return PagedKVCache(1, 1, 1, KVCacheSpec(1, 1, 1), torch.float32, "cpu", memory)
 
 
 def read(tokens: list[int], rows: StateRows, cache: PagedKVCache) -> Tensor:
@@ -111,7 +111,7 @@ class LayersExecutor(CheckingExecutor):
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
+def workloads(draw: st.DrawFn) -> tuple[EngineCore, list[Arrival]]:
     page_size = draw(st.sampled_from((1, 2)))
     info = make_info(
         page_size=page_size,
@@ -123,14 +123,14 @@ def workloads(draw: st.DrawFn) -> tuple[Engine, list[Arrival]]:
     rows = draw(st.integers(6, 40))
     config = EngineConfig(model="simulated", max_num_seqs=4, max_num_batched_tokens=rows)
     executor = LayersExecutor(info, rows, 4, [0.9, 0.8, 0.6, 0.4, 0.3])
-    engine = Engine(config, executor)
+    engine = EngineCore(config, executor)
     return engine, [draw(arrivals(i)) for i in range(draw(st.integers(2, 8)))]
 
 
 @settings(max_examples=15, deadline=None)
 @given(workload=workloads())
 def test_every_row_reads_what_it_reads_in_one_pass_over_its_sequence(
-    workload: tuple[Engine, list[Arrival]],
+    workload: tuple[EngineCore, list[Arrival]],
 ) -> None:
     engine, todo = workload
     executor, outputs, aborted, now = engine._executor, Outputs(), set(), 0
@@ -157,9 +157,9 @@ def test_who_begins_as_a_copy_folds_what_was_saved_beside_it() -> None:
     memory, zeros = new_cache(3).states, np.zeros(2, np.int64)
     assert memory is not None
     states = RecurrentStates(memory, 2)
-    first = made_up_plan([0], [4], [0], prompts=[np.zeros(4, np.int32)])
+    first = dummy_step([0], [4], [0], prompts=[np.zeros(4, np.int32)])
     one, position, state = (np.array([n], np.int32) for n in (0, 6, 1))
-    second = replace(made_up_plan([4], [4], [3]), saves=StateSaves(one, position, state))
+    second = replace(dummy_step([4], [4], [3]), saves=StateSaves(one, position, state))
     for plan, count in ((first, 1), (second, 3)):
         states.apply(plan)
         r = StepRequests.of(plan, zeros)
@@ -168,7 +168,7 @@ def test_who_begins_as_a_copy_folds_what_was_saved_beside_it() -> None:
             part[:, 0] = dice(*part[:, 0].shape)
         states.advance(r, np.array([count]))
     copy = replace(first.admitted[0], slot=1, state=StateEntry(2, source=1, num_tokens=6))
-    third = replace(made_up_plan([6], [1], [0]), slots=one + 1, admitted=(copy,))
+    third = replace(dummy_step([6], [1], [0]), slots=one + 1, admitted=(copy,))
     states.apply(third)
     assert states.rows(StepRequests.of(third, zeros)).pending_R.tolist() == [1]
     assert all(torch.equal(part[:, 2], part[:, 0]) for part in memory.tensors)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_reader import Row
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.row_answerer import RowAnswerer
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
@@ -57,7 +57,7 @@ class Doors:
         settings = ServerSettings(served_model_name="tiny", tool_call_parser="hermes")
         app = httpx.ASGITransport(create_app(engine, settings))
         self._http = httpx.AsyncClient(transport=app, base_url="http://tiny")
-        layout = Layout(kind="openai", lines=True)
+        layout = RowSchema(kind="openai", lines=True)
         self._rows = RowAnswerer(engine, layout, GenerationDefaults.load(Path(model)), "tiny")
         self._seen: list[tuple[int, ...]] = []
         encode = engine.encoder.prompt

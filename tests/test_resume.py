@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.cluster.engine.engine_core import Engine, SequenceUpdate
+from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
 from manta.cluster.errors import RequestError, UnprocessableError
 from manta.cluster.request.request import Request, SamplingParams
 from steps import settings
@@ -108,7 +108,7 @@ PARAMS = (
 )
 
 
-def serve(engine: Engine, requests: list[Request]) -> dict[str, list[SequenceUpdate]]:
+def serve(engine: EngineCore, requests: list[Request]) -> dict[str, list[SequenceUpdate]]:
     engine.add_requests(requests[:1])
     for request in requests[1:]:
         engine.add_request(request)
@@ -124,15 +124,15 @@ def tokens_of(updates: list[SequenceUpdate]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_qwen3: Path, tiny_drafter: Path) -> Iterator[Engine]:
+def engine(tiny_qwen3: Path, tiny_drafter: Path) -> Iterator[EngineCore]:
     config = settings(tiny_qwen3, tiny_drafter, max_num_seqs=8)
-    engine = Engine(config, InProcessExecutor(config))
+    engine = EngineCore(config, InProcessExecutor(config))
     yield engine
     engine.close()
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
-def test_computed_tokens_go_on_as_they_would_have(engine: Engine, params: SamplingParams) -> None:
+def test_computed_tokens_go_on_as_they_would_have(engine: EngineCore, params: SamplingParams) -> None:
     """On an engine that knows nothing (its prefix cache is empty), and on one that knows all of it."""
     for prompt in PROMPTS:
         request = Request(request_id="whole", prompt_token_ids=prompt, params=params)

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, Routed
+from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RoutedExperts
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.blocks.mlp import make_mlp
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.moe_routing import choose
 from manta.drafter.compute.layers.linear import RMSNorm
-from manta.drafter.compute.layers.moe import Experts, ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.layers.moe import Experts, ExpertWeights, MoeRouter, RouterWeights
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3
-BACKENDS = {"eager": TorchBackend(), "loops": CpuBackend()}
+BACKENDS = {"eager": TorchBackend(), "loops": NumbaBackend()}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def by_definition(logits_E: Tensor, rule: Router, correction_E: Tensor) -> dict[int, float]:
+def by_definition(logits_E: Tensor, rule: MoeRouter, correction_E: Tensor) -> dict[int, float]:
     """What one row gives to whom, in Python's own sorting and sums."""
     logits = [float(v) for v in logits_E]
     whole = logits_E.double().softmax(0) if rule.score == "softmax" else logits_E.double().sigmoid()
@@ -60,7 +60,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_rows_go_where_the_rule_says(name: str) -> None:
     torch.manual_seed(0)
-    rule = Router(num_experts=EXPERTS, top_k=CHOSEN, **RULES[name])
+    rule = MoeRouter(num_experts=EXPERTS, top_k=CHOSEN, **RULES[name])
     logits_NE, correction_E = 2 * torch.randn(60, EXPERTS), torch.randn(EXPERTS)
     ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E if rule.correction else None)
     assert (ids_Nk.dtype, weights_Nk.dtype) == (torch.int32, torch.float32)
@@ -73,7 +73,7 @@ def test_rows_go_where_the_rule_says(name: str) -> None:
 def test_of_equals_the_lower_number_is_chosen() -> None:
     logits_NE = torch.zeros(2, 200)
     logits_NE[1, [190, 3, 77]] = 1.0
-    rule = Router(num_experts=200, top_k=4, score="softmax")
+    rule = MoeRouter(num_experts=200, top_k=4, score="softmax")
     assert choose(logits_NE, rule)[0].tolist() == [[0, 1, 2, 3], [3, 77, 190, 0]]
 
 
@@ -81,7 +81,7 @@ def test_of_equals_the_lower_number_is_chosen() -> None:
 def test_a_router_may_norm_the_residual_itself_and_weigh_its_experts(backend: Backend) -> None:
     torch.manual_seed(0)
     weight_EH, norm_H, scale_E = torch.randn(EXPERTS, HIDDEN), torch.rand(HIDDEN), torch.rand(EXPERTS)
-    rule = Router(
+    rule = MoeRouter(
         num_experts=EXPERTS, top_k=CHOSEN, score="softmax", bias=True, normed_input=True, expert_scale=True
     )
     bias_E = torch.randn(EXPERTS)
@@ -104,7 +104,7 @@ def test_a_router_may_norm_the_residual_itself_and_weigh_its_experts(backend: Ba
 def test_a_router_in_fp32_stays_in_fp32() -> None:
     """As those by sigmoid: 1 + 2^-10 is 1 in bf16."""
     weight_EH = torch.tensor([[1.0], [1.0 + 2**-10]])
-    rule = Router(num_experts=2, top_k=1, score="sigmoid")
+    rule = MoeRouter(num_experts=2, top_k=1, score="sigmoid")
     x_NH = torch.ones(1, 1, dtype=torch.bfloat16)
     for backend in BACKENDS.values():
         exact = backend.route(RouterWeights(rule=rule, weight_EH=weight_EH))(x_NH, x_NH)[0]
@@ -210,7 +210,7 @@ def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, 
     torch.manual_seed(4)
     weights, (x_NH, _, _) = random_experts(torch.float32), random_rows(11, torch.float32)
     router = RouterWeights(
-        rule=Router(num_experts=EXPERTS, top_k=CHOSEN, score="softmax"),
+        rule=MoeRouter(num_experts=EXPERTS, top_k=CHOSEN, score="softmax"),
         weight_EH=torch.randn(EXPERTS, HIDDEN),
     )
     gate_up_IH, down_HI = torch.randn(2 * INNER, HIDDEN), torch.randn(HIDDEN, INNER)
@@ -221,7 +221,7 @@ def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, 
         reduced.append(part_NH.clone())
         return part_NH.mul_(2.0)  # as of two ranks
 
-    routed = Routed(
+    routed = RoutedExperts(
         route=backend.route(router),
         experts=backend.experts(weights),
         shared=DenseMLP(gate_up=backend.linear(gate_up_IH), down=backend.linear(down_HI)),
@@ -243,7 +243,7 @@ def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, 
     torch.testing.assert_close(normed_NH, norm(got_NH))
 
 
-class _SummedByCompany(CpuBackend):
+class _SummedByCompany(NumbaBackend):
     """Its experts see how many rows there are."""
 
     def experts(self, weights: ExpertWeights) -> Experts:
@@ -256,6 +256,6 @@ class _SummedByCompany(CpuBackend):
 
 
 def test_whether_rows_are_invariant_is_measured_with_experts_where_a_model_has_some() -> None:
-    assert rows_are_invariant(CpuBackend(), torch.float32, "cpu", routed=True)
+    assert rows_are_invariant(NumbaBackend(), torch.float32, "cpu", routed=True)
     assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
     assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)

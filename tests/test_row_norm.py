@@ -15,7 +15,7 @@ from manta.actors.targets.families import read_model
 from manta.actors.targets.model.cross_rank_norm import RowNorm
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.drafter.compute.backend import Backend
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
@@ -23,7 +23,7 @@ from tiny import make_tiny_target
 
 BACKENDS: dict[str, tuple[Callable[[], Backend], torch.device]] = {
     "eager": (TorchBackend, torch.device("cpu")),
-    "loops": (CpuBackend, torch.device("cpu")),
+    "loops": (NumbaBackend, torch.device("cpu")),
     "triton": (lambda: TritonBackend(DEVICE), DEVICE),
 }
 # More than a turn of the kernel, and no multiple of one.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
-from manta.actors.targets.runners.colocated_drafter import LocalDrafts
-from manta.actors.targets.runners.cpu_runner import DraftSource, StepRunner
+from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner, DraftSource
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import EngineDeadError
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.step.scheduler_output import SchedulerOutput
@@ -44,7 +44,7 @@ def run(
     executor: InProcessExecutor, config: EngineConfig, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[int]]:
     """New tokens of all prompts, served together; request i has seed 10 + i."""
-    engine = Engine(config, executor)
+    engine = EngineCore(config, executor)
     for i, tokens in enumerate(prompts):
         engine.add_request(
             Request(request_id=f"r{i}", prompt_token_ids=tuple(tokens), params=replace(params, seed=10 + i))
@@ -121,10 +121,10 @@ def replace_drafts(executor: InProcessExecutor, source: DraftSource) -> None:
     executor._runner.drafts = source
 
 
-def drafts_of(executor: InProcessExecutor) -> LocalDrafts:
+def drafts_of(executor: InProcessExecutor) -> ColocatedDrafter:
     assert executor._runner is not None
     source = executor._runner.drafts
-    assert isinstance(source, LocalDrafts)
+    assert isinstance(source, ColocatedDrafter)
     return source
 
 
@@ -239,7 +239,7 @@ def test_a_shared_prefix_keeps_the_drafters_context(
     executor = InProcessExecutor(config)
     recorded = Recorded(drafts_of(executor))
     replace_drafts(executor, recorded)
-    engine = Engine(config, executor)
+    engine = EngineCore(config, executor)
     drafts = []
     for i in range(2):
         recorded.seen.clear()
@@ -291,4 +291,4 @@ def test_warm_up_fits_into_the_smallest_engine(tiny_qwen3: Path, tiny_drafter: P
         runner, _ = open_runner(
             tiny_qwen3, tiny_drafter, num_pages=pages, max_model_len=length, max_num_seqs=1
         )
-        assert isinstance(runner, StepRunner)
+        assert isinstance(runner, CpuModelRunner)

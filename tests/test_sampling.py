@@ -15,7 +15,7 @@ from manta.drafter.step.inputs.gumbel_noise import (
     noise_bits,
     noise_keys,
 )
-from manta.drafter.step.inputs.sampling_metadata import SamplingBatch
+from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
@@ -33,11 +33,11 @@ def batch(
     seed=0,
     position=0,
     forbidden: list[tuple[int, int]] | None = None,
-) -> SamplingBatch:
+) -> SamplingMetadata:
     def column(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype=dtype), rows).copy()
 
-    return SamplingBatch.build(
+    return SamplingMetadata.build(
         temperature=column(temperature, np.float32),
         top_k=column(top_k, np.int64),
         top_p=column(top_p, np.float32),

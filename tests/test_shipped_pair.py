@@ -12,7 +12,7 @@ from manta import LLM, SamplingParams
 from manta.actors.engine.output_processor import RequestOutput
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 
 NUM_TOKENS = 48
@@ -121,7 +121,7 @@ def test_in_bf16_too_where_products_do_not_depend_on_the_batch(
 ) -> None:
     if backend == "compiled" and bf16_instructions() is None:
         pytest.skip("this CPU has no products of bf16")
-    if backend == "torch" and not rows_are_invariant(CpuBackend(), torch.bfloat16, "cpu"):
+    if backend == "torch" and not rows_are_invariant(NumbaBackend(), torch.bfloat16, "cpu"):
         pytest.skip("oneDNN's products of bf16 depend on the batch on this CPU")
     plain = run(shipped_pair, prompts, temperature, "bfloat16", backend, speculate=False)
     drafted = run(shipped_pair, prompts, temperature, "bfloat16", backend, speculate=True)

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, Gpu, Link
-from manta.cluster.hardware.model_pair import Pair
+from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from manta.cluster.hardware.roofline import Device
 from manta.cluster.hardware.step_time import LAUNCH_S
 from manta.cluster.planner.pareto_frontier import frontier, throughput_at
-from manta.cluster.simulation.acceptance_mix import Texts
-from manta.cluster.simulation.load_driver import DrivenEngine
+from manta.cluster.simulation.acceptance_mix import AcceptanceMix
+from manta.cluster.simulation.load_driver import LoadDriver
 from manta.cluster.simulation.load_generator import closed_loop, open_loop
 from manta.cluster.simulation.roofline_step_cost import PlanCost
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_length import survival_of_length
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
-from manta.jobs.simulate.node_engines import Drafting, NodeEngine, node_engines
+from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, node_engines
 from manta.jobs.simulate.workload import Workload
 
 TARGET = ModelShape.dense(
@@ -37,14 +37,16 @@ TARGET = ModelShape.dense(
 DRAFTER = ModelShape.dense(
     layers=5, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, taps=5
 )
-PAIR = Pair(
+PAIR = ModelPair(
     target=TARGET, drafter=DRAFTER, tied=False, tp_sizes=(1, 2, 4, 8), survival=survival_of_length(4.0, 15)
 )
 H200 = GPUS["h200"]
 WORK = Workload(prompt_tokens=200, output_tokens=60, sigma=0.3, max_tokens=4096)
 
 
-def node_engine(method: str, gpu: Gpu = H200, tp: int = 1, drafting: Drafting = Drafting()) -> NodeEngine:  # noqa: B008
+def node_engine(
+    method: str, gpu: Gpu = H200, tp: int = 1, drafting: DraftAssumptions = DraftAssumptions()
+) -> NodeEngine:  # noqa: B008
     (found,) = node_engines(PAIR, gpu, tp, (tp,), [Method.parse(method)], drafting, WORK)
     return found
 
@@ -129,7 +131,7 @@ def test_a_faster_gpu_is_not_slower(method: str) -> None:
 
 def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
     """Requests alike: the mean length is that of the curve's first drafts."""
-    drafting = Drafting(dflash="6.0", eagle3="4.0", eagle3_drafts=7, spread=0.0)
+    drafting = DraftAssumptions(dflash="6.0", eagle3="4.0", eagle3_drafts=7, spread=0.0)
     for name, survival in (
         ("dflash-7", survival_of_length(6.0, 15)),
         ("eagle3-3", survival_of_length(4.0, 7)),
@@ -142,7 +144,7 @@ def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
 
 def test_spread_keeps_the_mean_and_categories_their_lengths() -> None:
     curve = survival_of_length(5.0, 9)
-    texts = Texts(curve, 0.7, {"code": 6.5, "chat": 3.0})
+    texts = AcceptanceMix(curve, 0.7, {"code": 6.5, "chat": 3.0})
     base = np.log(texts.survival)
     by_category: dict[str | None, list[float]] = {}
     for number in range(8000):
@@ -150,24 +152,24 @@ def test_spread_keeps_the_mean_and_categories_their_lengths() -> None:
         by_category.setdefault(texts.category(str(number)), []).append(1 + np.exp(hardness * base).sum())
     lengths = {name: float(np.mean(found)) for name, found in by_category.items()}
     assert lengths["code"] == pytest.approx(6.5, rel=0.03) and lengths["chat"] == pytest.approx(3.0, rel=0.03)
-    alone = Texts(curve, 0.7)
+    alone = AcceptanceMix(curve, 0.7)
     mean = np.mean([np.exp(alone.hardness(str(n)) * np.log(alone.survival)) for n in range(8000)], axis=0)
     assert mean == pytest.approx(np.array(curve), abs=0.015)
-    assert Texts(curve).survival == pytest.approx(curve) and Texts(curve).hardness("7") == 1.0
+    assert AcceptanceMix(curve).survival == pytest.approx(curve) and AcceptanceMix(curve).hardness("7") == 1.0
     with pytest.raises(ConfigError, match="acceptance of code"):
-        Texts(curve, 0.5, {"code": 12.0})
+        AcceptanceMix(curve, 0.5, {"code": 12.0})
 
 
 def test_a_step_costs_what_is_verified_and_its_prompts() -> None:
     cost = PlanCost(node_engine("dflash").times)
     plain, few, all_of = (
-        cost(made_up_plan([500] * 64, [1 + drafts] * 64, [drafts] * 64)) for drafts in (0, 3, 15)
+        cost(dummy_step([500] * 64, [1 + drafts] * 64, [drafts] * 64)) for drafts in (0, 3, 15)
     )
     assert plain.draft_s == 0.0 < few.draft_s < all_of.draft_s
     assert plain.verify_s < few.verify_s < all_of.verify_s and plain.inject_s < all_of.inject_s
-    ragged = cost(made_up_plan([500] * 64, [1] * 32 + [7] * 32, [0] * 32 + [6] * 32))
+    ragged = cost(dummy_step([500] * 64, [1] * 32 + [7] * 32, [0] * 32 + [6] * 32))
     assert ragged.verify_s == pytest.approx(few.verify_s), "rows are rows"
-    prompt = replace(made_up_plan([500] * 64 + [0], [1] * 64 + [2000], [0] * 65))
+    prompt = replace(dummy_step([500] * 64 + [0], [1] * 64 + [2000], [0] * 65))
     assert cost(prompt).verify_s > plain.verify_s + 1e-3
     assert PlanCost(node_engine("dflash").times, free_prompts=True)(prompt).verify_s == plain.verify_s
 
@@ -184,7 +186,7 @@ def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> No
     clock = VirtualClock()
     info = ExecutorInfo((100,), 16, 512, 1000, (), 0, "float32", "cpu")
     executor = SimulatedExecutor(info, (), LinearCost(0.5), clock.advance)
-    driven = DrivenEngine(Engine(EngineConfig(model="m"), executor, clock), clock)
+    driven = LoadDriver(EngineCore(EngineConfig(model="m"), executor, clock), clock)
     driven.add(replace(WORK, sigma=0.0, output_tokens=20).request(0), 3.0)
     clock.now_s = 3.0
     (served,) = driven.run_until(float("inf"))
@@ -215,7 +217,7 @@ def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
     with pytest.raises(PlacementError, match="GiB are lacking"):
         node_engine("plain", small)
     with pytest.raises(ConfigError, match="the node has 2 GPUs"):
-        list(node_engines(PAIR, H200, 2, (4,), [Method.parse("plain")], Drafting(), WORK))
+        list(node_engines(PAIR, H200, 2, (4,), [Method.parse("plain")], DraftAssumptions(), WORK))
     with pytest.raises(ConfigError, match="at most 15"):
         node_engine("dflash-16")
 

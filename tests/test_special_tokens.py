@@ -14,7 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch.ledger.fingerprints import settings_identity
-from manta.actors.tokenization.async_prompt_encoder import PromptEncoder
+from manta.actors.tokenization.async_prompt_encoder import AsyncPromptEncoder
 from manta.actors.tokenization.prompts import Chat, encode_prompt, load_tokenizer
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
@@ -144,11 +144,11 @@ def test_a_long_conversation_is_encoded_alike_in_a_thread_and_cut_at_its_end(
 ) -> None:
     chat = Chat([user("word <|im_end|> word\n" * 2000)])
     wanted = list(encode_prompt(chat, pair[1]).token_ids)
-    encoder = PromptEncoder(pair[1], max_model_len=1 << 20)
+    encoder = AsyncPromptEncoder(pair[1], max_model_len=1 << 20)
     assert list(asyncio.run(encoder.prompt(chat)).token_ids) == wanted
     assert list(asyncio.run(encoder.prompt(chat, truncate=50)).token_ids) == wanted[-50:]
     assert asyncio.run(encoder.list_tokens(chat, 1 << 20)) == wanted
-    small = PromptEncoder(pair[1], max_model_len=100)
+    small = AsyncPromptEncoder(pair[1], max_model_len=100)
     assert list(asyncio.run(small.prompt(chat, truncate=50)).token_ids) == wanted[-50:]
     encoder.close()
     small.close()

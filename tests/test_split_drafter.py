@@ -22,10 +22,10 @@ from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.actors.workers.drafter.drafter_protocol import Hello
 from manta.actors.workers.drafter.drafter_server import DrafterServer
-from manta.actors.workers.drafter.drafter_session import LoadedDrafter, Seat
-from manta.actors.workers.drafter.gpu_drafter_session import DeviceSeat
-from manta.actors.workers.drafter.remote_drafter import RemoteDrafts, SplitRunner
-from manta.actors.workers.shm.endpoint import Waiter
+from manta.actors.workers.drafter.drafter_session import DrafterSession, LoadedDrafter
+from manta.actors.workers.drafter.gpu_drafter_session import GpuDrafterSession
+from manta.actors.workers.drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
+from manta.actors.workers.shm.endpoint import SpinWaiter
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from manta.drafter.compute.backend import Backend
 from manta.drafter.step.inputs.proposals import Proposals
@@ -33,7 +33,7 @@ from steps import GREEDY, Steps, open_runner, settings
 from tiny import make_tiny_drafter
 
 
-class Listener(DeviceSeat):
+class Listener(GpuDrafterSession):
     """A seat; its drafts are kept in `said`."""
 
     said: list[torch.Tensor]
@@ -54,23 +54,23 @@ class Pair:
         drafter = LoadedDrafter(plan)
         self.drafts: list[torch.Tensor] = []
 
-        def seat(hello: Hello) -> Seat:
+        def seat(hello: Hello) -> DrafterSession:
             made = drafter.seat(plan, hello.num_pages)
-            if isinstance(made, DeviceSeat):
+            if isinstance(made, GpuDrafterSession):
                 made.__class__, made.said = Listener, self.drafts
             return made
 
         self.server = DrafterServer(seat)
-        remotes: list[RemoteDrafts] = []
+        remotes: list[DrafterOfOtherDevice] = []
 
-        def remote(plan: LoadPlan, backend: Backend) -> RemoteDrafts:
-            remotes.append(RemoteDrafts(plan, backend, SingleRank()))
+        def remote(plan: LoadPlan, backend: Backend) -> DrafterOfOtherDevice:
+            remotes.append(DrafterOfOtherDevice(plan, backend, SingleRank()))
             return remotes[-1]
 
         runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
         self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], plan)
         self._thread = threading.Thread(target=self.server.serve, args=[0.1])
-        self.remote.connect(self.server.address, "target", self.info, Waiter(0.0))
+        self.remote.connect(self.server.address, "target", self.info, SpinWaiter(0.0))
         self._thread.start()
         self.remote.wait_for_seat()
 

@@ -23,7 +23,7 @@ from manta.actors.http.wire.errors import ENGINE_DEAD
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.engine.step_watchdog import COMPILING_S, FACTOR, FLOOR_S, TICK_S, StepWatch
 from manta.cluster.errors import EngineDeadError, EngineStalledError
 from manta.cluster.request.request import SamplingParams
@@ -75,7 +75,7 @@ class Driven:
     def __init__(self) -> None:
         self.watch = StepWatch()
         config = EngineConfig(model="", max_num_seqs=8, skip_tokenizer_init=True)
-        self._engine = Engine(
+        self._engine = EngineCore(
             config, SimulatedExecutor(make_info(max_model_len=1000, num_pages=(500,), eos_token_ids=()))
         )
         self._executor = self._engine._executor

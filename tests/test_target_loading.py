@@ -17,7 +17,7 @@ from manta.actors.targets.loading import rank_loader as loading
 from manta.actors.targets.loading import warmup as warm_up
 from manta.actors.targets.loading.rank_loader import load_runner, plan_load
 from manta.actors.targets.model.weights import TargetWeights
-from manta.actors.targets.runners.cpu_runner import StepRunner
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.runner_interface import Runner
 from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint
 from manta.cluster.errors import CheckpointError, ConfigError
@@ -307,7 +307,7 @@ def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
 ) -> None:
     """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""
     pytest.importorskip("triton")
-    from manta.actors.targets.runners.gpu_runner import DeviceRunner
+    from manta.actors.targets.runners.gpu_runner import GpuModelRunner
 
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 1}
     small = {"max_num_seqs": 3, "max_model_len": 6, "max_num_batched_tokens": 9, "num_pages": 3}
@@ -321,7 +321,7 @@ def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
         steps.clear()  # those of the warm-up
         return runner
 
-    for kind in (StepRunner, DeviceRunner):
+    for kind in (CpuModelRunner, GpuModelRunner):
         execute = kind.execute
         monkeypatch.setattr(kind, "execute", lambda *of, do=execute: steps.append(of[1]) or do(*of))
     assert warm_up.measure_step_bytes(make_runner, plan_load(config)) == 75

@@ -15,7 +15,7 @@ from eagle3_checkpoints import speculators, write
 from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.actors.targets.model.attention import Attention
+from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
 from manta.actors.targets.model.model_spec import ModelSpec
@@ -178,7 +178,7 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
     first, second, all_of = parts[0].layer(0), parts[1].layer(0), whole.layer(0)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
-    if isinstance(mixer := config.layers[0].mixer, Attention) and mixer.latent is not None:
+    if isinstance(mixer := config.layers[0].mixer, TargetAttention) and mixer.latent is not None:
         # Latents are whole everywhere, what heads make of them is not.
         assert torch.equal(second.qkv_OH, all_of.qkv_OH)
         for name in ("q_up_OK", "kv_up_UC"):
@@ -201,7 +201,7 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
 def rows_by_kind(spec: ModelSpec) -> list[int]:
     """Of the first layer's first product: q, k and v, and what a delta rule has beside them."""
     mixer = spec.layers[0].mixer
-    if isinstance(mixer, Attention):
+    if isinstance(mixer, TargetAttention):
         return [spec.axis_size(axis, 0) for axis in ("q", "kv", "value")]
     kind = mixer.geometry
     keys, heads = kind.num_key_heads * kind.key_dim, kind.num_value_heads
@@ -258,7 +258,7 @@ def test_a_size_that_does_not_divide_is_refused_before_loading(
 
 def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
     config = read_model(target)
-    first = next(i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, Attention))
+    first = next(i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, TargetAttention))
     kv = [Sharding(config, rank, 4).kv_heads(first) for rank in range(4)]
     last = slice(0, 1) if config.attention(first).latent else slice(1, 2)  # latents are one, for all ranks
     assert kv == [slice(0, 1), slice(0, 1), last, last]

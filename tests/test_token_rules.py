@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.request.logits_processors import RuleLimits, TokenRules
+from manta.cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
 from manta.cluster.request.request import Request
 from manta.cluster.step.executor import ExecutorInfo
 from manta.cluster.step.limits import SchedulerConfig, check_request
@@ -194,7 +194,7 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
         reasoning_end_token_ids=tuple(end),
     )
     states = RuleStates(torch.device("cpu"))
-    states.admit(1, TokenRules.of(params, len(prompt)))
+    states.admit(1, LogitsProcessorParams.of(params, len(prompt)))
     sequence = torch.tensor([[0] * 20, [*prompt, *generated, *drafts, *[7] * 20][:20]])
     begin = len(prompt) + len(generated)
     early = min(len(prompt) + known_before, begin)  # in a step before, fewer were known

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from manta.drafter.compute.cpu_numba.backend import CpuBackend
+from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 
 SCRIPT = """
 import os, time, torch
@@ -74,7 +74,7 @@ def results_by_threads(compute: Callable[[], torch.Tensor]) -> list[torch.Tensor
 def test_in_fp32_a_product_has_the_same_bits_on_any_number_of_threads(
     num_rows: int, outputs: int, inputs: int
 ):
-    linear, x = CpuBackend().linear(torch.randn(outputs, inputs)), torch.randn(num_rows, inputs)
+    linear, x = NumbaBackend().linear(torch.randn(outputs, inputs)), torch.randn(num_rows, inputs)
     first, *others = results_by_threads(lambda: linear(x))
     assert all(result.equal(first) for result in others)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from manta.drafter.dflash.target_features import usual_layer_ids
-from manta.jobs.training.data.continuations import ContinuationReader, Continuations, Question
+from manta.jobs.training.data.continuations import ContinuationReader, ContinuationRequest, Continuations
 from manta.jobs.training.heads.block_sampling import cut_blocks, dpace_weights, draw_anchors, weighted_mean
 from manta.jobs.training.heads.chunked_cross_entropy import Teacher, row_losses
 from manta.jobs.training.heads.dflash_loss import block_losses, draw_blocks
@@ -168,7 +168,7 @@ def continuations(count: int = 12) -> Continuations:
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
     answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
-    return Continuations.of([Question(prompt, 1.0, 0) for prompt in prompts], answers)
+    return Continuations.of([ContinuationRequest(prompt, 1.0, 0) for prompt in prompts], answers)
 
 
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):

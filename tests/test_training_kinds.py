@@ -16,7 +16,7 @@ from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSiz
 from manta.drafter.dflash.target_features import LentWeights, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
-from manta.jobs.training.data.continuations import Continuations, Question
+from manta.jobs.training.data.continuations import ContinuationRequest, Continuations
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.eagle3_module import EagleHead
 from manta.jobs.training.heads.export import export_drafter, export_eagle_head
@@ -33,7 +33,7 @@ from manta.jobs.training.heads.offline_proposals import BlockProposals, ChainPro
 from manta.jobs.training.heads.recipes import DrafterSettings, EagleSettings, Settings, Teaching
 from manta.jobs.training.loop.lr_schedule import Length
 from manta.jobs.training.loop.training_curves import read_rows
-from manta.jobs.training.model_cards import DrafterFacts, write_drafter_card
+from manta.jobs.training.model_cards import DrafterCardFacts, write_drafter_card
 from manta.jobs.training.train_drafter import train
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -80,7 +80,7 @@ def continuations(count: int = 12) -> Continuations:
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
     answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
-    return Continuations.of([Question(prompt, 1.0, 0) for prompt in prompts], answers)
+    return Continuations.of([ContinuationRequest(prompt, 1.0, 0) for prompt in prompts], answers)
 
 
 def shuffle_weights(model: torch.nn.Module) -> None:
@@ -160,7 +160,7 @@ def test_offline_a_selectors_path_is_walked_from_each_anchor(temperature: float,
     drafter = second_drafter(frozen)
     shuffle_weights(drafter)
     drafter.bfloat16()
-    question, tokens = Question((1, 2, 3), temperature, seed=7), torch.arange(3, 15)
+    question, tokens = ContinuationRequest((1, 2, 3), temperature, seed=7), torch.arange(3, 15)
     anchors = torch.tensor([4, 9])
     drafts = BlockProposals(frozen, drafter)(question, tokens, anchors)
     blocks = torch.full((2, 4), MASK_ID)
@@ -190,7 +190,7 @@ def test_offline_chains_do_not_see_what_stands_behind_their_anchor(target: Path)
     frozen = frozen_target(target)
     head = eagle_head(frozen)
     shuffle_weights(head)
-    question, tokens = Question((1, 2), 1.0, seed=7), torch.randint(0, 60, (20,))
+    question, tokens = ContinuationRequest((1, 2), 1.0, seed=7), torch.randint(0, 60, (20,))
     proposals = ChainProposals(frozen, head, num_drafts=3)
     together = proposals(question, tokens, torch.tensor([5, 11, 18]))
     assert together.shape == (3, 3)
@@ -303,7 +303,7 @@ def test_a_chains_later_tokens_see_what_was_drafted_and_no_other_chain(target: P
 
 
 def test_a_card_says_what_was_trained_and_how_good_it_is(tmp_path: Path):
-    facts = DrafterFacts(
+    facts = DrafterCardFacts(
         head="eagle3",
         target="owner/target",
         initial=None,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.cluster.speculation.draft_trimming import trimmed
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.proposals import Proposals
@@ -177,7 +177,7 @@ def test_the_compiled_cut_is_the_definition_s(seed: int) -> None:
     random = np.random.default_rng(seed)
     num_requests, most = int(random.integers(1, 40)), int(random.integers(1, 16))
     drafts = random.integers(0, most + 1, num_requests)
-    plan = made_up_plan([5] * num_requests, (1 + drafts).tolist(), drafts.tolist())
+    plan = dummy_step([5] * num_requests, (1 + drafts).tolist(), drafts.tolist())
     num_rows = plan.num_batched_tokens
     margins = np.abs(random.normal(0, 3, (num_requests, most))).astype(np.float32)
     margins[random.random(margins.shape) < 0.05] = np.nan

@@ -55,7 +55,7 @@ class _NoReader:
 
 
 def weights_after_some_steps(
-    folder: Path, parts: tuple[int, ...], workers: process_group.Communicator | None = None
+    folder: Path, parts: tuple[int, ...], workers: process_group.ProcessGroupCommunicator | None = None
 ) -> dict[str, torch.Tensor]:
     """Of a drafter whose loss is the mean over parts of a batch that is made up."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from ...cluster.batch.baseline_sample import PlainSample
+from ...cluster.batch.baseline_sample import BaselineSample
 from ...cluster.engine.engine_core import EngineStats
 from .row_stats import Device, EngineTotals
 
@@ -42,7 +42,7 @@ class EngineMeter:
         device: Device,
         num_devices: float,
         began_s: float,
-        sample: PlainSample | None = None,
+        sample: BaselineSample | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stats = stats

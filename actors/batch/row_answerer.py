@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, shown_name
-from ...cluster.metrics.bounded_labels import Account
+from ...cluster.metrics.bounded_labels import UsageAccount
 from ...cluster.request.caller import SERVER, Caller
-from ..chat.answer_parser import PLAIN, Reading
+from ..chat.answer_parser import PLAIN, AnswerParserFactory
 from ..chat.chat_model import ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.output_processor import CompletionOutput, RequestOutput
-from ..engine.tenant import Asker
+from ..engine.tenant import Tenant
 from ..http.generation.generation import whole_choice
 from ..http.generation.generation_task import operation_of
 from ..http.generation.request_stats import usage_of
@@ -33,11 +33,11 @@ from ..http.protocol.chat_request import ChatRequest, conversation
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
 from ..http.wire.request_ids import new_id
-from ..observability.telemetry import EndedRow
+from ..observability.telemetry import FinishedRow
 from ..tokenization.generation_config import GenerationDefaults
 from .dataset.passthrough_columns import passed_through
 from .dataset.row_reader import Row, id_of, record_of
-from .dataset.row_requests import Layout, RowRequest, category_of, read_request
+from .dataset.row_requests import RowRequest, RowSchema, category_of, read_request
 from .row_stats import SPENT
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class RowAnswerer:
     def __init__(
         self,
         engine: AsyncEngine,
-        layout: Layout,
+        layout: RowSchema,
         generation: GenerationDefaults,
         model_name: str,
         columns: pa.Schema = NO_COLUMNS,
@@ -130,8 +130,8 @@ class RowAnswerer:
         background: bool = False,
         chat: ChatModel | None = None,
         prefix: str | None = None,
-        on_row: Callable[[EndedRow], None] | None = None,
-        account_of: Callable[[Asker], Account] | None = None,
+        on_row: Callable[[FinishedRow], None] | None = None,
+        account_of: Callable[[Tenant], UsageAccount] | None = None,
         caller: Caller = SERVER,
     ) -> None:
         self._caller = caller
@@ -162,7 +162,7 @@ class RowAnswerer:
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
             operation = operation_of(request.body)
-            account = None if self._account_of is None else self._account_of(Asker(category=category))
+            account = None if self._account_of is None else self._account_of(Tenant(category=category))
             answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
             result = self._success(request, answer, reading, shown)
             result |= passed_through(record, self._columns, _line(row, self._layout))
@@ -179,7 +179,7 @@ class RowAnswerer:
         end_s = time.time()
         if self._on_row is not None:
             kind = error["type"] if (error := result.get("error")) else None
-            self._on_row(EndedRow(f"{self._prefix or ''}{name}", operation, begin_s, end_s, kind, answer))
+            self._on_row(FinishedRow(f"{self._prefix or ''}{name}", operation, begin_s, end_s, kind, answer))
         return {
             "row": row.number,
             "id": name,
@@ -191,8 +191,8 @@ class RowAnswerer:
         }
 
     async def _complete(
-        self, name: str, request: RowRequest, account: Account | None, *, speculate: bool
-    ) -> tuple[RequestOutput, Reading, PromptParts]:
+        self, name: str, request: RowRequest, account: UsageAccount | None, *, speculate: bool
+    ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
         body, engine, params, reading = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
             check_tools(self._chat, body)
@@ -219,7 +219,7 @@ class RowAnswerer:
         return answer, reading, await PromptParts.of(body, prompt, answer.prompt_told, engine.tokenizer)
 
     def _success(
-        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+        self, request: RowRequest, answer: RequestOutput, reading: AnswerParserFactory, shown: PromptParts
     ) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
         result = {
@@ -243,7 +243,7 @@ class RowAnswerer:
         return result
 
     def _response(
-        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+        self, request: RowRequest, answer: RequestOutput, reading: AnswerParserFactory, shown: PromptParts
     ) -> Mapping[str, Any]:
         """Return the body of the HTTP endpoint's response."""
         shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
@@ -269,7 +269,7 @@ class RowAnswerer:
 
 
 def failure(
-    row: Row, error: MantaError, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
+    row: Row, error: MantaError, layout: RowSchema, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
 ) -> Result:
     """Return the result of a row without an answer, except `begin_s` and `end_s`."""
     text = row.fault is not None or layout.lines
@@ -290,7 +290,13 @@ def failure(
 
 
 def unanswered(
-    row: Row, kind: str, message: str, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 0
+    row: Row,
+    kind: str,
+    message: str,
+    layout: RowSchema,
+    columns: pa.Schema = NO_COLUMNS,
+    *,
+    attempts: int = 0,
 ) -> Result:
     """Return the complete result of a row that no engine will answer; `kind` is its error's type."""
     result = failure(row, MantaError(message), layout, columns, attempts=attempts)
@@ -298,7 +304,7 @@ def unanswered(
     return result | {"error": error, "response": None, "begin_s": now_s, "end_s": now_s}
 
 
-def _line(row: Row, layout: Layout) -> str | None:
+def _line(row: Row, layout: RowSchema) -> str | None:
     return row.record["text"] if layout.lines else None
 
 

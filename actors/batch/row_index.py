@@ -27,8 +27,8 @@ from ...cluster.batch.row_ranges import RowRanges, of_rows
 from ...cluster.errors import DatasetError, RequestError
 from .dataset.passthrough_columns import ColumnTypes, of_parquet
 from .dataset.row_reader import Row, RowReader, RowSpans, Span, id_of, record_of
-from .dataset.row_requests import ID_COLUMNS, Layout, content_id, id_hash, own_id, parse_line, row_id
-from .dataset.source import Source, SourceFile, open_parquet
+from .dataset.row_requests import ID_COLUMNS, RowSchema, content_id, id_hash, own_id, parse_line, row_id
+from .dataset.source import Dataset, SourceFile, open_parquet
 from .dataset.text_records import NOT_UTF8, BadRecordError, BadTextError, Raw, TextFile, TextFormat
 from .row_answerer import WIRE_SCHEMA
 
@@ -62,7 +62,7 @@ class RowIndex:
     """Places and ids of the rows of a source.
 
     Attributes:
-        columns: names and types of the columns that are passed through (`Layout.columns`).
+        columns: names and types of the columns that are passed through (`RowSchema.columns`).
         digests: of each file: `sha256` of its content. Of a Parquet file in an object store `sampled`
             (footer and ids), because reading the whole file would read all data twice.
     """
@@ -84,7 +84,7 @@ class RowIndex:
         """Return `rows.id_hash` of each row's id, uint64."""
         return self._hashes
 
-    def place(self, row: int, source: Source) -> str:
+    def place(self, row: int, source: Dataset) -> str:
         """Return file and line of a row (file and row of Parquet) for messages. Reads the file."""
         (span,) = self._spans(row, row + 1)
         file = source.files[span.file]
@@ -108,7 +108,7 @@ class RowIndex:
 
 
 def index_rows(
-    source: Source, layout: Layout, *, duplicates: Duplicates = "refuse", stop: Stop = lambda: False
+    source: Dataset, layout: RowSchema, *, duplicates: Duplicates = "refuse", stop: Stop = lambda: False
 ) -> RowIndex:
     """Read all rows and index them.
 
@@ -143,7 +143,7 @@ def index_rows(
 class _Scan:
     """One pass over all files."""
 
-    def __init__(self, source: Source, layout: Layout, stop: Stop) -> None:
+    def __init__(self, source: Dataset, layout: RowSchema, stop: Stop) -> None:
         self.hashes: array[int] = array("Q")
         self.begins: list[int] = []
         self.marks: list[np.ndarray] = []
@@ -267,7 +267,7 @@ class _Scan:
 
 
 def _find_duplicates(
-    index: RowIndex, source: Source, layout: Layout, reader: RowReader, duplicates: Duplicates, stop: Stop
+    index: RowIndex, source: Dataset, layout: RowSchema, reader: RowReader, duplicates: Duplicates, stop: Stop
 ) -> DuplicateIds:
     """Find the rows whose id an earlier row has, and write the hashes of their new ids into the index.
 
@@ -355,7 +355,7 @@ def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
             yield rows[at : at + DUPLICATES_PER_READ]
 
 
-def _id(row: Row, layout: Layout) -> tuple[str, bool]:
+def _id(row: Row, layout: RowSchema) -> tuple[str, bool]:
     """Return the row's id, and whether the data gives it."""
     try:
         own = own_id(record_of(row, layout), layout)

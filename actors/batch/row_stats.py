@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...cluster.batch.baseline_sample import Comparison
+from ...cluster.batch.baseline_sample import BaselineComparison
 from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, rows_of
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
@@ -215,11 +215,11 @@ class PlainComparison:
     drafted_s: float
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """Return the measured effect of speculation; None if it was not measured."""
         if not (self.plain_tokens and self.plain_s and self.drafted_tokens and self.drafted_s):
             return None
-        return Comparison(self.plain_tokens, self.plain_s, self.drafted_tokens, self.drafted_s)
+        return BaselineComparison(self.plain_tokens, self.plain_s, self.drafted_tokens, self.drafted_s)
 
 
 @dataclass(slots=True)

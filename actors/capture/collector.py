@@ -28,7 +28,7 @@ from typing import Literal, cast
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..engine.output_processor import Begun, RequestOutput
-from ..engine.tenant import Asker
+from ..engine.tenant import Tenant
 from ..http.config.settings import ServerSettings
 from ..tokenization.checkpoint_paths import tokenizer_folder
 from ..tokenization.prompts import EncodedPrompt
@@ -51,7 +51,7 @@ class CapturedAnswers:
 
     prompts: Sequence[EncodedPrompt]
     model: str
-    asker: Asker
+    asker: Tenant
     token_ids: dict[tuple[int, int], list[int]]  # by prompt index and completion index
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
@@ -100,7 +100,7 @@ class TrafficCapture:
         self._num_pending = 0
 
     def choose(
-        self, prompts: Sequence[EncodedPrompt], begun: Begun, model: str, asker: Asker
+        self, prompts: Sequence[EncodedPrompt], begun: Begun, model: str, asker: Tenant
     ) -> CapturedAnswers | None:
         """Return a collector for this request's answers if it is selected, else None.
 

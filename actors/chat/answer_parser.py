@@ -1,4 +1,4 @@
-"""How the answers to one request are read: each completion's text goes through an `Answer`.
+"""How the answers to one request are read: each completion's text goes through an `AnswerParser`.
 
 Made by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tokenization.tokenizer import Tokenizer
-from .answer_parts import Piece, together
-from .chat_formats import CallSyntax, Messages, Thinking
+from .answer_parts import AnswerDelta, together
+from .chat_formats import CallSyntax, Messages, ThinkingFormat
 from .reasoning_tokens import ReasoningCounter
 from .stream_parser import Splitter
 
 
-class Answer:
+class AnswerParser:
     """One completion, being read.
 
     Args:
@@ -31,7 +31,7 @@ class Answer:
         self._with_reasoning = with_reasoning
         self.called = False
 
-    def feed(self, text: str, *, final: bool = False) -> Piece:
+    def feed(self, text: str, *, final: bool = False) -> AnswerDelta:
         """Take in what follows, the last of it if `final`; returns what is new."""
         piece = self._splitter.feed(text)
         if final:
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class AnswerParserFactory:
     """What a request and its prompt say of the texts that follow; arguments as of `Splitter`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Reading:
         tokenizer: of the model; only to count tokens.
     """
 
-    thinking: Thinking | Messages | None = None
+    thinking: ThinkingFormat | Messages | None = None
     calls: CallSyntax | Messages | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     opened: bool = False
@@ -57,7 +57,7 @@ class Reading:
     with_reasoning: bool = True
     tokenizer: Tokenizer | None = None
 
-    def answer(self, response_id: str, index: int) -> Answer:
+    def answer(self, response_id: str, index: int) -> AnswerParser:
         """For the `index`th completion of a response; ids of calls are made of both, so they never change."""
         splitter = Splitter(
             self.thinking,
@@ -67,7 +67,7 @@ class Reading:
             id_seed=f"{response_id}/{index}",
             parallel=self.parallel,
         )
-        return Answer(splitter, with_reasoning=self.with_reasoning)
+        return AnswerParser(splitter, with_reasoning=self.with_reasoning)
 
     def token_counter(self) -> ReasoningCounter | None:
         """What counts the reasoning of one completion; None where its marks are no tokens."""
@@ -81,9 +81,9 @@ class Reading:
             counter.feed(token_ids)
         return counter
 
-    def whole(self, response_id: str, index: int, text: str) -> Piece:
+    def whole(self, response_id: str, index: int, text: str) -> AnswerDelta:
         """A whole answer at once."""
         return self.answer(response_id, index).feed(text, final=True)
 
 
-PLAIN = Reading()  # of completions: text is text
+PLAIN = AnswerParserFactory()  # of completions: text is text

@@ -27,7 +27,7 @@ class CallPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerDelta:
     """What came of a stretch of text. A whole answer is the same, put together (`together`)."""
 
     reasoning: str = ""
@@ -38,10 +38,10 @@ class Piece:
         return bool(self.reasoning or self.content or self.calls)
 
 
-NO_PIECE = Piece()
+NO_PIECE = AnswerDelta()
 
 
-def together(pieces: Iterable[Piece]) -> Piece:
+def together(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
     """The sum of successive pieces, with one `CallPiece` for each call."""
     found = list(pieces)
     calls: dict[int, CallPiece] = {}
@@ -52,7 +52,7 @@ def together(pieces: Iterable[Piece]) -> Piece:
             if before is None
             else CallPiece(call.index, before.id, before.name, before.arguments + call.arguments)
         )
-    return Piece(
+    return AnswerDelta(
         "".join(piece.reasoning for piece in found),
         "".join(piece.content for piece in found),
         tuple(calls.values()),

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinking:
+class ThinkingFormat:
     """Reasoning between two marks, at an answer's start or behind a call.
 
     Attributes:
@@ -120,7 +120,7 @@ class Messages:
     prefix: str = ""
 
 
-Format: TypeAlias = Thinking | CallSyntax | Messages
+Format: TypeAlias = ThinkingFormat | CallSyntax | Messages
 
 HARMONY = Messages(
     start="<|start|>",
@@ -140,8 +140,8 @@ MUSE = Messages(
     thoughts=frozenset({"self"}),
     answers=frozenset({"user"}),
 )
-THINK = Thinking(begin="<think>", end="</think>")
-_OPEN_THINK = Thinking(begin="<think>", end="</think>", always_open=True)
+THINK = ThinkingFormat(begin="<think>", end="</think>")
+_OPEN_THINK = ThinkingFormat(begin="<think>", end="</think>", always_open=True)
 _XML = TaggedCalls(
     section="<tool_call>",
     section_end="</tool_call>",
@@ -153,14 +153,14 @@ _XML = TaggedCalls(
     end="</function>",
 )
 
-REASONING: Mapping[str, Thinking | Messages] = {
+REASONING: Mapping[str, ThinkingFormat | Messages] = {
     "qwen3": THINK,
     "deepseek_r1": _OPEN_THINK,
     "kimi_k2": THINK,
     "minimax_m2": _OPEN_THINK,
     "glm45": THINK,
     "mimo": THINK,
-    "gemma4": Thinking(begin="<|channel>", heading="thought", end="<channel|>"),
+    "gemma4": ThinkingFormat(begin="<|channel>", heading="thought", end="<channel|>"),
     "openai_gptoss": HARMONY,
     "muse_glimmer": MUSE,
 }

@@ -1,7 +1,7 @@
 """How a model converses: which formats its answers are written in, found by its chat template or by name.
 
 Made once per engine, by whoever answers conversations: the HTTP front and those who answer batch rows. Makes
-a `Reading` for each request.
+a `AnswerParserFactory` for each request.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import StructuredOutputsParams
 from ..tokenization.tokenizer import Tokenizer
-from .answer_parser import Reading
-from .chat_formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, Thinking, marks_of
+from .answer_parser import AnswerParserFactory
+from .chat_formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, ThinkingFormat, marks_of
 from .reasoning_tokens import reasoning_marks
 from .tool_call_grammars import forced_calls, strict_calls
 
@@ -35,7 +35,7 @@ class ChatModel:
     """
 
     calls: CallSyntax | Messages | None = None
-    thinking: Thinking | Messages | None = None
+    thinking: ThinkingFormat | Messages | None = None
     call_parser: str | None = None
     reasoning_parser: str | None = None
     auto_calls: bool = True
@@ -95,7 +95,7 @@ class ChatModel:
         parallel: bool = True,
         with_reasoning: bool = True,
         continued: str | None = None,
-    ) -> Reading:
+    ) -> AnswerParserFactory:
         """How what follows a prompt is read.
 
         Args:
@@ -105,7 +105,7 @@ class ChatModel:
             with_reasoning: False leaves out what the model thinks.
             continued: the message that the answer continues, if it does.
         """
-        return Reading(
+        return AnswerParserFactory(
             thinking=self.thinking,
             calls=self.calls if schemas else None,
             schemas=schemas or {},
@@ -158,14 +158,14 @@ class ChatModel:
         if self.thinking is None or self.tokenizer is None:
             return params
         begin, end = reasoning_marks(self.thinking, self.tokenizer)
-        is_told = not isinstance(self.thinking, Thinking) or self.thinking.begin in prompt
+        is_told = not isinstance(self.thinking, ThinkingFormat) or self.thinking.begin in prompt
         if not is_told and self._opened(prompt, None):
             begin = ()  # the answer begins within
         return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
     def _opened(self, prompt: str, continued: str | None) -> bool:
         """Whether the prompt ends within reasoning."""
-        if not isinstance(self.thinking, Thinking):
+        if not isinstance(self.thinking, ThinkingFormat):
             return False
         begin, end = self.thinking.begin, self.thinking.end
         if continued is not None:

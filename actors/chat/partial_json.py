@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..tokenization.surrogates import loads
-from .text_stream import NotACallError, Sink, Source, Waiting
+from .text_stream import NotACallError, Sink, TextSource, Waiting
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # no JSON has "<" outside of a string: there a mark begins
 _IN_STRING = re.compile(r'["\\]')
@@ -13,7 +13,7 @@ _AFTER_SCALAR = re.compile(r"[,}\]\s<]")
 _MOST_CHARS = 1024  # of a string that is a key or a name
 
 
-def json_string(source: Source) -> Waiting[str]:
+def json_string(source: TextSource) -> Waiting[str]:
     """A string's value. Raises NotACallError for what is none, or is too long for a name."""
     parts: list[str] = []
 
@@ -32,7 +32,7 @@ def json_string(source: Source) -> Waiting[str]:
         raise NotACallError from None
 
 
-def json_value(source: Source, sink: Sink) -> Waiting[None]:
+def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
     """Hand on a value that begins with a brace or a bracket, to the one that closes it.
 
     Nothing is checked but that they are as many: what is wrong inside is the reader's of the arguments. Where
@@ -53,7 +53,7 @@ def json_value(source: Source, sink: Sink) -> Waiting[None]:
             return
 
 
-def skip_value(source: Source) -> Waiting[None]:
+def skip_value(source: TextSource) -> Waiting[None]:
     """Read on behind a value."""
     first = yield from source.peek()
     if first and first in "{[":
@@ -64,7 +64,7 @@ def skip_value(source: Source) -> Waiting[None]:
         yield from source.span(_AFTER_SCALAR, _nowhere)
 
 
-def _string(source: Source, sink: Sink) -> Waiting[bool]:
+def _string(source: TextSource, sink: Sink) -> Waiting[bool]:
     """Hand on a string with its quotes; False where the text ends within."""
     sink((yield from source.character()))
     while True:

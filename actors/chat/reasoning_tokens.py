@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..tokenization.tokenizer import Tokenizer
-from .chat_formats import Messages, Thinking
+from .chat_formats import Messages, ThinkingFormat
 
 
 class ReasoningCounter:
@@ -33,12 +33,12 @@ class ReasoningCounter:
 
     @classmethod
     def of(
-        cls, thinking: Thinking | Messages, tokenizer: Tokenizer, *, opened: bool
+        cls, thinking: ThinkingFormat | Messages, tokenizer: Tokenizer, *, opened: bool
     ) -> ReasoningCounter | None:
         """None where a mark is no token."""
 
         begin, end = reasoning_marks(thinking, tokenizer)
-        last = thinking.begin if isinstance(thinking, Thinking) else thinking.body
+        last = thinking.begin if isinstance(thinking, ThinkingFormat) else thinking.body
         if len(end) != 1 or len(tokenizer.encode(last, add_special_tokens=False)) != 1:
             return None
         return cls(begin, end[0], opened=opened)
@@ -56,10 +56,10 @@ class ReasoningCounter:
 
 
 def reasoning_marks(
-    thinking: Thinking | Messages, tokenizer: Tokenizer
+    thinking: ThinkingFormat | Messages, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens before reasoning and behind it."""
-    if isinstance(thinking, Thinking):
+    if isinstance(thinking, ThinkingFormat):
         texts = thinking.begin, thinking.end
     else:
         (thoughts,) = thinking.thoughts

@@ -14,9 +14,9 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from .answer_parts import CallPiece, Piece, together
-from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, Thinking
-from .text_stream import Marks, NotACallError, Source, Waiting
+from .answer_parts import AnswerDelta, CallPiece, together
+from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, ThinkingFormat
+from .text_stream import Marks, NotACallError, TextSource, Waiting
 from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
 
 _NEWLINES = 2  # before a mark
@@ -39,7 +39,7 @@ class Splitter:
 
     def __init__(
         self,
-        thinking: Thinking | Messages | None = None,
+        thinking: ThinkingFormat | Messages | None = None,
         calls: CallSyntax | Messages | None = None,
         *,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
@@ -51,22 +51,22 @@ class Splitter:
         self._id_seed = id_seed
         self._most_calls = _MOST_CALLS if parallel else 1
         self._num_calls = 0
-        self._pieces: list[Piece] = []
-        self._source = Source()
+        self._pieces: list[AnswerDelta] = []
+        self._source = TextSource()
         self._reader = self._read(thinking, calls, opened)
         self._done = False
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> AnswerDelta:
         """Take in what follows; returns what can be told of the text so far and was not told before."""
         self._source.add(text)
         return self._take()
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerDelta:
         """The text has ended: what was held back."""
         self._source.closed = True
         return self._take()
 
-    def _take(self) -> Piece:
+    def _take(self) -> AnswerDelta:
         if not self._done:
             self._done = next(self._reader, self) is self
         found = together(self._pieces)
@@ -82,23 +82,25 @@ class Splitter:
         index, self._num_calls = self._num_calls, self._num_calls + 1
         if index < self._most_calls:
             digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
-            self._pieces.append(Piece(calls=(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""),)))
+            self._pieces.append(
+                AnswerDelta(calls=(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""),))
+            )
 
     def add(self, arguments: str) -> None:
         index = self._num_calls - 1
         if index < self._most_calls:
-            self._pieces.append(Piece(calls=(CallPiece(index, None, None, arguments),)))
+            self._pieces.append(AnswerDelta(calls=(CallPiece(index, None, None, arguments),)))
 
     def _reason(self, text: str) -> None:
-        self._pieces.append(Piece(reasoning=text))
+        self._pieces.append(AnswerDelta(reasoning=text))
 
     def _say(self, text: str) -> None:
-        self._pieces.append(Piece(content=text))
+        self._pieces.append(AnswerDelta(content=text))
 
     # How an answer is read.
 
     def _read(
-        self, thinking: Thinking | Messages | None, calls: CallSyntax | Messages | None, opened: bool
+        self, thinking: ThinkingFormat | Messages | None, calls: CallSyntax | Messages | None, opened: bool
     ) -> Generator[None, None, None]:
         messages = next((each for each in (thinking, calls) if isinstance(each, Messages)), None)
         if messages is not None:
@@ -114,7 +116,7 @@ class Splitter:
         while not self._source.ended:  # all the rest is content
             yield from self._source.through(_NO_MARKS, self._say)
 
-    def _read_marked(self, thinking: Thinking | None, calls: CallSyntax | None) -> Waiting[None]:
+    def _read_marked(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Waiting[None]:
         """Thoughts at the start and behind calls, content and calls in any order."""
         begins = _begins(calls)
         marks = Marks(*begins, newlines=_NEWLINES) if begins else _NO_MARKS
@@ -130,7 +132,7 @@ class Splitter:
             assert calls is not None, "only calls have marks here"
             yield from self._read_call(calls, mark)
 
-    def _read_leading_thoughts(self, thinking: Thinking) -> Waiting[None]:
+    def _read_leading_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
         self._source.mark()
         yield from self._source.skip()
         if (yield from self._source.starts_with(thinking.begin)) is None:
@@ -141,7 +143,7 @@ class Splitter:
             yield from self._source.starts_with(thinking.heading)
         yield from self._read_thoughts(thinking)
 
-    def _read_thoughts(self, thinking: Thinking) -> Waiting[None]:
+    def _read_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
         yield from self._source.skip("\n")
         yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._reason)
         yield from self._source.skip("\n")

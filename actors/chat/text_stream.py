@@ -50,7 +50,7 @@ class Marks:
         return any(mark.startswith(after) for mark in self._marks)
 
 
-class Source:
+class TextSource:
     """What has come of a text and was not read."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from .chat_formats import HeadedCalls, JsonCalls, QuotedCalls, TaggedCalls
 from .partial_json import json_string, json_value, skip_value
 from .schema_values import as_json, is_text, property_schema
-from .text_stream import Marks, NotACallError, Sink, Source, Waiting
+from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 
 TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")
 _BEHIND_NAME = re.compile(r"[\n<]")
@@ -40,7 +40,7 @@ class OpenCalls(Protocol):
     def add(self, arguments: str) -> None: ...
 
 
-def read_json_call(source: Source, calls: OpenCalls, syntax: JsonCalls) -> Waiting[None]:
+def read_json_call(source: TextSource, calls: OpenCalls, syntax: JsonCalls) -> Waiting[None]:
     """`{"name": .., "arguments": {..}}`, keys in either order."""
     name: str | None = None
     early: list[str] = []  # arguments that came before their name
@@ -89,14 +89,14 @@ def read_json_call(source: Source, calls: OpenCalls, syntax: JsonCalls) -> Waiti
         yield from source.starts_with(syntax.end)
 
 
-def read_headed_call(source: Source, calls: OpenCalls, syntax: HeadedCalls) -> Waiting[None]:
+def read_headed_call(source: TextSource, calls: OpenCalls, syntax: HeadedCalls) -> Waiting[None]:
     """`functions.NAME:0 heading {..} end`."""
     header = (yield from source.short(Marks(syntax.heading))).strip()
     calls.open(header.removeprefix(syntax.prefix).rpartition(":")[0] or header, header)
     yield from read_raw_arguments(source, calls, Marks(syntax.end))
 
 
-def read_raw_arguments(source: Source, calls: OpenCalls, end: Marks) -> Waiting[str | None]:
+def read_raw_arguments(source: TextSource, calls: OpenCalls, end: Marks) -> Waiting[str | None]:
     """JSON up to a mark, which is returned; where there is none, the call has no arguments."""
     yield from source.skip()
     some = False
@@ -112,7 +112,7 @@ def read_raw_arguments(source: Source, calls: OpenCalls, end: Marks) -> Waiting[
     return mark
 
 
-def read_tagged_call(source: Source, calls: OpenCalls, syntax: TaggedCalls) -> Waiting[None]:
+def read_tagged_call(source: TextSource, calls: OpenCalls, syntax: TaggedCalls) -> Waiting[None]:
     """`NAME name_close (key_open KEY key_close value_open value value_close)* end`."""
     if syntax.name_close:
         name = yield from source.short(Marks(syntax.name_close))
@@ -150,7 +150,7 @@ def read_tagged_call(source: Source, calls: OpenCalls, syntax: TaggedCalls) -> W
 
 
 def _read_value(
-    source: Source, calls: OpenCalls, syntax: TaggedCalls, schema: Mapping[str, Any] | None
+    source: TextSource, calls: OpenCalls, syntax: TaggedCalls, schema: Mapping[str, Any] | None
 ) -> Waiting[bool]:
     """False where the text ends within. Text is handed on as it comes, everything else when it is whole."""
     if syntax.newlines:
@@ -168,7 +168,7 @@ def _read_value(
     return ended
 
 
-def _through_value(source: Source, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
+def _through_value(source: TextSource, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
     """Hand on a value up to its end; False where the text ends before.
 
     Its end is its own mark or, where the model forgot that one, the call's: not read then, and only where
@@ -190,7 +190,7 @@ def _through_value(source: Source, syntax: TaggedCalls, sink: Sink) -> Waiting[b
     return False
 
 
-def read_quoted_call(source: Source, calls: OpenCalls, syntax: QuotedCalls) -> Waiting[None]:
+def read_quoted_call(source: TextSource, calls: OpenCalls, syntax: QuotedCalls) -> Waiting[None]:
     """`call:NAME{key:quote text quote,other:42} end`, turned into JSON as it comes."""
     yield from source.expect(syntax.heading)
     name = yield from _name_before(source, re.compile(r"[{<\n]"))
@@ -202,7 +202,7 @@ def read_quoted_call(source: Source, calls: OpenCalls, syntax: QuotedCalls) -> W
     yield from source.starts_with(syntax.end)
 
 
-def _read_quoted_value(source: Source, add: Sink, quote: str) -> Waiting[None]:
+def _read_quoted_value(source: TextSource, add: Sink, quote: str) -> Waiting[None]:
     """One value that begins with a brace."""
     depth = 0
     quotes = Marks(quote)
@@ -242,7 +242,7 @@ def _no_constant(word: str) -> None:
     raise ValueError(word)
 
 
-def _name_before(source: Source, pattern: re.Pattern[str]) -> Waiting[str]:
+def _name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:
     parts: list[str] = []
 
     def take(text: str) -> None:
@@ -260,7 +260,7 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-Reader = Callable[[Source, OpenCalls, Any], Waiting[None]]  # Any: the syntax that it reads
+Reader = Callable[[TextSource, OpenCalls, Any], Waiting[None]]  # Any: the syntax that it reads
 READERS: Mapping[type, Reader] = {
     JsonCalls: read_json_call,
     HeadedCalls: read_headed_call,

@@ -19,22 +19,22 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ...cluster.config import EngineConfig
-from ...cluster.engine.engine_core import Engine, EngineStats
+from ...cluster.engine.engine_core import EngineCore, EngineStats
 from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatch
 from ...cluster.errors import EngineDeadError, EngineGoneError, EngineStalledError, MantaError
-from ...cluster.fleet.canary import Trial, Verdict
-from ...cluster.metrics.bounded_labels import Account
-from ...cluster.records.request_timeline import Life
+from ...cluster.fleet.canary import CanaryTrial, Verdict
+from ...cluster.metrics.bounded_labels import UsageAccount
+from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
-from ...cluster.scheduler.usage_meter import Spent
+from ...cluster.scheduler.usage_meter import Usage
 from ...cluster.step.executor import Executor, ExecutorInfo
-from ..structured_outputs.grammar_frontend import GrammarDoor, HoldsGrammars
-from ..tokenization.async_prompt_encoder import PromptEncoder
+from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
+from ..tokenization.async_prompt_encoder import AsyncPromptEncoder
 from ..tokenization.prompts import EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
 from .output_processor import Begun, OutputProcessor, RequestOutput
-from .output_streams import Stream, Streams, processing_failure
-from .speculation_cache import KeptSpeculation
+from .output_streams import OutputStream, OutputStreams, processing_failure
+from .speculation_cache import SpeculationCache
 from .uniproc_executor import make_executor
 from .unread_outputs import ReaderLimit
 
@@ -85,7 +85,7 @@ class RequestOptions(TypedDict, total=False):
     client_id: str | None
     owner: str | None
     uses_cache: bool
-    account: Account | None
+    account: UsageAccount | None
     on_trial: bool
 
 
@@ -117,18 +117,18 @@ class AsyncEngine:
         spec = config.speculative_config
         self.drafter = None if spec is None else spec.drafter
         self.candidate: str | None = None
-        self.trial: Trial | None = None
+        self.trial: CanaryTrial | None = None
         self.verdicts: Counter[Verdict] = Counter()
         self._make = make
         self._executor: Executor | None = None
-        self._engine: Engine | None = None
-        self._kept: KeptSpeculation | None = None
+        self._engine: EngineCore | None = None
+        self._kept: SpeculationCache | None = None
         self._tokenizer: Tokenizer | None = None
-        self._encoder: PromptEncoder | None = None
-        self._grammars: GrammarDoor | None = None
-        self._streams = Streams(self._abort_all)
+        self._encoder: AsyncPromptEncoder | None = None
+        self._grammars: GrammarFrontend | None = None
+        self._streams = OutputStreams(self._abort_all)
         self._seeds = SeedSource(config.seed)
-        self._inbox: deque[Callable[[Engine], None]] = deque()
+        self._inbox: deque[Callable[[EngineCore], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._failure: MantaError | None = None
@@ -146,12 +146,12 @@ class AsyncEngine:
         except BaseException:
             self.close()
             raise
-        self._encoder = PromptEncoder(self._tokenizer, executor.info.max_model_len)
+        self._encoder = AsyncPromptEncoder(self._tokenizer, executor.info.max_model_len)
         holder = executor if isinstance(executor, HoldsGrammars) else None
-        self._grammars = await asyncio.to_thread(GrammarDoor.of, self._tokenizer, executor.info, holder)
+        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self._tokenizer, executor.info, holder)
         self._streams.processor = OutputProcessor(self._tokenizer)
-        self._engine = Engine(self.config, executor, watch=self._watch)
-        self._kept = KeptSpeculation(self.config, executor.info, self._engine)
+        self._engine = EngineCore(self.config, executor, watch=self._watch)
+        self._kept = SpeculationCache(self.config, executor.info, self._engine)
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_steps, name="manta-step-watch", daemon=True).start()
@@ -177,7 +177,7 @@ class AsyncEngine:
         return self._tokenizer
 
     @property
-    def encoder(self) -> PromptEncoder:
+    def encoder(self) -> AsyncPromptEncoder:
         """The door for text: encodes beside the event loop, and refuses what cannot fit."""
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
@@ -186,13 +186,13 @@ class AsyncEngine:
         assert self._engine is not None, "start() the engine first"
         return self._engine.stats()
 
-    def lives(self, name: str) -> list[Life]:
-        """What became of the requests of this name; see `Engine.lives`."""
+    def lives(self, name: str) -> list[RequestTimeline]:
+        """What became of the requests of this name; see `EngineCore.lives`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.lives(name)
 
-    def spent(self) -> dict[Account, Spent]:
-        """What steps were for whom; see `Engine.spent`."""
+    def spent(self) -> dict[UsageAccount, Usage]:
+        """What steps were for whom; see `EngineCore.spent`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.spent()
 
@@ -272,7 +272,7 @@ class AsyncEngine:
         await self._ordered(lambda executor, engine: executor.swap_drafter(model))
         self.drafter = model
 
-    async def begin_trial(self, model: str, trial: Trial) -> None:
+    async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
         """Have the checkpoint `model` beside the drafter: it drafts for requests that are `on_trial`, by lot.
 
         Raises:
@@ -280,7 +280,7 @@ class AsyncEngine:
             EngineDeadError: the engine cannot serve.
         """
 
-        def begin(executor: SwapsDrafters, engine: Engine) -> None:
+        def begin(executor: SwapsDrafters, engine: EngineCore) -> None:
             executor.begin_trial(model)
             engine.begin_trial()
 
@@ -299,7 +299,7 @@ class AsyncEngine:
         """
         promoted = verdict == "promoted"
 
-        def end(executor: SwapsDrafters, engine: Engine) -> None:
+        def end(executor: SwapsDrafters, engine: EngineCore) -> None:
             executor.end_trial(promoted=promoted)
             engine.end_trial(promoted=promoted)
 
@@ -321,7 +321,7 @@ class AsyncEngine:
         assert kept is not None, "start() the engine first"
         await self._ordered(lambda executor, engine: kept.end_warm_up())
 
-    async def _ordered(self, order: Callable[[SwapsDrafters, Engine], None]) -> None:
+    async def _ordered(self, order: Callable[[SwapsDrafters, EngineCore], None]) -> None:
         """Done by the step thread between two steps; raises what that raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tell(lambda engine: self._obey(engine, order, done))
@@ -376,7 +376,7 @@ class AsyncEngine:
         *,
         whole: bool = False,
         limit: ReaderLimit | None = None,
-    ) -> Iterator[Stream]:
+    ) -> Iterator[OutputStream]:
         """A request that runs while somebody reads."""
         try:
             self.check_health()
@@ -390,7 +390,7 @@ class AsyncEngine:
             options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
         background, client_id = options.get("background", False), options.get("client_id")
-        stream = Stream(tracker, background, whole, limit, client_id=client_id)
+        stream = OutputStream(tracker, background, whole, limit, client_id=client_id)
         self._streams.enter(stream)
         try:
             self._tell(lambda engine: self._admit(engine, requests, stream))
@@ -416,7 +416,7 @@ class AsyncEngine:
         self._loop.call_later(LOOK_S, self._watch_delivery, num_stuck)
 
     def _abort_all(self, child_ids: Sequence[str], reason: FinishReason) -> None:
-        def command(engine: Engine) -> None:
+        def command(engine: EngineCore) -> None:
             for child_id in child_ids:
                 engine.abort(child_id, reason)
 
@@ -424,12 +424,12 @@ class AsyncEngine:
 
     # On the step thread.
 
-    def _tell(self, command: Callable[[Engine], None]) -> None:
+    def _tell(self, command: Callable[[EngineCore], None]) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
 
-    def _admit(self, engine: Engine, requests: Sequence[Request], stream: Stream) -> None:
+    def _admit(self, engine: EngineCore, requests: Sequence[Request], stream: OutputStream) -> None:
         try:
             engine.add_requests(requests)
         except MantaError as error:
@@ -442,8 +442,8 @@ class AsyncEngine:
 
     def _obey(
         self,
-        engine: Engine,
-        order: Callable[[SwapsDrafters, Engine], None],
+        engine: EngineCore,
+        order: Callable[[SwapsDrafters, EngineCore], None],
         done: asyncio.Future[None],
     ) -> None:
         try:
@@ -501,7 +501,7 @@ class AsyncEngine:
                 # To them, and to a gateway, it is a death like others; the reason is for whoever probes.
                 self._post(self._streams.fail_online, EngineDeadError(_stalled(stall).message))
 
-    def _await_work(self, engine: Engine) -> bool:
+    def _await_work(self, engine: EngineCore) -> bool:
         """Run commands; sleep while there is nothing to do. False when closing."""
         with self._wake:
             while not self._closing and not self._inbox and not engine.has_unfinished:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...cluster.fleet.canary import Tally, Trial
+from ...cluster.fleet.canary import ArmStats, CanaryTrial
 from ...cluster.request.request import SamplingParams
 from ..tokenization.prompts import EncodedPrompt
 from .async_engine import AsyncEngine
@@ -55,8 +55,8 @@ class AuditedAnswer:
     token_ids: list[int] = field(default_factory=list[int])
     num_compared: int = 0
     audits: bool = True
-    trial: Trial | None = None
-    tallies: list[Tally] = field(default_factory=list[Tally])
+    trial: CanaryTrial | None = None
+    tallies: list[ArmStats] = field(default_factory=list[ArmStats])
 
     def feed(self, output: RequestOutput) -> None:
         """What is new of it."""
@@ -120,7 +120,7 @@ class LosslessAudit:
         told = request_id, response_id, prompt, self._engine.seeded(params), list(begun.token_ids)
         return AuditedAnswer(*told, audits=audits, trial=trial)
 
-    def _shadow(self) -> Trial | None:
+    def _shadow(self) -> CanaryTrial | None:
         """The trial that this answer is for, if there is one and it is."""
         trial = self._engine.trial
         if trial is None or not trial.rules.shadow or random.random() >= trial.rules.fraction:
@@ -163,7 +163,7 @@ class LosslessAudit:
         if answer.trial is not None and answer.trial is self._engine.trial:
             await self._try_both(answer, answer.trial)
 
-    async def _try_both(self, answer: AuditedAnswer, trial: Trial) -> None:
+    async def _try_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
         """The same tokens by the drafter and by the candidate; who was done before stays done."""
         try:
             while len(answer.tallies) < 2:
@@ -173,7 +173,7 @@ class LosslessAudit:
         else:
             trial.compare(*answer.tallies)
 
-    async def _decode(self, answer: AuditedAnswer, *, on_trial: bool) -> Tally:
+    async def _decode(self, answer: AuditedAnswer, *, on_trial: bool) -> ArmStats:
         """What one of the two brings."""
         output = await self._engine.complete(
             f"{'candidate' if on_trial else 'incumbent'}-{answer.response_id}",

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
-from ...cluster.fleet.canary import Tally
-from ...cluster.metrics.bounded_labels import Account
+from ...cluster.fleet.canary import ArmStats
+from ...cluster.metrics.bounded_labels import UsageAccount
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..chat.chat_model import ChatModel
@@ -68,9 +68,9 @@ class RequestMetrics:
     num_decoding_steps: int = 0
 
     @property
-    def brought(self) -> Tally:
+    def brought(self) -> ArmStats:
         """What its drafter did."""
-        return Tally(1, self.num_decoding_steps, self.num_accepted_tokens)
+        return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -362,7 +362,7 @@ class OutputProcessor:
         client_id: str | None = None,
         owner: str | None = None,
         uses_cache: bool = True,
-        account: Account | None = None,
+        account: UsageAccount | None = None,
         on_trial: bool = False,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; returns its tracker and one engine request per completion.

@@ -23,7 +23,7 @@ from ...cluster.errors import (
     shown,
 )
 from ...cluster.request.request import FinishReason
-from ..system.loop_yielding import Turns
+from ..system.loop_yielding import LoopYielder
 from .output_processor import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
 from .unread_outputs import ReaderLimit, Unread
 
@@ -36,7 +36,7 @@ TOO_SLOW = (
 
 
 @dataclass(slots=True)
-class Stream:
+class OutputStream:
     """Where the outputs of one user request go. `failure` ends it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Stream:
         return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
 
 
-class Streams:
+class OutputStreams:
     """Those of one engine, by the user's request id.
 
     Args:
@@ -104,7 +104,7 @@ class Streams:
     def __init__(self, abort: Callable[[Sequence[str], FinishReason], None]) -> None:
         self.processor = OutputProcessor(None)
         self._abort = abort
-        self._open: dict[str, Stream] = {}
+        self._open: dict[str, OutputStream] = {}
         self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
         self._has_turn = False  # the event loop is going to call `_deliver_a_turn`
         self._num_handed_out = self._num_at_last_look = 0
@@ -122,10 +122,10 @@ class Streams:
                 param="request_id",
             )
 
-    def enter(self, stream: Stream) -> None:
+    def enter(self, stream: OutputStream) -> None:
         self._open[stream.tracker.request_id] = stream
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: OutputStream) -> None:
         """Its reader is done or gone: forget what is left of the request everywhere."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
@@ -169,7 +169,7 @@ class Streams:
     def _deliver_a_turn(self) -> None:
         """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
         self._has_turn = False
-        turns = Turns()
+        turns = LoopYielder()
         try:
             while self._updates:
                 self._hand_out(self._updates.popleft())
@@ -202,7 +202,7 @@ class Streams:
         if stream.is_too_slow:
             self._cut_off(stream)
 
-    def _cut_off(self, stream: Stream) -> None:
+    def _cut_off(self, stream: OutputStream) -> None:
         """End a stream whose client does not read; its slots and pages are free before the next plan."""
         limit, tracker = stream.limit, stream.tracker
         assert limit is not None, "it has been exceeded"

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import mean
 
 from ...cluster.config import EngineConfig
-from ...cluster.disk_cache import Kept
-from ...cluster.engine.engine_core import Engine
+from ...cluster.disk_cache import DiskCache
+from ...cluster.engine.engine_core import EngineCore
 from ...cluster.speculation.acceptance_model import AcceptanceModel
 from ...cluster.speculation.step_cost_model import StepCostModel
 from ...cluster.step.executor import ExecutorInfo
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 300.0
 
 
-class KeptSpeculation:
+class SpeculationCache:
     """Of one engine; nothing is kept where nothing is decided by it.
 
     Args:
         engine: freshly made.
     """
 
-    def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: Engine) -> None:
+    def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: EngineCore) -> None:
         pair, self._engine = _pair(config, info), engine
-        self._costs, self._kept_costs = engine.costs, Kept("step-costs", _runs(config, info) | pair)
+        self._costs, self._kept_costs = engine.costs, DiskCache("step-costs", _runs(config, info) | pair)
         self._survival = engine.acceptance
-        self._kept_survival = Kept("acceptance", pair | _written_s(config))
+        self._kept_survival = DiskCache("acceptance", pair | _written_s(config))
         spec = config.speculative_config
         self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
         self._due_s = time.monotonic() + _EVERY_S
@@ -86,7 +86,7 @@ class KeptSpeculation:
             self._kept_survival.write(survival.as_json())
 
 
-def _read(learned: StepCostModel | AcceptanceModel, kept: Kept) -> None:
+def _read(learned: StepCostModel | AcceptanceModel, kept: DiskCache) -> None:
     if (value := kept.read()) is None:
         return
     try:

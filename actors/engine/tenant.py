@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...cluster.request.caller import Caller
 
 
-class Asker(NamedTuple):
+class Tenant(NamedTuple):
     """Whom a request counts for.
 
     Attributes:
@@ -28,30 +28,30 @@ class Asker(NamedTuple):
     named: str | None = None
 
 
-def asker_of(
+def tenant_of(
     headers: Mapping[str, str],
     metadata: Any,  # Any: JSON
     caller: Caller,
     tenants: tuple[str, ...],
-) -> tuple[Asker, str | None]:
+) -> tuple[Tenant, str | None]:
     """Return tenant and category of a request over HTTP, and the field that names a tenant in vain.
 
     Args:
         tenants: that every request may count for.
     """
-    told = told_asker(metadata)
+    told = parse_tenant(metadata)
     in_header = headers.get("x-tenant")
     named = in_header or told.tenant
     tenant = caller.tenant_of(named, tenants)
     unheeded = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
     category = headers.get("x-category") or told.category
-    return Asker(tenant, category, caller.tenant or named), unheeded
+    return Tenant(tenant, category, caller.tenant or named), unheeded
 
 
-def told_asker(metadata: Any) -> Asker:  # Any: JSON
+def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
     """What a body says."""
     told = metadata if isinstance(metadata, Mapping) else {}
-    return Asker(_text(told.get("tenant")), _text(told.get("category")))
+    return Tenant(_text(told.get("tenant")), _text(told.get("category")))
 
 
 def _text(value: Any) -> str | None:  # Any: JSON

@@ -65,7 +65,7 @@ def create_gateway(
         settings: of the endpoint.
         gateway: names it in metrics.
         traffic: counts the requests under way, and says whether they are the last.
-        echo_request_id: see `Gate`.
+        echo_request_id: see `RequestGate`.
     """
     traffic = traffic or Traffic()
     figures = GatewayFigures(fleet, gateway)

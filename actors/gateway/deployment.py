@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ..http.config.settings import ServerSettings
 from ..http.middleware.inflight_requests import Traffic
 from ..serve.replica_lifecycle import LOOK_S
-from ..serve.serve_hooks import ServePlace, door_is_there, listen_as_ray_does, restore_print
+from ..serve.serve_hooks import RayServeHost, door_is_there, listen_as_ray_does, restore_print
 from ..system.gc_tuning import spare_streams
 from ..system.log_setup import LogSettings, log_to_stderr
 from ..workers.base.ray_resources import may_grow
@@ -58,7 +58,7 @@ class Gateway:
         """Called by Serve once `__init__` is through."""
         from .app import create_gateway
 
-        self._watching = asyncio.create_task(self._watch(ServePlace()))
+        self._watching = asyncio.create_task(self._watch(RayServeHost()))
         app = create_gateway(
             self._fleet,
             self._settings,
@@ -69,7 +69,7 @@ class Gateway:
         spare_streams()
         return app
 
-    async def _watch(self, place: ServePlace) -> None:
+    async def _watch(self, place: RayServeHost) -> None:
         """Until Serve, or a SIGTERM, asks it to go: then nothing is waited for that may not come."""
         loop = asyncio.get_running_loop()
         place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_leave(place), loop))
@@ -81,7 +81,7 @@ class Gateway:
         await self._engines[model].wake.remote()
 
 
-async def _leave(place: ServePlace) -> None:
+async def _leave(place: RayServeHost) -> None:
     await place.leave()
     os._exit(0)
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from ...cluster.errors import EngineDeadError
 from ..http.wire.rejections import logged_elsewhere
 from .generation_proxy import BROKEN, LOOK_S, UNTAKEN, Parts, died_with_requests
-from .isolation import Case
+from .isolation import SuspectRequest
 from .replica_set import Member, ServedModel
 from .routing_hints import read_asked
 from .upstream_client import Body, path_of, request_headers, response_headers
@@ -40,7 +40,7 @@ class Forwarded(Response):
         body = await self._small_body()
         model = await self._model(body)
         refused: set[str] = set()
-        case = None if body is None else Case(self._parts.isolation, self._case_name, body)
+        case = None if body is None else SuspectRequest(self._parts.isolation, self._case_name, body)
         while True:
             await self._parts.fleet.rouse(model)
             member = await self._next_replica(model, case, refused)
@@ -57,7 +57,9 @@ class Forwarded(Response):
     def _case_name(self) -> str:
         return f"{self._http.method} {path_of(self._http)}"
 
-    async def _next_replica(self, model: ServedModel, case: Case | None, refused: set[str]) -> Member:
+    async def _next_replica(
+        self, model: ServedModel, case: SuspectRequest | None, refused: set[str]
+    ) -> Member:
         if case is None:
             return self._parts.fleet.choose(model, without=refused)[0]
         await case.identify()
@@ -93,7 +95,7 @@ class Forwarded(Response):
         name = (await read_asked(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
-    async def _attempt(self, member: Member, body: Body, send: Send, case: Case | None) -> bool:
+    async def _attempt(self, member: Member, body: Body, send: Send, case: SuspectRequest | None) -> bool:
         """Ask a replica; False if it has certainly not taken the request."""
         http, begun = self._http, False
         headers = request_headers(http)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from ...cluster.fleet.router import Choice
+from ...cluster.fleet.router import RouteChoice
 from ...cluster.metrics.fleet_metrics import GATEWAY_CATALOGUE
 from .replica_set import Fleet
 
@@ -38,7 +38,7 @@ class GatewayFigures(Collector):
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
 
-    def routed(self, model: str, choice: Choice) -> None:
+    def routed(self, model: str, choice: RouteChoice) -> None:
         self._routed[model, choice.reason] += 1
 
     def resumed(self, model: str) -> None:

@@ -26,7 +26,7 @@ from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request.request import MAX_SEED
-from ..http.generation.resume_origin import ORIGIN_HEADER, TOLD_HEADER, Origin
+from ..http.generation.resume_origin import ORIGIN_HEADER, TOLD_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import caller_of
 from ..http.middleware.inflight_requests import Traffic
 from ..http.middleware.key_limits import KeyShares
@@ -41,9 +41,9 @@ from ..http.wire.json_io import JsonObject
 from ..http.wire.rejections import logged_elsewhere
 from ..http.wire.sse import DONE, KEEP_ALIVE, Ending, unless_gone
 from .gateway_metrics import GatewayFigures
-from .isolation import Case, Isolation
+from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
-from .routing_hints import Asked
+from .routing_hints import RoutingHints
 from .stream_resume import ToldStream
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
@@ -85,7 +85,7 @@ class Generation(Response):
         ending: of its API's streams.
     """
 
-    def __init__(self, parts: Parts, http: Request, body: bytes, asked: Asked, ending: Ending) -> None:
+    def __init__(self, parts: Parts, http: Request, body: bytes, asked: RoutingHints, ending: Ending) -> None:
         self.background = None
         self._parts = parts
         self._http = http
@@ -93,13 +93,13 @@ class Generation(Response):
         self._asked = asked
         self._ending = ending
         self._model = parts.fleet.find(asked.model)
-        self._origin = Origin(
+        self._origin = ResumeOrigin(
             id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
         )
         self._told = ToldStream()
         self._refused: set[str] = set()  # by these replicas
         self._refusal: Response | None = None  # the last one
-        self._case = Case(parts.isolation, http.url.path, body)
+        self._case = SuspectRequest(parts.isolation, http.url.path, body)
         self._begun = False  # the client has the head of its response
         self._raw = False  # ... and more of it than is known here
         self._send: Send | None = None

@@ -46,13 +46,13 @@ class Isolation:
         self.fleet = fleet
         self.figures = figures
         self.testing: set[bytes] = set()  # digests of the suspects that replicas serve
-        self._lines: dict[ServedModel, list[Turn]] = {}
+        self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._changed = asyncio.Event()
 
     @contextmanager
-    def turn(self, model: ServedModel, case: Case) -> Iterator[Turn]:
+    def turn(self, model: ServedModel, case: SuspectRequest) -> Iterator[ReplicaAttempt]:
         """A place in the model's line until a replica is taken; requests that are no suspects pass it."""
-        turn = Turn(self, model, case)
+        turn = ReplicaAttempt(self, model, case)
         line = self._lines.setdefault(model, [])
         line.append(turn)
         try:
@@ -62,7 +62,7 @@ class Isolation:
             if line:
                 self.notify()
 
-    def next_suspect(self, model: ServedModel) -> Turn | None:
+    def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
         """Return the most suspicious waiting request: the one that got least from the replica that died.
 
         Of equal requests one is tested at a time: what becomes of it holds for all.
@@ -83,10 +83,10 @@ class Isolation:
             return
 
 
-class Turn:
+class ReplicaAttempt:
     """One request that looks for a replica."""
 
-    def __init__(self, isolation: Isolation, model: ServedModel, case: Case) -> None:
+    def __init__(self, isolation: Isolation, model: ServedModel, case: SuspectRequest) -> None:
         self.case = case
         self._isolation = isolation
         self._model = model
@@ -95,7 +95,7 @@ class Turn:
     def take(self, chain: list[int], session: str | None, without: Iterable[str]) -> Member | None:
         """Choose a replica; None while the request must wait for its turn. Raises as `Fleet.choose` does.
 
-        The caller starts `Case.attempt` there before it awaits anything else.
+        The caller starts `SuspectRequest.attempt` there before it awaits anything else.
 
         Raises:
             PoisonousRequestError: the request has been found to kill replicas.
@@ -124,7 +124,7 @@ class Turn:
         await self._isolation.wait(timeout_s)
 
 
-class Case:
+class SuspectRequest:
     """What deaths of replicas say of one request.
 
     Args:

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import UnreachableError
-from ..http.generation.resume_origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, Origin
+from ..http.generation.resume_origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import read_caller
 from ..http.wire.errors import json_error
 from .registry_records import BEAT_S, DirectoryPort, ReplicaRecord
@@ -34,7 +34,7 @@ KEEP_ALIVE_S = 75
 TOLD_S = 3 * BEAT_S
 
 
-class Door:
+class ReplicaEndpoint:
     """Serves an application to gateways until it is closed.
 
     Args:
@@ -108,8 +108,8 @@ class Door:
 class Guard:
     """Lets in who brings the token, and hands what a gateway says of a request to the application.
 
-    As `scope["state"]["origin"]`, an `Origin`; its tokens are taken off the body. As `["caller"]` whose the
-    request is, for the application asks for no key behind a gateway.
+    As `scope["state"]["origin"]`, an `ResumeOrigin`; its tokens are taken off the body. As `["caller"]` whose
+    the request is, for the application asks for no key behind a gateway.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -130,12 +130,12 @@ class Guard:
 
 async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
     """Read the origin; what is received from now on is the client's body alone."""
-    count, body, more = Origin.prefix_bytes(header), b"", True
+    count, body, more = ResumeOrigin.prefix_bytes(header), b"", True
     while len(body) < count and more:
         message = await receive()
         body += message.get("body", b"")
         more = message["type"] == "http.request" and message.get("more_body", False)
-    scope.setdefault("state", {})["origin"] = Origin.read(header, body[:count])
+    scope.setdefault("state", {})["origin"] = ResumeOrigin.read(header, body[:count])
     headers = MutableHeaders(scope=scope)
     if length := headers.get("content-length"):
         headers["content-length"] = str(int(length) - count)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, shown
-from ...cluster.fleet.router import LOAD_FACTOR, LOAD_SLACK, Choice, Router
+from ...cluster.fleet.router import LOAD_FACTOR, LOAD_SLACK, RouteChoice, Router
 from .registry_records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Fleet:
         session: str | None = None,
         *,
         without: Iterable[str] = (),
-    ) -> tuple[Member, Choice]:
+    ) -> tuple[Member, RouteChoice]:
         """Who gets a request.
 
         Args:

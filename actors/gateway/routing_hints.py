@@ -25,7 +25,7 @@ BEFORE = ("system", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RoutingHints:
     """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's;
     `num_completions` is 1 where what it says makes no sense."""
 
@@ -35,23 +35,23 @@ class Asked:
     num_completions: int = 1
 
 
-async def read_asked(http: Request, body: bytes) -> Asked:
+async def read_asked(http: Request, body: bytes) -> RoutingHints:
     """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
     try:
         found = await parsed(body)
     except orjson.JSONDecodeError:
-        return Asked()
+        return RoutingHints()
     take_request_id(http.scope, found)
     return _asked(http.headers, found, caller_of(http.scope))
 
 
-def _asked(headers: Headers, fields: Any, caller: Caller) -> Asked:  # Any: JSON.
+def _asked(headers: Headers, fields: Any, caller: Caller) -> RoutingHints:  # Any: JSON.
     if not isinstance(fields, dict):
-        return Asked()
+        return RoutingHints()
     named = (headers.get(SESSION_HEADER), *(fields.get(name) for name in SESSION_FIELDS))
     session = next((name for name in named if isinstance(name, str) and name), None)
     model, salt = fields.get("model"), fields.get("cache_salt")
-    return Asked(
+    return RoutingHints(
         model=model if isinstance(model, str) else None,
         session=session,
         chain=hash_chain(_prompt_bytes(fields), caller.salt(salt if isinstance(salt, str) else None)),

@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KEY_HEADERS = ("authorization", "x-api-key")  # as `http/middleware/api_keys.py` has them
 
 
-class Answer(NamedTuple):
+class ScrapeAnswer(NamedTuple):
     """Of a replica."""
 
     status: int
@@ -37,7 +37,9 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
             answers = scraped(replicas, keys)
             refusal = next((each for each in answers if each.status != 200), None)
             texts = [each.body.decode() for each in answers if each.status == 200]
-            shown = refusal if refusal and not texts else Answer(200, CONTENT_TYPE, joined(texts).encode())
+            shown = (
+                refusal if refusal and not texts else ScrapeAnswer(200, CONTENT_TYPE, joined(texts).encode())
+            )
             self.send_response(shown.status)
             self.send_header("Content-Type", shown.content_type)
             self.send_header("Content-Length", str(len(shown.body)))
@@ -53,7 +55,7 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
     return Server(str(where), Scrape)
 
 
-def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> list[Answer]:
+def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> list[ScrapeAnswer]:
     """What each replica that answers says, all asked at once."""
     if not replicas:
         return []
@@ -62,12 +64,14 @@ def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> 
         return [answer for answer in answers if answer is not None]
 
 
-def _metrics_of(replica: tuple[str, int], headers: Mapping[str, str]) -> Answer | None:
+def _metrics_of(replica: tuple[str, int], headers: Mapping[str, str]) -> ScrapeAnswer | None:
     connection = http.client.HTTPConnection(*replica, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/metrics", headers=dict(headers))
         response = connection.getresponse()
-        return Answer(response.status, response.headers.get("Content-Type", CONTENT_TYPE), response.read())
+        return ScrapeAnswer(
+            response.status, response.headers.get("Content-Type", CONTENT_TYPE), response.read()
+        )
     except (OSError, http.client.HTTPException):  # it has just gone
         return None
     finally:

@@ -20,7 +20,7 @@ from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
-from ..observability.telemetry import EndedRow, Mirror, Telemetry
+from ..observability.telemetry import FinishedRow, MetricsMirror, RequestTelemetry
 from ..observability.usage_store import ReceiptKeeper
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
@@ -31,7 +31,7 @@ from .anthropic.routes import message_routes
 from .batch_api.batches import batch_routes
 from .batch_api.files import file_routes
 from .config.settings import ServerSettings
-from .generation.server_context import Frontend
+from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing
 from .middleware.inflight_requests import Traffic
 from .middleware_stack import surround
@@ -42,7 +42,7 @@ from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
 from .ui import ui_routes
 from .wire.openapi_errors import RESPONSES
-from .wire.rejections import Refusal
+from .wire.rejections import Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def create_app(
     settings: ServerSettings,
     *,
     replica: str = "0",
-    mirror: Mirror | None = None,
+    mirror: MetricsMirror | None = None,
     traffic: Traffic | None = None,
     echo_request_id: bool = True,
     max_requests: int | None = None,
@@ -65,18 +65,18 @@ def create_app(
         replica: named in log lines and metrics.
         mirror: also gets the engine's figures now and then.
         traffic: counts the requests under way, for whoever must know.
-        echo_request_id, max_requests: see `Gate`.
+        echo_request_id, max_requests: see `RequestGate`.
     """
     traffic = traffic or Traffic()
     name = settings.model_names(engine.config.model)[0]
-    telemetry = Telemetry(
+    telemetry = RequestTelemetry(
         engine, name, replica, mirror, settings.max_metric_labels, categories=settings.categories
     )
     audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
     tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
     told = telemetry, audit, tracing, receipts, capture
-    frontend = Frontend(engine, settings, _defaults(engine, settings), *told)
+    frontend = ServerContext(engine, settings, _defaults(engine, settings), *told)
     logger.info("answers to conversations are read with %s", frontend.chat)
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
@@ -114,15 +114,17 @@ def create_app(
 def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
     """Return an application of /v1/completions alone, for the ready check: no metric counts its requests."""
     settings = ServerSettings()
-    telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica)
+    telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
     audit = LosslessAudit(engine, 0.0, telemetry.count_audit)
     app = FastAPI(openapi_url=None)
-    app.include_router(completion_routes(Frontend(engine, settings, GenerationDefaults(), telemetry, audit)))
+    app.include_router(
+        completion_routes(ServerContext(engine, settings, GenerationDefaults(), telemetry, audit))
+    )
     surround(app, settings, telemetry=telemetry, traffic=Traffic(), replica=replica, echo_request_id=True)
     return app
 
 
-def _refused(telemetry: Telemetry, tracing: Tracing | None, refusal: Refusal) -> None:
+def _refused(telemetry: RequestTelemetry, tracing: Tracing | None, refusal: Rejection) -> None:
     if refusal.error is not None:
         telemetry.count_rejection(refusal.error)
     if tracing is not None:
@@ -149,7 +151,7 @@ def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptKeeper | 
     )
 
 
-def _batches(frontend: Frontend) -> BatchService | None:
+def _batches(frontend: ServerContext) -> BatchService | None:
     settings, tracing = frontend.settings, frontend.tracing
     if settings.batch_storage is None:
         return None
@@ -168,7 +170,7 @@ def _batches(frontend: Frontend) -> BatchService | None:
     )
 
 
-def _end_row(tracing: Tracing, frontend: Frontend, row: EndedRow) -> None:
+def _end_row(tracing: Tracing, frontend: ServerContext, row: FinishedRow) -> None:
     tracing.end_row(frontend.name, frontend.engine.drafter, row)  # it may have been swapped
 
 

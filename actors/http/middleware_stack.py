@@ -13,9 +13,9 @@ from .anthropic.errors import MessagesLayer
 from .config.settings import ServerSettings
 from .middleware.cors import allow_origins
 from .middleware.inflight_requests import Traffic
-from .middleware.request_gate import Gate, Observer
+from .middleware.request_gate import Observer, RequestGate
 from .wire.errors import install_handlers
-from .wire.rejections import Refusal, ignore
+from .wire.rejections import Rejection, ignore
 
 
 def surround(
@@ -27,13 +27,13 @@ def surround(
     replica: str,
     echo_request_id: bool,
     max_requests: int | None = None,
-    on_refusal: Callable[[Refusal], None] = ignore,
+    on_refusal: Callable[[Rejection], None] = ignore,
 ) -> None:
-    """Put the layers around an application that has its routes; the arguments are `Gate`'s."""
+    """Put the layers around an application that has its routes; the arguments are `RequestGate`'s."""
     _build_routes(app)
     install_handlers(app)
     app.add_middleware(
-        Gate,
+        RequestGate,
         settings=settings,
         telemetry=telemetry,
         traffic=traffic,

@@ -21,7 +21,7 @@ Tags = dict[str, str]
 
 
 class RayMetrics:
-    """A `Mirror` into Ray.
+    """A `MetricsMirror` into Ray.
 
     Args:
         model_name, replica: become the tags `model_name` and `ReplicaId`.

@@ -3,7 +3,7 @@
 Names, buckets and meanings stand in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
 read when somebody scrapes (`engine_metrics.py`); here is observed what passes by on the event loop: requests
 as they end, HTTP, lines of batches. How it is written is `prometheus_text.py`'s. Everything of one
-`Telemetry` happens on that loop.
+`RequestTelemetry` happens on that loop.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ...cluster.errors import (
     RateLimitError,
     TooManyRequestsError,
 )
-from ...cluster.metrics.bounded_labels import ANY, LabelValues
+from ...cluster.metrics.bounded_labels import ANY, BoundedLabels
 from ...cluster.metrics.engine_metrics import CATALOGUE
 from ...cluster.metrics.histogram import Histogram
 from ..capture.collector import CaptureResult
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import AuditResult
 from ..engine.output_processor import RequestOutput
-from ..engine.tenant import Asker
+from ..engine.tenant import Tenant
 from ..system.log_setup import Event
 from .engine_metrics import engine_values, info_values, rejection_values, trial_values
 from .log_lines import acceptance_line, engine_line
@@ -54,14 +54,14 @@ REJECTIONS: Mapping[type[MantaError], str] = {
 }
 
 
-class Mirror(Protocol):
+class MetricsMirror(Protocol):
     """Gets all figures every few seconds (Ray's metrics: `ray_metrics.py`). Called in a thread."""
 
     def update(self, values: Mapping[str, Values]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class EndedCompletion:
+class FinishedCompletion:
     """One of the completions of a request. Seconds are since the request arrived.
 
     `first_s`, `last_s`: of its tokens; None where it has none. `max_tokens`: None where the context is the
@@ -102,7 +102,7 @@ class BatchLines(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRow:
+class FinishedRow:
     """A row of a batch that has its answer, or an error.
 
     Attributes:
@@ -138,7 +138,7 @@ class FinishedRequest:
     status: int
 
 
-class Telemetry:
+class RequestTelemetry:
     """All figures of one engine.
 
     Args:
@@ -156,7 +156,7 @@ class Telemetry:
         engine: AsyncEngine,
         model_name: str,
         replica: str,
-        mirror: Mirror | None = None,
+        mirror: MetricsMirror | None = None,
         max_label_values: int = 0,
         categories: Sequence[str] = (ANY,),
     ) -> None:
@@ -171,8 +171,8 @@ class Telemetry:
         self._rejected = Counter({(reason,): 0 for reason in REJECTIONS.values()})
         self._audits = Counter({(result,): 0 for result in get_args(AuditResult)})
         self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
-        self._tenants = LabelValues(max_label_values)
-        self._categories = LabelValues(max_label_values, categories)
+        self._tenants = BoundedLabels(max_label_values)
+        self._categories = BoundedLabels(max_label_values, categories)
         self._asked: dict[str, Counter[tuple[str, ...]]] = {
             f"dflash:spec_{what}_by_{label}": Counter()
             for what in ("drafts", "accepted")
@@ -192,7 +192,7 @@ class Telemetry:
         """A completion's next tokens, `gap_s` after the ones before."""
         self._histograms["vllm:inter_token_latency_seconds"].observe(gap_s / count, count)
 
-    def end_completion(self, ended: EndedCompletion) -> None:
+    def end_completion(self, ended: FinishedCompletion) -> None:
         self._histograms["vllm:request_generation_tokens"].observe(ended.num_tokens)
         if ended.max_tokens is not None:
             self._histograms["vllm:request_params_max_tokens"].observe(ended.max_tokens)
@@ -217,7 +217,7 @@ class Telemetry:
         self._histograms["vllm:request_params_n"].observe(ended.num_completions)
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
-    def count_drafts(self, asker: Asker, num_drafts: int, num_accepted: int) -> None:
+    def count_drafts(self, asker: Tenant, num_drafts: int, num_accepted: int) -> None:
         """Of a request that has ended, however."""
         tenant = self._tenants.of(asker.tenant)
         category = self._categories.of(asker.category)
@@ -235,7 +235,7 @@ class Telemetry:
         self._batch_tokens["prompt",] += lines.prompt_tokens
         self._batch_tokens["generation",] += lines.generation_tokens
         for category, (num_drafts, num_accepted) in lines.by_category.items():
-            self.count_drafts(Asker(category=category), num_drafts, num_accepted)
+            self.count_drafts(Tenant(category=category), num_drafts, num_accepted)
 
     def count_rejection(self, error: MantaError) -> None:
         """A request has ended before its first token; it counts unless the request itself is wrong."""

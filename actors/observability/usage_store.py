@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.config import EngineConfig
-from ...cluster.engine.usage_report import Amounts, DeviceKind, Subject, receipt_json
+from ...cluster.engine.usage_report import DeviceKind, ReceiptSubject, UsageTotals, receipt_json
 from ...cluster.errors import RequestError, shown
-from ...cluster.metrics.bounded_labels import ANY, Account, LabelValues
-from ...cluster.scheduler.usage_meter import Spent
+from ...cluster.metrics.bounded_labels import ANY, BoundedLabels, UsageAccount
+from ...cluster.scheduler.usage_meter import Usage
 from ..engine.async_engine import AsyncEngine
-from ..engine.tenant import Asker
+from ..engine.tenant import Tenant
 from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_whole
 
 logger = logging.getLogger(__name__)
@@ -69,27 +69,27 @@ class ReceiptKeeper:
         self._engine, self._model, self._clock = engine, model, clock
         self._devices = num_devices(engine.config)
         self._device: DeviceKind = "CPU" if engine.info.device == "cpu" else "GPU"
-        self._tenants = LabelValues(max_label_values)
-        self._categories = LabelValues(max_label_values, categories)
-        self._requests: Counter[Account] = Counter()  # grows on the event loop, is read by `keep`
+        self._tenants = BoundedLabels(max_label_values)
+        self._categories = BoundedLabels(max_label_values, categories)
+        self._requests: Counter[UsageAccount] = Counter()  # grows on the event loop, is read by `keep`
         self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
         # All below is guarded by it.
-        self._seen: dict[Account, Spent] = {}
-        self._seen_requests: Counter[Account] = Counter()
+        self._seen: dict[UsageAccount, Usage] = {}
+        self._seen_requests: Counter[UsageAccount] = Counter()
         self._day = ""
-        self._amounts: dict[Account, Amounts] = {}  # of that day
-        self._unwritten: set[Account] = set()
+        self._amounts: dict[UsageAccount, UsageTotals] = {}  # of that day
+        self._unwritten: set[UsageAccount] = set()
         self._num_lines = 0  # of the file; -1 where its end may be broken
         self._tells_failure = True
 
-    def account(self, asker: Asker, *, begins: bool = True) -> Account:
+    def account(self, asker: Tenant, *, begins: bool = True) -> UsageAccount:
         """On whose receipt a request stands. On the event loop.
 
         Args:
             begins: False where another engine has counted it.
         """
-        account = Account(self._tenants.of(asker.tenant), self._categories.of(asker.category))
+        account = UsageAccount(self._tenants.of(asker.tenant), self._categories.of(asker.category))
         self._requests[account] += begins
         return account
 
@@ -126,10 +126,10 @@ class ReceiptKeeper:
             self._unwritten.clear()
         spent, requests = self._engine.spent(), self._requests.copy()
         for account in {*spent, *requests}:
-            now, before = spent.get(account, Spent()), self._seen.get(account, Spent())
+            now, before = spent.get(account, Usage()), self._seen.get(account, Usage())
             came = requests[account] - self._seen_requests[account]
-            if more := Amounts.grown(before, now, self._devices, came):
-                self._amounts[account] = self._amounts.get(account, Amounts()) + more
+            if more := UsageTotals.grown(before, now, self._devices, came):
+                self._amounts[account] = self._amounts.get(account, UsageTotals()) + more
                 self._unwritten.add(account)
         self._seen, self._seen_requests = spent, requests
 
@@ -148,7 +148,7 @@ class ReceiptKeeper:
             os.fsync(file.fileno())
         self._num_lines = lines
 
-    def _line(self, account: Account) -> str:
+    def _line(self, account: UsageAccount) -> str:
         told = {"model": self._model, **account._asdict(), "device": self._device}
         return json.dumps(told | asdict(self._amounts[account])) + "\n"
 
@@ -172,7 +172,7 @@ def read_receipts(folder: Path, day: str | None = None, tenant: str | None = Non
     """
     if day is not None:
         day = _checked_day(day)
-    sums: dict[tuple[Subject, str], Amounts] = {}
+    sums: dict[tuple[ReceiptSubject, str], UsageTotals] = {}
     for path in sorted(folder.iterdir()):
         found = _FILE.fullmatch(path.name)
         if found is None or day not in (None, found[1]):
@@ -180,19 +180,19 @@ def read_receipts(folder: Path, day: str | None = None, tenant: str | None = Non
         for subject, device, amounts in _of_file(path, found[1]):
             if tenant in (None, subject.tenant):
                 key = subject, device
-                sums[key] = sums.get(key, Amounts()) + amounts
+                sums[key] = sums.get(key, UsageTotals()) + amounts
     return [receipt_json(*key, sums[key]) for key in sorted(sums)]
 
 
-def _of_file(path: Path, day: str) -> Iterator[tuple[Subject, str, Amounts]]:
+def _of_file(path: Path, day: str) -> Iterator[tuple[ReceiptSubject, str, UsageTotals]]:
     """The last line of each account."""
-    last: dict[tuple[Subject, str], Amounts] = {}
+    last: dict[tuple[ReceiptSubject, str], UsageTotals] = {}
     for line in path.read_bytes().splitlines():
         try:
             told = json.loads(line)
-            subject = Subject(day, told.pop("model"), told.pop("tenant"), told.pop("category"))
+            subject = ReceiptSubject(day, told.pop("model"), told.pop("tenant"), told.pop("category"))
             device = str(told.pop("device"))
-            last[subject, device] = Amounts(**told)
+            last[subject, device] = UsageTotals(**told)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue  # cut short
     for (subject, device), amounts in last.items():

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from ...cluster.config import from_mapping
 from ...cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
-from ...cluster.fleet.replica_stats import ReplicaFigures
+from ...cluster.fleet.replica_stats import ReplicaStats
 from .autoscaling_metrics import ScalingMetrics
 
 POLICY = "manta.actors.serve.autoscaling_policy:SpeculativeScaling"
 # Serve sends a replica's figures so often, by a key that it calls deprecated: its new names do nothing yet.
 METRICS_INTERVAL_S = 1.0
 LOOK_BACK_S = 5.0  # must be longer
-_FIGURES = tuple(field.name for field in fields(ReplicaFigures))
+_FIGURES = tuple(field.name for field in fields(ReplicaStats))
 
 
 class TimedValue(Protocol):
@@ -87,14 +87,14 @@ class SpeculativeScaling:
         return wanted, {}
 
 
-def latest(ctx: ServeContext) -> list[ReplicaFigures]:
+def latest(ctx: ServeContext) -> list[ReplicaStats]:
     """What each replica said last. Serve's means would lag behind by seconds, and cost it a merge each."""
     found: dict[Any, dict[str, float]] = {}
     for name in _FIGURES:
         for replica, points in (ctx.raw_metrics or {}).get(name, {}).items():
             if points:
                 found.setdefault(replica, {})[name] = points[-1].value
-    return [ReplicaFigures(**figures) for figures in found.values() if len(figures) == len(_FIGURES)]
+    return [ReplicaStats(**figures) for figures in found.values() if len(figures) == len(_FIGURES)]
 
 
 def initial_replicas(least: int) -> int:

@@ -20,13 +20,13 @@ from ray.experimental.internal_kv import (
     internal_kv_get_gcs_client,
 )
 
-from ...cluster.fleet.canary import Evidence, Tally, Verdict
+from ...cluster.fleet.canary import ArmStats, Evidence, Verdict
 from .drafter_canary import ReplicaReport
 
 NAMESPACE = b"manta"
 
 
-class TrialBoard:
+class CanaryStore:
     """Of one deployment of one application."""
 
     def __init__(self, application: str, deployment: str) -> None:
@@ -82,7 +82,7 @@ class TrialBoard:
 def _report(told: dict[str, Any]) -> ReplicaReport:  # Any: JSON
     found = told["evidence"]
     logs = found["log_better"], found["log_worse"]
-    evidence = Evidence(*logs, Tally(*found["incumbent"]), Tally(*found["candidate"]))
+    evidence = Evidence(*logs, ArmStats(*found["incumbent"]), ArmStats(*found["candidate"]))
     return ReplicaReport(evidence, told["refused"])
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...cluster.errors import ConfigError, MantaError
-from ...cluster.fleet.canary import NO_EVIDENCE, Evidence, Trial, Verdict, verdict
+from ...cluster.fleet.canary import NO_EVIDENCE, CanaryTrial, Evidence, Verdict, verdict
 from ..engine.async_engine import AsyncEngine
-from .user_config import Candidate, LiveSettings
+from .user_config import DrafterCandidate, ReplicaUserConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ReplicaReport:
     refused: str | None = None
 
 
-class Board(Protocol):
+class CanaryStatusStore(Protocol):
     """What replicas tell each other: `trial_board.TrialBoard`."""
 
     def wish(self) -> dict[str, Any] | None: ...  # Any: a user_config
@@ -57,7 +57,7 @@ class Board(Protocol):
     def settle(self, trial: str, verdict: Verdict) -> Verdict: ...
 
 
-class DrafterDesk:
+class DrafterCanary:
     """Of one replica.
 
     Args:
@@ -68,13 +68,17 @@ class DrafterDesk:
     """
 
     def __init__(
-        self, engine: AsyncEngine, board: Board, replica: str, clock: Callable[[], float] = time.time
+        self,
+        engine: AsyncEngine,
+        board: CanaryStatusStore,
+        replica: str,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine, self._board, self._replica, self._clock = engine, board, replica, clock
         self._first = engine.drafter  # that the replica started with
         self._configured: Mapping[str, Any] = {}  # Any: YAML
         self._wish: Mapping[str, Any] | None = None
-        self._candidate: Candidate | None = None  # that is on trial here
+        self._candidate: DrafterCandidate | None = None  # that is on trial here
         self._trial = ""  # its id
         self._began_s = 0.0
         self._verdict: Verdict | None = None  # that has ended nothing: "better"
@@ -109,7 +113,7 @@ class DrafterDesk:
         if self._candidate is not None and self._verdict is None:
             await self._judge(self._candidate)
 
-    async def _judge(self, candidate: Candidate) -> None:
+    async def _judge(self, candidate: DrafterCandidate) -> None:
         trial, age_s = self._engine.trial, self._clock() - self._began_s
         assert trial is not None, "as long as there is a candidate"
         pooled = await asyncio.to_thread(self._exchange, ReplicaReport(trial.evidence))
@@ -132,11 +136,11 @@ class DrafterDesk:
 
     async def _follow(self, user_config: Mapping[str, Any]) -> None:
         try:
-            await self._use(LiveSettings.of(user_config))
+            await self._use(ReplicaUserConfig.of(user_config))
         except ConfigError as error:
             logger.error("user_config is refused, and all stays as it was: %s", error.message)
 
-    async def _use(self, wanted: LiveSettings) -> None:
+    async def _use(self, wanted: ReplicaUserConfig) -> None:
         drafter, candidate = wanted.drafter or self._first, wanted.candidate
         trial = wanted.trial_id
         stands = await asyncio.to_thread(self._board.verdict, trial) if candidate is not None else None
@@ -155,11 +159,11 @@ class DrafterDesk:
         if candidate is not None and self._candidate is None:
             await self._begin(candidate, trial, stands)
 
-    async def _begin(self, candidate: Candidate, trial: str, stands: Verdict | None) -> None:
+    async def _begin(self, candidate: DrafterCandidate, trial: str, stands: Verdict | None) -> None:
         """Raises ConfigError, which the board is told."""
         self._trial, self._verdict = trial, stands
         try:
-            await self._engine.begin_trial(candidate.drafter, Trial(candidate.rules))
+            await self._engine.begin_trial(candidate.drafter, CanaryTrial(candidate.rules))
         except MantaError as error:
             report = ReplicaReport(refused=error.message)
             await asyncio.to_thread(self._board.tell, trial, self._replica, report)

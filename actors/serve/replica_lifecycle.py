@@ -34,7 +34,7 @@ EXIT_DEAD = 70
 ENDED = "The server is stopping and this request's time is up. Send it again."
 
 
-class Place(Protocol):
+class ServeHost(Protocol):
     """Where the replica lives: what Serve's object in this process knows and does."""
 
     @property
@@ -51,7 +51,7 @@ class Place(Protocol):
         ...
 
 
-class ReplicaLife:
+class ReplicaLifecycle:
     """Watches until the end. Everything happens on the event loop that serves.
 
     Args:
@@ -66,7 +66,7 @@ class ReplicaLife:
         self,
         engine: AsyncEngine,
         traffic: Traffic,
-        place: Place,
+        place: ServeHost,
         timeout_s: float,
         exit: Callable[[int], object] = os._exit,
     ) -> None:

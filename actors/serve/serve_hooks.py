@@ -1,7 +1,7 @@
 """What Serve's own objects know in a replica's process: whether it is to go, and a way in ahead of the queue.
 
-`ServePlace` is `replica_life.Place`. `Door` is around the HTTP server that Serve opens in a replica behind
-HAProxy, and around Serve's own proxy, where the environment of their processes names `middlewares`
+`RayServeHost` is `replica_life.Place`. `ProbeBypass` is around the HTTP server that Serve opens in a replica
+behind HAProxy, and around Serve's own proxy, where the environment of their processes names `middlewares`
 (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as `manta serve` sets it). In front of Serve's queue it answers
 what operators ask, so that probes wait for no request. What Serve itself says in plain text, it says as
 OpenAI's clients read it; a request has one id, also where Serve would give it a second one; and a refusal of
@@ -43,11 +43,11 @@ SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (5
 
 def middlewares() -> list[Middleware]:
     """Called by Serve in each process that listens."""
-    return [Middleware(Door)]
+    return [Middleware(ProbeBypass)]
 
 
 def door_is_there() -> bool:
-    """Whether what listens on this node has our `Door` around it: its environment says so."""
+    """Whether what listens on this node has our `ProbeBypass` around it: its environment says so."""
     return os.environ.get(CALLBACK, "").endswith(f"{__name__.partition('.')[2]}:{middlewares.__name__}")
 
 
@@ -73,7 +73,7 @@ def listen_as_ray_does() -> None:
         setattr(replica, _OPENS, lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0"))
 
 
-class ServePlace:
+class RayServeHost:
     """The replica that this process is. Make it in the replica's constructor."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class ServePlace:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leaving, self._replica._event_loop))
 
 
-class Door:
+class ProbeBypass:
     """An ASGI application around Serve's."""
 
     def __init__(self, app: ASGIApp) -> None:

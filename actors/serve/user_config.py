@@ -15,7 +15,7 @@ from ...cluster.fleet.canary import TrialRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class DrafterCandidate:
     """A drafter that is tried on traffic before it takes the other's place (`cluster/fleet/canary.py`).
 
     Attributes:
@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveSettings:
+class ReplicaUserConfig:
     """The change costs no restart and no request.
 
     Attributes:
@@ -59,7 +59,7 @@ class LiveSettings:
     """
 
     drafter: str | None = None
-    candidate: Candidate | None = None
+    candidate: DrafterCandidate | None = None
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
@@ -76,7 +76,7 @@ class LiveSettings:
         """Raises ConfigError, which names the field."""
         settings = dict(user_config)
         if settings.get("candidate") is not None:
-            settings["candidate"] = Candidate.of(settings["candidate"])
+            settings["candidate"] = DrafterCandidate.of(settings["candidate"])
         return from_mapping(cls, settings, "user_config.")
 
 

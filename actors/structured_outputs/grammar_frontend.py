@@ -54,7 +54,7 @@ class HoldsGrammars(Protocol):
     def let_go_grammar(self, grammar: Grammar) -> None: ...
 
 
-class GrammarDoor:
+class GrammarFrontend:
     """Checks the grammars of one engine's requests.
 
     Args:
@@ -83,7 +83,7 @@ class GrammarDoor:
     @classmethod
     def of(
         cls, tokenizer: Tokenizer | None, info: ExecutorInfo, holder: HoldsGrammars | None = None
-    ) -> GrammarDoor:
+    ) -> GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
 
     def let_in(self, params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,7 @@ import time
 TURN_S = 0.005
 
 
-class Turns:
+class LoopYielder:
     """Counts the time since others had theirs."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ import tokenizers
 from ...cluster.errors import RequestError
 from ...cluster.request.request import SamplingParams
 from ...cluster.step.limits import prompt_too_long
-from ..system.loop_yielding import Turns
+from ..system.loop_yielding import LoopYielder
 from .prompts import (
     Chat,
     EncodedPrompt,
@@ -52,7 +52,7 @@ MAX_CHARS_PER_LISTED_TOKEN = 8
 CUT_TOKENS = 256
 
 
-class PromptEncoder:
+class AsyncPromptEncoder:
     """Encodes for one engine.
 
     Args:
@@ -86,7 +86,7 @@ class PromptEncoder:
     async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
         """Those of one request; refused as soon as they surely have more than MAX_TOKENS_TOGETHER tokens."""
         found: list[EncodedPrompt] = []
-        count, turns = 0, Turns()
+        count, turns = 0, LoopYielder()
         for prompt in prompts:
             await turns.yield_if_over()
             found.append(await self.prompt(prompt, truncate=truncate))

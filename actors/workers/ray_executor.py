@@ -46,10 +46,10 @@ from .base.control_messages import (
     UseDrafter,
 )
 from .base.grammar_compilation import GrammarLanes
-from .base.placement_group import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
+from .base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement, node_resources, place
 from .base.worker_base import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
 from .drafter.drafter_process import DrafterSource
-from .drafter.drafter_supervisor import DrafterKeeper
+from .drafter.drafter_supervisor import DrafterSupervisor
 from .local_ray import start_ray
 from .shm.endpoint import PeerLostError
 from .shm.step_channel import StepChannel
@@ -89,13 +89,13 @@ class RayExecutor:
         self._reason: str | None = None  # why it cannot serve; set once
         self._closing = threading.Event()
         self._stepping = threading.Lock()
-        self._placement: Placement | None = None
+        self._placement: WorkerPlacement | None = None
         self._channel: StepChannel | None = None
         self._grammars: GrammarLanes | None = None
         self._actors: list[Actor] = []
         self._runs: list[ray.ObjectRef] = []
         self._watcher: threading.Thread | None = None
-        self._keeper: DrafterKeeper | None = None
+        self._keeper: DrafterSupervisor | None = None
         self._config = with_absolute_paths(config)
         self._num_swaps = 0  # of a colocated drafter
         # the config with the drafter on trial; None without a trial
@@ -310,7 +310,7 @@ class RayExecutor:
         if not (topology.split_drafter or topology.shared_drafter):
             return None
         assert self._placement is not None
-        self._keeper = DrafterKeeper(DrafterSource(topology, self._placement), self._config)
+        self._keeper = DrafterSupervisor(DrafterSource(topology, self._placement), self._config)
         return self._keeper.start()
 
     def _set_up(self, topology: Topology) -> list[WorkerFacts]:
@@ -368,7 +368,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _start_worker(topology: Topology, rank: int, placement: Placement) -> Actor:
+def _start_worker(topology: Topology, rank: int, placement: WorkerPlacement) -> Actor:
     options: dict[str, Any] = {
         "num_cpus": topology.worker_resources.get("CPU", 0.0),
         "num_gpus": topology.worker_resources.get("GPU", 0.0),

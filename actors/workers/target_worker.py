@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...drafter.grammars.matchers import GrammarStates
     from ..targets.loading.drafter_swap import DrafterExchange
     from ..targets.runners.runner_interface import Runner
-    from .drafter.remote_drafter import RemoteDrafts, SplitRunner
+    from .drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class TargetWorker(Worker):
 
     _runner: Runner | SplitRunner
     _info: ExecutorInfo
-    _drafts: RemoteDrafts | None
+    _drafts: DrafterOfOtherDevice | None
     _exchange: DrafterExchange
     _grammars: GrammarStates | None
 
@@ -46,14 +46,14 @@ class TargetWorker(Worker):
         from ..targets.loading.drafter_swap import DrafterExchange
         from ..targets.loading.load_plan import plan_load
         from ..targets.loading.rank_loader import Checkpoints, start_runner
-        from .drafter.remote_drafter import RemoteDrafts, SplitRunner
+        from .drafter.remote_drafter import DrafterOfOtherDevice, SplitRunner
 
         plan = plan_load(self.setting.config)
         self.ranks.use_peer_memory(plan.dtype)
-        sources: list[RemoteDrafts] = []
+        sources: list[DrafterOfOtherDevice] = []
 
         def remote(plan, backend):
-            sources.append(RemoteDrafts(plan, backend, self.ranks))
+            sources.append(DrafterOfOtherDevice(plan, backend, self.ranks))
             return sources[-1]
 
         runner, info = start_runner(

@@ -53,7 +53,7 @@ def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BaselineComparison:
     """Tokens that a full engine generated in plain and in speculated time (seconds)."""
 
     plain_tokens: int
@@ -96,7 +96,7 @@ class _Phase(Enum):
     DONE = auto()
 
 
-class PlainSample:
+class BaselineSample:
     """The sample of one engine.
 
     Args:
@@ -117,10 +117,10 @@ class PlainSample:
         self._before: list[_Stretch] = []
         self._plain: list[_Stretch] = []
         self._after: list[_Stretch] = []
-        self._comparison: Comparison | None = None
+        self._comparison: BaselineComparison | None = None
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """The result; None until the sample is complete."""
         return self._comparison
 
@@ -195,7 +195,7 @@ class PlainSample:
         drafted_tokens = round(before.tokens + after.tokens)
         plain_tokens = round(sum(stretch.tokens for stretch in self._plain))
         if drafted_tokens and plain_tokens:
-            self._comparison = Comparison(
+            self._comparison = BaselineComparison(
                 plain_tokens, _seconds(self._plain), drafted_tokens, before.seconds + after.seconds
             )
         self._phase = _Phase.DONE

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..errors import OverloadedError, RequestError, shown
-from ..metrics.bounded_labels import Account
+from ..metrics.bounded_labels import UsageAccount
 from ..metrics.histogram import NO_COUNTS, HistogramCounts
-from ..records.request_timeline import Life
+from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.usage_meter import Spent
+from ..scheduler.usage_meter import Usage
 from ..speculation.acceptance_model import AcceptanceModel
 from ..speculation.step_cost_model import StepCostModel
 from ..step.executor import Executor
@@ -27,7 +27,7 @@ from ..step.scheduler_output import DrafterUse, SchedulerOutput, StepResult
 from ..step.step_outcome import SequenceUpdate
 from .step_watchdog import StepWatch
 
-__all__ = ["Engine", "EngineStats", "SequenceUpdate"]
+__all__ = ["EngineCore", "EngineStats", "SequenceUpdate"]
 
 STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample", "inject", "commit")
 
@@ -110,7 +110,7 @@ class EngineStats:
     page_reuse_gaps: HistogramCounts = NO_COUNTS
 
 
-class Engine:
+class EngineCore:
     """One scheduler over one executor.
 
     Args:
@@ -286,7 +286,7 @@ class Engine:
             page_reuse_gaps=scheduler.books.times.reuse_gap.counts(),
         )
 
-    def lives(self, name: str) -> list[Life]:
+    def lives(self, name: str) -> list[RequestTimeline]:
         """Return the timelines of recent requests with this name, which is the engine's or the client's."""
         return self._scheduler.journal.lives(name)
 
@@ -314,7 +314,7 @@ class Engine:
         self._scheduler.end_warm_up()
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
-    def spent(self) -> dict[Account, Spent]:
+    def spent(self) -> dict[UsageAccount, Usage]:
         """Return what steps were used for, by account; empty until a request names an account."""
         return self._scheduler.spending.totals()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from ..scheduler.usage_meter import Spent
+from ..scheduler.usage_meter import Usage
 
 DeviceKind = Literal["GPU", "CPU"]
 
 
-class Subject(NamedTuple):
+class ReceiptSubject(NamedTuple):
     """Key of a receipt; `day` is YYYY-MM-DD in UTC."""
 
     day: str
@@ -25,13 +25,13 @@ class Subject(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amounts:
+class UsageTotals:
     """Sums of usage. Device-seconds are an engine's seconds times its GPUs; CPUs count as one device.
 
     Attributes:
         requests: number of requests.
-        tokens, steps: as in `Spent`.
-        device_s, compared_s, plain_s, kept_s: `Spent`'s times in device-seconds.
+        tokens, steps: as in `Usage`.
+        device_s, compared_s, plain_s, kept_s: `Usage`'s times in device-seconds.
         aged_s: sum of `compared_s` times the age of the plain measurement.
     """
 
@@ -45,7 +45,7 @@ class Amounts:
     kept_s: float = 0.0
 
     @classmethod
-    def grown(cls, before: Spent, now: Spent, devices: int, requests: int) -> Self:
+    def grown(cls, before: Usage, now: Usage, devices: int, requests: int) -> Self:
         """Return the difference between two snapshots of an engine with `devices` devices."""
         tokens, steps, *seconds = (b - a for a, b in zip(before, now, strict=True))
         device_s, compared_s, plain_s, aged_s, kept_s = (devices * each for each in seconds)
@@ -60,11 +60,11 @@ class Amounts:
             kept_s=kept_s,
         )
 
-    def __add__(self, more: Amounts) -> Amounts:
-        return Amounts(**{f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)})
+    def __add__(self, more: UsageTotals) -> UsageTotals:
+        return UsageTotals(**{f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)})
 
     def __bool__(self) -> bool:
-        return self != Amounts()
+        return self != UsageTotals()
 
     @property
     def saved_s(self) -> float | None:
@@ -78,7 +78,7 @@ class Amounts:
         return self.aged_s / fresh_s if fresh_s > 0.0 else None
 
 
-def receipt_json(subject: Subject, device: str, amounts: Amounts) -> dict[str, Any]:  # Any: JSON
+def receipt_json(subject: ReceiptSubject, device: str, amounts: UsageTotals) -> dict[str, Any]:  # Any: JSON
     """Return the receipt as JSON; null means "not measured"."""
 
     def seconds(value: float | None) -> float | None:

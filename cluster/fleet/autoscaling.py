@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
-from .replica_stats import ReplicaFigures
+from .replica_stats import ReplicaStats
 
 _ROUNDING = 1e-9  # so that 3.0000000001 replicas count as three
 
@@ -92,7 +92,7 @@ class FleetLoad:
     background: float = 0.0
 
     @classmethod
-    def of(cls, replicas: Iterable[ReplicaFigures], there: int, queued: float = 0.0) -> FleetLoad:
+    def of(cls, replicas: Iterable[ReplicaStats], there: int, queued: float = 0.0) -> FleetLoad:
         """Combine the reports of some replicas; the others are assumed to be equally busy."""
         heard, busy, backlog_s, background, slots = 0, 0.0, 0.0, 0.0, 0.0
         for replica in replicas:

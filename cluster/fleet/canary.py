@@ -87,7 +87,7 @@ class TrialRules:
             _require(isinstance(value, bool), name, value, "true or false")
 
 
-class Tally(NamedTuple):
+class ArmStats(NamedTuple):
     """Counts for one drafter: requests, their decoding steps, and drafts accepted in these."""
 
     requests: int = 0
@@ -99,11 +99,11 @@ class Tally(NamedTuple):
         """Mean over all steps, including the target's own token; None without steps."""
         return 1.0 + self.accepted / self.steps if self.steps else None
 
-    def plus(self, other: Tally) -> Tally:
-        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: ArmStats) -> ArmStats:
+        return ArmStats(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-NOTHING = Tally()
+NOTHING = ArmStats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class Evidence:
 
     log_better: float = 0.0
     log_worse: float = 0.0
-    incumbent: Tally = NOTHING
-    candidate: Tally = NOTHING
+    incumbent: ArmStats = NOTHING
+    candidate: ArmStats = NOTHING
 
     @staticmethod
     def pooled(each: Iterable[Evidence]) -> Evidence:
@@ -147,7 +147,7 @@ def verdict(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | No
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class Assignment:
     """A request's part in a trial.
 
     Attributes:
@@ -156,10 +156,10 @@ class Ticket:
     """
 
     role: Role
-    brought: Tally | None = None
+    brought: ArmStats | None = None
 
 
-class Trial:
+class CanaryTrial:
     """One engine's part in a trial.
 
     Args:
@@ -170,30 +170,30 @@ class Trial:
     def __init__(self, rules: TrialRules, draw: random.Random | None = None) -> None:
         self.rules = rules
         self._draw = draw or random.SystemRandom()
-        self._open: deque[Ticket] = deque()  # in the order in which they began
+        self._open: deque[Assignment] = deque()  # in the order in which they began
         self._scale = _Scale()
         self._better, self._worse = _Wealth(), _Wealth()
-        self._tallies: dict[Role, Tally] = {"incumbent": NOTHING, "candidate": NOTHING}
+        self._tallies: dict[Role, ArmStats] = {"incumbent": NOTHING, "candidate": NOTHING}
 
     @property
     def evidence(self) -> Evidence:
         return Evidence(self._better.log, self._worse.log, **self._tallies)
 
-    def begin(self) -> Ticket | None:
+    def begin(self) -> Assignment | None:
         """Assign a drafter to a request that begins; None if it takes no part and the incumbent drafts."""
         if self.rules.shadow or len(self._open) >= _MAX_OPEN:
             return None
-        ticket = Ticket("candidate" if self._draw.random() < self.rules.fraction else "incumbent")
+        ticket = Assignment("candidate" if self._draw.random() < self.rules.fraction else "incumbent")
         self._open.append(ticket)
         return ticket
 
-    def end(self, ticket: Ticket, brought: Tally) -> None:
+    def end(self, ticket: Assignment, brought: ArmStats) -> None:
         """Record that a request has ended for any reason."""
         ticket.brought = brought
         while self._open and (first := self._open[0].brought) is not None:
             self._count(self._open.popleft().role, first)
 
-    def compare(self, incumbent: Tally, candidate: Tally) -> None:
+    def compare(self, incumbent: ArmStats, candidate: ArmStats) -> None:
         """Record an answer that both drafters decoded in a shadow trial."""
         self._tally("incumbent", incumbent)
         self._tally("candidate", candidate)
@@ -203,7 +203,7 @@ class Trial:
         self._bet(self._scale.of_difference(gain))
         self._scale.learn(gain)
 
-    def _count(self, role: Role, brought: Tally) -> None:
+    def _count(self, role: Role, brought: ArmStats) -> None:
         if not brought.steps:  # no information
             return
         self._tally(role, brought)
@@ -212,7 +212,7 @@ class Trial:
         self._bet(score if role == "candidate" else -score * fraction / (1.0 - fraction))
         self._scale.learn(value)
 
-    def _tally(self, role: Role, tally: Tally) -> None:
+    def _tally(self, role: Role, tally: ArmStats) -> None:
         self._tallies[role] = self._tallies[role].plus(tally)
 
     def _bet(self, x: float) -> None:
@@ -266,7 +266,7 @@ class _Scale:
         return max(-1.0, min(1.0, distance / unit)) if unit else math.copysign(1.0, distance)
 
 
-def _sum(tallies: Iterable[Tally]) -> Tally:
+def _sum(tallies: Iterable[ArmStats]) -> ArmStats:
     total = NOTHING
     for tally in tallies:
         total = total.plus(tally)

@@ -161,7 +161,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class DeploymentDemand:
     """The replicas of one deployment that a cluster should hold.
 
     Attributes:
@@ -174,21 +174,21 @@ class Demand:
     replicas: int
 
 
-def check_ever(demands: Sequence[Demand], nodes: Sequence[NodeRoom]) -> None:
+def check_ever(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeRoom]) -> None:
     """Raise PlacementError unless the nodes, if empty, hold each deployment and all of them together."""
     for each in demands:
         each.topology.check_ever(each.bundles, nodes, each.replicas)
     _check_sum(demands, [node.resources for node in nodes], "have")
 
 
-def check_free(demands: Sequence[Demand], nodes: Sequence[NodeRoom]) -> None:
+def check_free(demands: Sequence[DeploymentDemand], nodes: Sequence[NodeRoom]) -> None:
     """Raise PlacementError unless the nodes have room now for each deployment and all of them together."""
     for each in demands:
         each.topology.check_free(each.bundles, nodes, each.replicas)
     _check_sum(demands, [node.free for node in nodes], "have free")
 
 
-def _check_sum(demands: Sequence[Demand], nodes: Sequence[Mapping[str, float]], have: str) -> None:
+def _check_sum(demands: Sequence[DeploymentDemand], nodes: Sequence[Mapping[str, float]], have: str) -> None:
     needs = total([total(each.bundles * each.replicas) for each in demands])
     available = total([dict(node) for node in nodes])
     if shortfall(needs, available):

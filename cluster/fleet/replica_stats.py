@@ -20,7 +20,7 @@ BUSY_PARTS = ("schedule", "execute", "commit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaFigures:
+class ReplicaStats:
     """A replica's load and rates.
 
     Attributes:
@@ -50,7 +50,7 @@ class ReplicaFigures:
         return asdict(self)
 
 
-class FiguresMeter:
+class ReplicaStatsMeter:
     """Computes a replica's figures from consecutive snapshots of its engine.
 
     Args:
@@ -63,7 +63,7 @@ class FiguresMeter:
         self._busy_s = self._steps = self._tokens = self._finished = 0.0
         self._drafts = self._accepted = 0.0
 
-    def figures(self, stats: EngineStats) -> ReplicaFigures:
+    def figures(self, stats: EngineStats) -> ReplicaStats:
         """Return the current figures. They use differences to the last snapshot; older work decays."""
         if self._last is not None:
             self._learn(self._last, stats)
@@ -72,7 +72,7 @@ class FiguresMeter:
         waiting = stats.waiting - stats.background_waiting
         request_tokens = self._tokens / self._finished if self._finished else 0.0
         drafts, accepted = round(self._drafts), round(self._accepted)
-        return ReplicaFigures(
+        return ReplicaStats(
             running=online,
             waiting=waiting,
             max_num_seqs=self._max_num_seqs,

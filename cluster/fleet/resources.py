@@ -19,7 +19,7 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ResourceRequest:
     """The resources that one engine takes on a node.
 
     Attributes:
@@ -41,11 +41,11 @@ class Claim:
         return num_fitting(self.needs, nodes)
 
 
-def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> Claim:
+def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> ResourceRequest:
     """Return an engine's claim if the job has all nodes to itself."""
     topology = Topology.of(config, total([dict(node) for node in nodes]))
     if config.needs_ray:
-        return Claim(tuple(topology.worker_bundles()), {}, config.num_threads)
+        return ResourceRequest(tuple(topology.worker_bundles()), {}, config.num_threads)
     if topology.device == "cuda":
         return _single_process({"CPU": 1.0, "GPU": 1.0}, config.num_threads)
     if config.num_threads is not None:
@@ -54,7 +54,9 @@ def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -
     return _equal_share(engines, nodes)
 
 
-def smaller_claim(config: EngineConfig, engines: int, free: Sequence[Resources], full: Claim) -> Claim | None:
+def smaller_claim(
+    config: EngineConfig, engines: int, free: Sequence[Resources], full: ResourceRequest
+) -> ResourceRequest | None:
     """Return a claim that fits what is free now, with fewer threads unless they were set, or None."""
     if full.num_fitting(free) >= engines:
         return full
@@ -91,7 +93,7 @@ def leaving_a_cpu(nodes: Sequence[Resources]) -> list[Resources]:
     return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
 
 
-def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
+def beside_tasks(claim: ResourceRequest, nodes: Sequence[Resources]) -> Bundle:
     """Return the resources that an engine of this claim reserves if a CPU of every node must stay free for
     tasks.
 
@@ -109,7 +111,9 @@ def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
     return {**claim.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # Ray's resolution
 
 
-def lacking(claim: Claim, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
+def lacking(
+    claim: ResourceRequest, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]
+) -> str:
     """Return what a job is waiting for, e.g. "2 CPU; 0 of 2 are free"."""
     wanted = f"{engines} x ({spell(claim.needs)})" if engines > 1 else spell(claim.needs)
     free_text = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
@@ -122,7 +126,7 @@ def _free_of(name: str, nodes: Sequence[Resources], free: Sequence[Resources], *
     return f"{num_free:g} of {num_all:g} {'' if only else name + ' '}are free"
 
 
-def _equal_share(engines: int, nodes: Sequence[Resources]) -> Claim:
+def _equal_share(engines: int, nodes: Sequence[Resources]) -> ResourceRequest:
     """Return the claim with the most threads with which all engines fit; at least one thread."""
     most = math.floor(max((node.get("CPU", 0.0) for node in nodes), default=0.0) + 1e-6)
     for threads in range(most, 0, -1):
@@ -132,5 +136,5 @@ def _equal_share(engines: int, nodes: Sequence[Resources]) -> Claim:
     return _single_process({"CPU": CPUS_PER_CPU_WORKER}, 1)
 
 
-def _single_process(needs: Bundle, num_threads: int | None) -> Claim:
-    return Claim((needs,), needs, num_threads)
+def _single_process(needs: Bundle, num_threads: int | None) -> ResourceRequest:
+    return ResourceRequest((needs,), needs, num_threads)

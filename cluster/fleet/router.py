@@ -24,7 +24,7 @@ FADING = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """The chosen replica, the reason, and how many blocks of the prompt it is believed to have cached."""
 
     replica: str
@@ -44,7 +44,9 @@ class Router:
         self._known: dict[str, KnownPrefixes] = {}
         self._recent: dict[str, float] = {}  # recently sent requests, decayed, by replica
 
-    def choose(self, loads: Mapping[str, float], chain: Sequence[int], session: str | None = None) -> Choice:
+    def choose(
+        self, loads: Mapping[str, float], chain: Sequence[int], session: str | None = None
+    ) -> RouteChoice:
         """Choose among replicas that can take a request, at least one.
 
         Args:
@@ -58,14 +60,14 @@ class Router:
         known = {replica: self._prefixes(replica).match(chain) for replica in candidates}
         home = None if session is None else home_of(session, loads)
         if home in known:
-            return self._record(Choice(home, "session", known[home]), chain)
+            return self._record(RouteChoice(home, "session", known[home]), chain)
         longest = max(known.values())
         reason: Reason = "prefix" if longest else "load"
         best_matches = [replica for replica in candidates if known[replica] == longest]
         best = min(
             best_matches, key=lambda replica: (loads[replica], self._recent.get(replica, 0.0), replica)
         )
-        return self._record(Choice(best, reason, longest), chain)
+        return self._record(RouteChoice(best, reason, longest), chain)
 
     def forget(self, replica: str) -> None:
         """Forget a replica that is gone, with its prefix cache."""
@@ -77,7 +79,7 @@ class Router:
             self._known[replica] = KnownPrefixes(self._max_blocks)
         return self._known[replica]
 
-    def _record(self, choice: Choice, chain: Sequence[int]) -> Choice:
+    def _record(self, choice: RouteChoice, chain: Sequence[int]) -> RouteChoice:
         self._prefixes(choice.replica).add(chain)
         for replica in self._recent:
             self._recent[replica] *= FADING

@@ -11,11 +11,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import PlacementError
-from ..pages.kv_cache_groups import LayerPlace, PagePlan, plan_pages, plane_width
+from ..pages.kv_cache_groups import KVCacheLayout, LayerPlace, plan_kv_cache, plane_width
 from .gpu_specs import GIB, Gpu
-from .model_pair import Demand, Pair
+from .model_pair import LayoutDemand, ModelPair
 from .model_shape import ModelShape
-from .parallel_layouts import Layout
+from .parallel_layouts import ParallelLayout
 
 UTILISATION = 0.9  # share of a GPU's memory that is used: `gpu_memory_utilization`
 PAGE_SIZE = 64  # the engine's page size on a GPU
@@ -30,7 +30,7 @@ HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryPlan:
     """Memory of one engine.
 
     Attributes:
@@ -56,7 +56,7 @@ class Room:
         return STATES_PER_REQUEST * self.max_num_seqs if self.state_bytes else None
 
 
-def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
+def find_room(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
     """Return the memory of an engine in this layout.
 
     Raises:
@@ -86,10 +86,10 @@ def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
     largest = min(_sequences(free, size) for (free, _), size in zip(budgets, sequence_bytes, strict=True))
     free = target_free - int(min(largest, MAX_NUM_SEQS)) * states
     kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
-    return Room(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states)
+    return MemoryPlan(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states)
 
 
-def _target_gpu(pair: Pair, layout: Layout, given: int) -> tuple[int, int]:
+def _target_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> tuple[int, int]:
     """Return the weight bytes on a GPU of the target, and what is left of `given` for pages."""
     weights = pair.target_bytes(layout.tp)
     rank = pair.target.rank(layout.tp)
@@ -100,7 +100,7 @@ def _target_gpu(pair: Pair, layout: Layout, given: int) -> tuple[int, int]:
     return weights, given - weights - _step_bytes(rank, pair.num_drafts if layout.placement else 0)
 
 
-def _drafter_gpu(pair: Pair, layout: Layout, given: int) -> int:
+def _drafter_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> int:
     """Return the bytes for pages on a drafter's own GPU, which also has the target's vocabulary."""
     assert pair.drafter is not None, "only a pair with a drafter is laid out with one"
     vocab_bytes = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
@@ -115,21 +115,23 @@ def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
     return PROCESS_BYTES + (states + logits) * rank.itemsize
 
 
-def _state_bytes(pair: Pair, layout: Layout) -> int:
+def _state_bytes(pair: ModelPair, layout: ParallelLayout) -> int:
     """Return the bytes of a request's states on a GPU of the target, including the records of its drafts."""
     drafts = pair.num_drafts if layout.placement else 0
     return STATES_PER_REQUEST * round(pair.target.rank(layout.tp).state_bytes(drafts))
 
 
-def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
+def page_plan(pair: ModelPair, layout: ParallelLayout, max_model_len: int) -> KVCacheLayout:
     """Return the K/V page plan of this layout, as the engine computes it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
     target = pair.target.rank(layout.tp)
-    return plan_pages(target.windows, windows, max_model_len, target.kv_geometries)
+    return plan_kv_cache(target.windows, windows, max_model_len, target.kv_geometries)
 
 
-def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
+def page_bytes(
+    pair: ModelPair, layout: ParallelLayout, pages: KVCacheLayout, *, target: bool
+) -> tuple[int, ...]:
     """Return the bytes of a page of each pool, on a GPU of the target or on the drafter's own.
 
     A shared drafter keeps a page set for each engine.
@@ -147,7 +149,7 @@ def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> 
     return tuple(sizes)
 
 
-def _sequence_bytes(pages: PagePlan, sizes: tuple[int, ...], num_tokens: int) -> int:
+def _sequence_bytes(pages: KVCacheLayout, sizes: tuple[int, ...], num_tokens: int) -> int:
     """Return the page bytes of a sequence of `num_tokens` tokens."""
     held = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
     return sum(count * size for count, size in zip(held, sizes, strict=True))
@@ -157,7 +159,7 @@ def _sequences(free: int, sequence_bytes: int) -> float:
     return free // sequence_bytes if sequence_bytes else float("inf")
 
 
-def _too_large(pair: Pair, gpu: Gpu, layout: Layout, needed: int) -> PlacementError:
+def _too_large(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, needed: int) -> PlacementError:
     given = gpu.memory_bytes * UTILISATION
     larger = [tp for tp in pair.tp_sizes if tp > layout.tp]
     remedy = f"shard it over {larger[0]} GPUs" if larger else "take a larger GPU or a smaller model"
@@ -170,7 +172,7 @@ def _too_large(pair: Pair, gpu: Gpu, layout: Layout, needed: int) -> PlacementEr
 
 
 def _too_long(
-    pages: PagePlan, sizes: tuple[int, ...], free: int, layout: Layout, demand: Demand
+    pages: KVCacheLayout, sizes: tuple[int, ...], free: int, layout: ParallelLayout, demand: LayoutDemand
 ) -> PlacementError:
     needed = _sequence_bytes(pages, sizes, demand.max_model_len)
     lengths = range(1, demand.max_model_len + 1)

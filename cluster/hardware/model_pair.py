@@ -8,7 +8,7 @@ from .model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class ModelPair:
     """A target and perhaps a drafter, as a plan needs them. Norms and biases, under 0.1 % of the weights, are
     ignored.
 
@@ -56,7 +56,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class LayoutDemand:
     """The load that a layout must serve.
 
     Attributes:

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..pages.kv_cache_groups import KVGeometry
-from ..pages.recurrent_state_spec import StateGeometry
+from ..pages.kv_cache_groups import KVCacheSpec
+from ..pages.recurrent_state_spec import RecurrentStateSpec
 
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DeviceWork:
     """The demands of products on a device: bytes to move, and floating-point operations."""
 
     num_bytes: float
@@ -89,14 +89,14 @@ class LatentShape:
             q_inputs * q_dim + self.rank * (self.nope_dim + self.v_dim) + self.v_dim * hidden
         )
 
-    def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> Work:
+    def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> DeviceWork:
         """Return the work of expanded attention (MLA) over (row, key) pairs and `keys` latents.
 
         Latents are gathered and expanded to heads' keys and values, which are written and read.
         """
         kv_dim = self.nope_dim + self.v_dim
         flop = 2 * heads * (pairs * (kv_dim + self.rope_dim) + keys * kv_dim * self.rank)
-        return Work(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * kv_dim), flop)
+        return DeviceWork(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * kv_dim), flop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +122,12 @@ class LayerShape:
     experts: ExpertShape | None = None
     gated: bool = False
     latent: LatentShape | None = None
-    state: StateGeometry | None = None
+    state: RecurrentStateSpec | None = None
 
     @property
-    def kv(self) -> KVGeometry:
+    def kv(self) -> KVCacheSpec:
         """K/V sizes of a token in this layer."""
-        return KVGeometry(self.kv_heads, self.head_dim, self.v_head_dim, v_in_k=self.latent is not None)
+        return KVCacheSpec(self.kv_heads, self.head_dim, self.v_head_dim, v_in_k=self.latent is not None)
 
     def dense_params(self, hidden: int) -> int:
         """Return the number of weights that every row uses, including router and shared expert."""
@@ -145,14 +145,14 @@ class LayerShape:
             outputs += self.state.channels + 2 * heads * (self.state.value_dim + 1)
         return hidden * outputs
 
-    def attention(self, rows: float, context: float, itemsize: int) -> Work:
+    def attention(self, rows: float, context: float, itemsize: int) -> DeviceWork:
         """Return the work of a request's scores and values over all its keys; latents absorbed."""
         keys = rows + (context if self.window is None else min(context, self.window))
         # Absorbed, a latent is both key and value.
         flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
-        return Work(keys * self.kv.width * itemsize, flop)
+        return DeviceWork(keys * self.kv.width * itemsize, flop)
 
-    def prompt_attention(self, rows: float, context: float, itemsize: int) -> Work:
+    def prompt_attention(self, rows: float, context: float, itemsize: int) -> DeviceWork:
         """Return the work for a prompt on a GPU, with latents in the cheaper of both forms."""
         absorbed = self.attention(rows, context, itemsize)
         if self.latent is None:
@@ -230,7 +230,7 @@ class ModelShape:
         return len(self.layers)
 
     @property
-    def kv_geometries(self) -> tuple[KVGeometry, ...]:
+    def kv_geometries(self) -> tuple[KVCacheSpec, ...]:
         """K/V sizes of each attention layer."""
         return tuple(layer.kv for layer in self.layers if layer.state is None)
 
@@ -240,7 +240,7 @@ class ModelShape:
         return tuple(layer.window for layer in self.layers if layer.state is None)
 
     @cached_property
-    def _states(self) -> tuple[tuple[StateGeometry, int], ...]:
+    def _states(self) -> tuple[tuple[RecurrentStateSpec, int], ...]:
         return tuple(Counter(layer.state for layer in self.layers if layer.state is not None).items())
 
     def state_bytes(self, drafts: float) -> float:
@@ -300,47 +300,47 @@ class ModelShape:
         layers = tuple(layer.rank(ranks) for layer in self.layers)
         return replace(self, layers=layers, vocab=-(-self.vocab // ranks))
 
-    def linears(self, rows: float) -> Work:
+    def linears(self, rows: float) -> DeviceWork:
         """Return the work of all dense products of the blocks."""
-        return Work(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
+        return DeviceWork(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
 
-    def experts(self, rows: float) -> Work:
+    def experts(self, rows: float) -> DeviceWork:
         """Return the work of routed experts, of which only the chosen ones are read."""
         num_bytes = flop = 0.0
         for experts, times in self.routed:
             params = times * self.expert_params(experts)
             num_bytes += experts.distinct(rows) * params * experts.weight_bytes
             flop += 2 * rows * experts.chosen * experts.held / experts.count * params
-        return Work(num_bytes, flop)
+        return DeviceWork(num_bytes, flop)
 
-    def head(self, rows: float) -> Work:
-        return Work(self.head_params * self.itemsize, 2 * self.head_params * rows)
+    def head(self, rows: float) -> DeviceWork:
+        return DeviceWork(self.head_params * self.itemsize, 2 * self.head_params * rows)
 
-    def attention(self, batch: int, rows: float, context: float) -> Work:
+    def attention(self, batch: int, rows: float, context: float) -> DeviceWork:
         """Return the work of attention for `rows` rows of each request, or for means over requests."""
         works = [
             (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
         ]
         return _sum_of(works)
 
-    def prompt_attention(self, rows: float, context: float) -> Work:
+    def prompt_attention(self, rows: float, context: float) -> DeviceWork:
         """Return the work of attention for a prompt on a GPU, see `LayerShape.prompt_attention`."""
         works = [
             (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
         ]
         return _sum_of(works)
 
-    def states(self, batch: int, rows: float) -> Work:
+    def states(self, batch: int, rows: float) -> DeviceWork:
         """Return the work of recurrent layers: states and records of `rows` rows, read and written."""
         elements = sum(n * g.num_value_heads * g.key_dim * g.value_dim for g, n in self._states)
-        return Work(2 * batch * self.state_bytes(rows - 1), _RULE_FLOP * batch * rows * elements)
+        return DeviceWork(2 * batch * self.state_bytes(rows - 1), _RULE_FLOP * batch * rows * elements)
 
-    def context(self, rows: float) -> Work:
+    def context(self, rows: float) -> DeviceWork:
         """Return the work of a drafter's context from taps; its blocks already read K and V weights."""
-        return Work(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
+        return DeviceWork(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
 
 
-def _sum_of(works: Sequence[tuple[Work, int]]) -> Work:
-    return Work(
+def _sum_of(works: Sequence[tuple[DeviceWork, int]]) -> DeviceWork:
+    return DeviceWork(
         sum(count * work.num_bytes for work, count in works), sum(count * work.flop for work, count in works)
     )

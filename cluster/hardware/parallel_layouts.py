@@ -11,7 +11,7 @@ TP_SIZES = (1, 2, 4, 8, 16)  # Ranks of one target are on one node.
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """A number of identical engines over the GPUs of a node.
 
     Attributes:
@@ -44,20 +44,20 @@ class Layout:
         return f"{self.replicas} x TP{self.tp} {self.placement or 'plain'}"
 
 
-def layouts(num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool) -> Iterator[Layout]:
+def layouts(num_gpus: int, tp_sizes: Sequence[int], *, drafter: bool) -> Iterator[ParallelLayout]:
     """Yield the layouts for `num_gpus` GPUs, each with as many engines as fit.
 
     A shared drafter that would serve a single engine is listed only as split.
     """
     for tp in tp_sizes:
         if drafter:
-            yield from _if_any(Layout(tp, "colocated", num_gpus // tp))
-            yield from _if_any(Layout(tp, "split", num_gpus // (tp + 1)))
+            yield from _if_any(ParallelLayout(tp, "colocated", num_gpus // tp))
+            yield from _if_any(ParallelLayout(tp, "split", num_gpus // (tp + 1)))
             if (num_gpus - 1) // tp > 1:
-                yield Layout(tp, "shared", (num_gpus - 1) // tp)
-        yield from _if_any(Layout(tp, None, num_gpus // tp))
+                yield ParallelLayout(tp, "shared", (num_gpus - 1) // tp)
+        yield from _if_any(ParallelLayout(tp, None, num_gpus // tp))
 
 
-def _if_any(layout: Layout) -> Iterator[Layout]:
+def _if_any(layout: ParallelLayout) -> Iterator[ParallelLayout]:
     if layout.replicas:
         yield layout

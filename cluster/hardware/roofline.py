@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..speculation.acceptance_length import expected_acceptance_length
-from .model_shape import ModelShape, Work
+from .model_shape import DeviceWork, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Device:
     bytes_per_s: float
     flops: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: DeviceWork) -> float:
         return max(work.num_bytes / self.bytes_per_s, work.flop / self.flops)
 
     @classmethod

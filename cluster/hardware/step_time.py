@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .gpu_specs import Gpu
-from .model_pair import Pair
-from .model_shape import ModelShape, Work
-from .parallel_layouts import Layout
+from .model_pair import ModelPair
+from .model_shape import DeviceWork, ModelShape
+from .parallel_layouts import ParallelLayout
 
 # Estimates derived in docs/benchmarks/gpu.md: seconds each kernel takes beyond its roofline floor, and
 # kernels per step: a number per layer, more for MoE layers (router, top-k, sort, two GEMMs and a sum instead
@@ -32,7 +32,7 @@ LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, 
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """Seconds by bottleneck.
 
     Attributes:
@@ -48,8 +48,8 @@ class Spent:
     launches: float = 0.0
     queue: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: TimeSpent) -> TimeSpent:
+        return TimeSpent(
             self.bytes + other.bytes,
             self.arithmetic + other.arithmetic,
             self.link + other.link,
@@ -57,9 +57,9 @@ class Spent:
             self.queue + other.queue,
         )
 
-    def times(self, count: float) -> Spent:
+    def times(self, count: float) -> TimeSpent:
         """Return the time of `count` repetitions."""
-        return Spent(
+        return TimeSpent(
             self.bytes * count,
             self.arithmetic * count,
             self.link * count,
@@ -91,7 +91,7 @@ NO_CHUNK = Chunk()
 class StepTimes:
     """Estimates the step times of one engine of a layout."""
 
-    def __init__(self, pair: Pair, gpu: Gpu, layout: Layout) -> None:
+    def __init__(self, pair: ModelPair, gpu: Gpu, layout: ParallelLayout) -> None:
         self._gpu, self._layout = gpu, layout
         self._target, self._hidden = pair.target.rank(layout.tp), pair.target.hidden
         self._drafter = pair.drafter if layout.placement else None
@@ -108,7 +108,7 @@ class StepTimes:
         """Whether drafter and target run concurrently, so that a round is not the sum of its parts."""
         return self._layout.drafts_apart
 
-    def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
+    def verify(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> TimeSpent:
         """Return the time of the target's pass over `rows` sampled rows of each request, and over a chunk.
 
         A plain step has rows = 1. Where requests differ, `rows` and `context` are means.
@@ -120,11 +120,11 @@ class StepTimes:
             works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
         return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
 
-    def draft(self, batch: int, rows: float, context: float) -> Spent:
+    def draft(self, batch: int, rows: float, context: float) -> TimeSpent:
         """Return the time of the drafter's pass over blocks of `rows` rows; 0 without drafts."""
         drafter = self._drafter
         if drafter is None or rows <= 1 or not batch:
-            return Spent()
+            return TimeSpent()
         if self._sequential:
             return self._draft_one_by_one(drafter, batch, rows - 1, context)
         tokens, chosen = batch * rows, batch * (rows - 1)
@@ -133,27 +133,31 @@ class StepTimes:
             self._draft_head.head(chosen),
             drafter.attention(batch, rows, context),
         ]
-        sums = Spent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding and argmax
-        return self._spend(works) + sums + Spent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
+        sums = TimeSpent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding and argmax
+        return (
+            self._spend(works) + sums + TimeSpent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
+        )
 
-    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> Spent:
+    def _draft_one_by_one(self, drafter: ModelShape, batch: int, drafts: float, context: float) -> TimeSpent:
         """Return the time of a pass per draft, without all-reduces: every rank has the whole drafter."""
         works = [drafter.linears(batch), drafter.head(batch), drafter.attention(batch, 1, context)]
         launches = LAUNCHES_PER_LAYER * drafter.num_layers + LAUNCHES_OF_DRAFT
-        return (self._spend(works) + Spent(launches=LAUNCH_S * launches)).times(drafts)
+        return (self._spend(works) + TimeSpent(launches=LAUNCH_S * launches)).times(drafts)
 
-    def inject(self, rows: float) -> Spent:
+    def inject(self, rows: float) -> TimeSpent:
         """Return the time to write `rows` rows of the drafter's context."""
-        return Spent() if self._drafter is None or not rows else self._spend([self._drafter.context(rows)])
+        return (
+            TimeSpent() if self._drafter is None or not rows else self._spend([self._drafter.context(rows)])
+        )
 
-    def transfer(self, rows: float) -> Spent:
+    def transfer(self, rows: float) -> TimeSpent:
         """Return the time to send features of `rows` rows to a separate drafter, and its drafts back."""
         if not self._layout.drafts_apart or not rows:
-            return Spent()
+            return TimeSpent()
         link, size = self._gpu.link, self._target.itemsize
-        return Spent(link=link.send_s(rows * self._hidden * size) + link.latency_s)
+        return TimeSpent(link=link.send_s(rows * self._hidden * size) + link.latency_s)
 
-    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> Spent:
+    def round(self, batch: int, rows: float, context: float, chunk: Chunk = NO_CHUNK) -> TimeSpent:
         """Return the time in which every request advances by a block of `rows` rows, and prompts by a chunk.
 
         Nothing is drafted if rows = 1.
@@ -162,12 +166,12 @@ class StepTimes:
         draft = self.draft(batch, rows, context) + self.inject(tokens)
         total = self.verify(batch, rows, context, chunk) + draft + self.transfer(tokens)
         if self._layout.placement == "shared":
-            return total + Spent(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
+            return total + TimeSpent(queue=_waiting_s(draft.total_s, total.total_s, self._layout.replicas))
         if self._layout.placement == "split" and batch > 1 and rows > 1 and not chunk.rows:
             return min(total, self._in_halves(batch, rows, context), key=lambda time: time.total_s)
         return total
 
-    def _in_halves(self, batch: int, rows: float, context: float) -> Spent:
+    def _in_halves(self, batch: int, rows: float, context: float) -> TimeSpent:
         """Return the time with one half drafted while the other half is verified."""
         half = -(-batch // 2)
         sent = self.transfer(half * rows)
@@ -175,25 +179,25 @@ class StepTimes:
         longer = max(self.verify(half, rows, context) + sent, draft, key=lambda time: time.total_s)
         return longer + longer
 
-    def _spend(self, works: Sequence[Work]) -> Spent:
+    def _spend(self, works: Sequence[DeviceWork]) -> TimeSpent:
         """Return the time of these works run one after another."""
-        device, total = self._gpu.device, Spent()
+        device, total = self._gpu.device, TimeSpent()
         for work in works:
             seconds = device.seconds(work)
             memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            total += Spent(bytes=seconds) if memory_bound else Spent(arithmetic=seconds)
+            total += TimeSpent(bytes=seconds) if memory_bound else TimeSpent(arithmetic=seconds)
         return total
 
-    def _sums(self, count: int, rows: float) -> Spent:
+    def _sums(self, count: int, rows: float) -> TimeSpent:
         """Return the time of `count` all-reduces of `rows` hidden states."""
         num_bytes = rows * self._hidden * self._target.itemsize
-        return Spent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
+        return TimeSpent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def _launches(target: ModelShape) -> Spent:
+def _launches(target: ModelShape) -> TimeSpent:
     routed = LAUNCHES_OF_EXPERTS * sum(times for _, times in target.routed)
     count = LAUNCHES_PER_LAYER * target.num_layers + routed + LAUNCHES_AROUND
-    return Spent(launches=LAUNCH_S * count)
+    return TimeSpent(launches=LAUNCH_S * count)
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:

@@ -28,18 +28,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pages.kv_cache_metrics import PageAges, PageTimes
+from ..pages.kv_cache_metrics import KVCacheMetricsCollector, SampledPageTimes
 from ..pages.page_pool import PagePool, pages_for
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, StateEntry
 from ..step.sequence import Sequence, SlotTable
 from .prefix_cache import PrefixCache, PrefixHit
-from .recurrent_state_manager import StateBooks
+from .recurrent_state_manager import RecurrentStateManager
 
 _NOT_CACHED = np.iinfo(np.int32).max  # number of hashed pages that keeps a sequence's pages out of the cache
 
 
-class PageEntries(NamedTuple):
+class PageTableUpdates(NamedTuple):
     """New entries of page tables, int32 [M] each, as in `SchedulerOutput`."""
 
     groups: IntArray
@@ -48,7 +48,7 @@ class PageEntries(NamedTuple):
     pages: IntArray
 
 
-class PageBooks:
+class KVCacheManager:
     """Manages pages and page tables. The workers' page tables follow through the plans.
 
     Args:
@@ -62,12 +62,16 @@ class PageBooks:
         self._config = config
         self.groups = config.page_groups
         self.page_size = config.page_size
-        self.times = PageTimes()
-        self.pools = tuple(PagePool(count, PageAges(self.times, count)) for count in config.num_pages)
-        self.states: StateBooks | None = None
+        self.times = SampledPageTimes()
+        self.pools = tuple(
+            PagePool(count, KVCacheMetricsCollector(self.times, count)) for count in config.num_pages
+        )
+        self.states: RecurrentStateManager | None = None
         if config.num_states is not None:
             saves = config.enable_prefix_caching
-            self.states = StateBooks(config.num_states, config.num_slots, self.page_size, saves=saves)
+            self.states = RecurrentStateManager(
+                config.num_states, config.num_slots, self.page_size, saves=saves
+            )
         self.cache = PrefixCache(self.pools, self.groups, self.page_size, self.states)
         shape = (len(self.groups), config.num_slots, pages_for(config.max_model_len, self.page_size))
         self.table_GSP = np.zeros(shape, dtype=np.int32)
@@ -211,11 +215,11 @@ class PageBooks:
         self.table_GSP[groups_M, slots_M, indices_M] = entries[3]
         self._new_entries.append(entries)
 
-    def take_new_entries(self) -> PageEntries:
+    def take_new_entries(self) -> PageTableUpdates:
         """Return what was written into the page tables since the last call, for the plan."""
         entries = self._new_entries or [np.empty((4, 0), dtype=np.int32)]
         self._new_entries = []
-        return PageEntries(*(entries[0] if len(entries) == 1 else np.concatenate(entries, axis=1)))
+        return PageTableUpdates(*(entries[0] if len(entries) == 1 else np.concatenate(entries, axis=1)))
 
     # Its pages fill, and it leaves.
 

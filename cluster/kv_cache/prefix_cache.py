@@ -25,10 +25,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ..pages.kv_cache_groups import PageGroup
+from ..pages.kv_cache_groups import KVCacheGroup
 from ..pages.page_pool import PagePool
 from ..step.scheduler_output import IntArray
-from .recurrent_state_manager import StateBooks
+from .recurrent_state_manager import RecurrentStateManager
 
 DIGEST_BYTES = 16
 
@@ -61,9 +61,9 @@ class PrefixCache:
     def __init__(
         self,
         pools: Sequence[PagePool],
-        groups: Sequence[PageGroup],
+        groups: Sequence[KVCacheGroup],
         page_size: int,
-        states: StateBooks | None = None,
+        states: RecurrentStateManager | None = None,
     ) -> None:
         self._states = states
         self._pools = pools
@@ -125,7 +125,7 @@ class PrefixCache:
                     count, complete = gap, False
         return count
 
-    def _shorten_to_states(self, digests: list[bytes], count: int, states: StateBooks) -> int:
+    def _shorten_to_states(self, digests: list[bytes], count: int, states: RecurrentStateManager) -> int:
         """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
         while (shorter := states.longest(digests, count)) != count:
             count = self._shorten_to_windows(digests, shorter)

@@ -54,7 +54,7 @@ class _Asked(NamedTuple):
     moves: bool
 
 
-class StateBooks:
+class RecurrentStateManager:
     """Manages the ids of recurrent states.
 
     Args:

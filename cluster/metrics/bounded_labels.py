@@ -22,14 +22,14 @@ def is_label(name: str) -> bool:
     return _FITS.fullmatch(name) is not None and name not in (NONE, OTHER)
 
 
-class Account(NamedTuple):
+class UsageAccount(NamedTuple):
     """The tenant and category that a request counts for."""
 
     tenant: str = NONE
     category: str = NONE
 
 
-class LabelValues:
+class BoundedLabels:
     """The values of one label.
 
     Args:

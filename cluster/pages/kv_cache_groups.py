@@ -17,8 +17,8 @@ widest layer needs; narrower layers are next to each other in it, each in a *par
     a token in a plane, K and V of 16 heads of 256   [ a sliding layer                       ]
     the same, K and V of 4 heads of 512              [ a full layer     | another full layer ]
 
-Arithmetic only. `plan_pages` and `share_pages` are called while a model is loaded; the scheduler knows only
-the `PageGroup`s. `cluster/kv_cache/kv_cache_manager.py` manages the pages themselves.
+Arithmetic only. `plan_kv_cache` and `share_pages` are called while a model is loaded; the scheduler knows
+only the `KVCacheGroup`s. `cluster/kv_cache/kv_cache_manager.py` manages the pages themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP_COST = 0.02  # cost of another page table, as a share of what the model's
 
 
 @dataclass(frozen=True, slots=True)
-class PageGroup:
+class KVCacheGroup:
     """Layers whose K/V share a page table.
 
     Attributes:
@@ -57,7 +57,7 @@ class PageGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class KVGeometry:
+class KVCacheSpec:
     """K/V of a token in a layer, on one rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class LayerPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class PagePlan:
+class KVCacheLayout:
     """The groups of a target and its drafter.
 
     Attributes:
@@ -101,7 +101,7 @@ class PagePlan:
             memory of its own.
     """
 
-    groups: tuple[PageGroup, ...]
+    groups: tuple[KVCacheGroup, ...]
     target: tuple[LayerPlace, ...]
     drafter: tuple[LayerPlace, ...]
 
@@ -119,20 +119,20 @@ class PagePlan:
 
 
 # A target and a drafter whose layers all share one page table.
-ONE_GROUP = PagePlan((PageGroup(),), (LayerPlace(0, 0),), (LayerPlace(0, 0),))
+ONE_GROUP = KVCacheLayout((KVCacheGroup(),), (LayerPlace(0, 0),), (LayerPlace(0, 0),))
 
 
-def plane_width(places: Sequence[LayerPlace], geometries: Sequence[KVGeometry]) -> int:
+def plane_width(places: Sequence[LayerPlace], geometries: Sequence[KVCacheSpec]) -> int:
     """Return the number of values per token in a plane of a model's layers."""
     return max((place.part + 1) * kind.width for place, kind in zip(places, geometries, strict=True))
 
 
-def count_pools(groups: Sequence[PageGroup]) -> int:
+def count_pools(groups: Sequence[KVCacheGroup]) -> int:
     return 1 + max(group.pool for group in groups)
 
 
 def pages_per_sequence(
-    groups: Sequence[PageGroup], num_tokens: int, page_size: int, max_rows: int
+    groups: Sequence[KVCacheGroup], num_tokens: int, page_size: int, max_rows: int
 ) -> tuple[int, ...]:
     """Return the most pages of each pool that a sequence of `num_tokens` tokens holds at once."""
     pages = [0] * count_pools(groups)
@@ -142,7 +142,11 @@ def pages_per_sequence(
 
 
 def longest_sequence(
-    groups: Sequence[PageGroup], num_pages: Sequence[int], page_size: int, max_rows: int, max_model_len: int
+    groups: Sequence[KVCacheGroup],
+    num_pages: Sequence[int],
+    page_size: int,
+    max_rows: int,
+    max_model_len: int,
 ) -> int:
     """Return the longest sequence that the pools hold. Its last token is never computed and needs no page."""
 
@@ -155,12 +159,12 @@ def longest_sequence(
     return bisect_left(range(1, max_model_len + 1), True, key=is_too_long)
 
 
-def plan_pages(
+def plan_kv_cache(
     target_windows: Sequence[int | None],
     drafter_windows: Sequence[int | None],
     max_model_len: int,
-    target_geometries: Sequence[KVGeometry] = (),
-) -> PagePlan:
+    target_geometries: Sequence[KVCacheSpec] = (),
+) -> KVCacheLayout:
     """Return the groups of a target's and a drafter's layers, given each layer's window (empty: no drafter).
 
     Two models that are one group each, with the same window, share it: the same page ids, each with memory of
@@ -176,16 +180,16 @@ def plan_pages(
     """
     target = _plan_model(_clip(target_windows, max_model_len), target_geometries, max_model_len)
     if not drafter_windows:
-        return PagePlan(*target, ())
+        return KVCacheLayout(*target, ())
     drafter = _plan_model(_clip(drafter_windows, max_model_len), (), max_model_len)
     if len(target[0]) == 1 and target[0] == drafter[0]:
-        return PagePlan(*target, drafter[1])
+        return KVCacheLayout(*target, drafter[1])
     places = tuple(replace(place, group=place.group + len(target[0])) for place in drafter[1])
-    return PagePlan((*target[0], *(replace(group, pool=1) for group in drafter[0])), target[1], places)
+    return KVCacheLayout((*target[0], *(replace(group, pool=1) for group in drafter[0])), target[1], places)
 
 
-_Model = tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]
-_SAME_GEOMETRY = KVGeometry(1, 1, 1)
+_Model = tuple[tuple[KVCacheGroup, ...], tuple[LayerPlace, ...]]
+_SAME_GEOMETRY = KVCacheSpec(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,7 @@ class _Layer:
     """
 
     window: int | None
-    geometry: KVGeometry
+    geometry: KVCacheSpec
     parts: int
 
 
@@ -205,7 +209,7 @@ def _clip(windows: Sequence[int | None], max_model_len: int) -> list[int | None]
     return [None if window is None or window >= max_model_len else window for window in windows]
 
 
-def _plan_model(windows: list[int | None], geometries: Sequence[KVGeometry], max_model_len: int) -> _Model:
+def _plan_model(windows: list[int | None], geometries: Sequence[KVCacheSpec], max_model_len: int) -> _Model:
     """Return the groups of one model, all in pool 0."""
     kinds = geometries or (_SAME_GEOMETRY,) * len(windows)
     width = max(kind.width for kind in kinds)
@@ -224,13 +228,13 @@ def _plan_model(windows: list[int | None], geometries: Sequence[KVGeometry], max
 
 
 def _cut(layers_of: Mapping[_Layer, list[int]], num_planes: int) -> _Model:
-    groups: list[PageGroup] = []
+    groups: list[KVCacheGroup] = []
     places: dict[int, LayerPlace] = {}
     for kind, members in layers_of.items():
         for nth, layer in enumerate(members):
             plane, part = divmod(nth % (num_planes * kind.parts), kind.parts)
             if plane == part == 0:
-                groups.append(PageGroup(window=kind.window))
+                groups.append(KVCacheGroup(window=kind.window))
             places[layer] = LayerPlace(len(groups) - 1, plane, part)
     return tuple(groups), tuple(places[layer] for layer in sorted(places))
 
@@ -249,7 +253,7 @@ def _cost(model: _Model, layers: Sequence[_Layer], max_model_len: int) -> float:
 
 
 def share_pages(
-    plan: PagePlan,
+    plan: KVCacheLayout,
     page_size: int,
     max_rows: int,
     max_num_seqs: int,

@@ -18,7 +18,7 @@ from ..metrics.metric import PAGE_S
 _SAMPLE_SIZE = 512  # sampled pages per pool, approximately
 
 
-class PageTimes:
+class SampledPageTimes:
     """Measurements over all pools of an engine.
 
     Attributes:
@@ -30,7 +30,7 @@ class PageTimes:
         self.lifetime, self.idle, self.reuse_gap = (Histogram(PAGE_S) for _ in range(3))
 
 
-class PageAges:
+class KVCacheMetricsCollector:
     """Measures the pages of one pool.
 
     Args:
@@ -38,7 +38,7 @@ class PageAges:
         num_pages: pages of the pool.
     """
 
-    def __init__(self, times: PageTimes, num_pages: int) -> None:
+    def __init__(self, times: SampledPageTimes, num_pages: int) -> None:
         self._times = times
         stride = -(-num_pages // _SAMPLE_SIZE)
         self._sample = frozenset(range(0, num_pages, stride)) if num_pages else frozenset[int]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from .kv_cache_metrics import PageAges, PageTimes
+from .kv_cache_metrics import KVCacheMetricsCollector, SampledPageTimes
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -26,9 +26,9 @@ class PagePool:
         ages: measures the pages for metrics.
     """
 
-    def __init__(self, num_pages: int, ages: PageAges | None = None) -> None:
+    def __init__(self, num_pages: int, ages: KVCacheMetricsCollector | None = None) -> None:
         self.num_pages = num_pages
-        self._ages = ages or PageAges(PageTimes(), 0)
+        self._ages = ages or KVCacheMetricsCollector(SampledPageTimes(), 0)
         self.ref_counts = [0] * num_pages
         self.on_evict: Callable[[int], None] = lambda page: None  # called with kept pages that are evicted
         self._kept: set[int] = set()

@@ -13,7 +13,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StateGeometry:
+class RecurrentStateSpec:
     """A request's data in a recurrent layer, on one rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class StateGeometry:
         """Channels of the convolution: all heads' queries, then keys, then values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def rank(self, ranks: int) -> StateGeometry:
+    def rank(self, ranks: int) -> RecurrentStateSpec:
         """Return the part of one of `ranks` tensor-parallel ranks."""
         keys, values = self.num_key_heads // ranks, self.num_value_heads // ranks
         return replace(self, num_key_heads=keys, num_value_heads=values)

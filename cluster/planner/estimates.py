@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from ..errors import PlacementError
 from ..hardware.gpu_specs import Gpu
-from ..hardware.memory_plan import Room, find_room
-from ..hardware.model_pair import Demand, Pair
-from ..hardware.parallel_layouts import Layout
+from ..hardware.memory_plan import MemoryPlan, find_room
+from ..hardware.model_pair import LayoutDemand, ModelPair
+from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
 from ..speculation.acceptance_length import expected_acceptance_length
 from ..speculation.draft_lengths import draft_lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class OperatingPoint:
     """Estimated speed of one engine at one batch size.
 
     Attributes:
@@ -46,7 +46,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class LayoutEstimate:
     """The estimated speed of a layout that fits.
 
     Attributes:
@@ -55,29 +55,31 @@ class Estimate:
         misses: the part of the demand that the layout misses, in words; empty if it meets all of it.
     """
 
-    layout: Layout
-    room: Room
-    alone: Point
-    best: Point
+    layout: ParallelLayout
+    room: MemoryPlan
+    alone: OperatingPoint
+    best: OperatingPoint
     misses: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class LayoutMisfit:
     """A layout that does not fit, with the reason."""
 
-    layout: Layout
+    layout: ParallelLayout
     error: PlacementError
 
 
-def estimate(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Estimate | Misfit:
+def estimate(
+    pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand
+) -> LayoutEstimate | LayoutMisfit:
     try:
         room = find_room(pair, gpu, layout, demand)
     except PlacementError as error:
-        return Misfit(layout, error)
+        return LayoutMisfit(layout, error)
     times = StepTimes(pair, gpu, layout)
 
-    def point(batch: int) -> Point:
+    def point(batch: int) -> OperatingPoint:
         return _point(times, pair, layout, batch, demand.context)
 
     alone, slo_s = point(1), demand.slo_tpot_s
@@ -95,7 +97,7 @@ def estimate(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Estimate |
         best, misses = max(within_slo or points[:1], key=lambda p: p.node_tokens_per_s), ""
     if slo_s is not None and best.tpot_s > slo_s:
         misses = f"{best.tpot_s * 1e3:.2f} ms per token"
-    return Estimate(layout, room, alone, best, misses)
+    return LayoutEstimate(layout, room, alone, best, misses)
 
 
 def _batches(most: int) -> list[int]:
@@ -103,13 +105,15 @@ def _batches(most: int) -> list[int]:
     return sorted({most, *(base << n for base in (1, 3) for n in range(10) if base << n < most)})
 
 
-def _point(times: StepTimes, pair: Pair, layout: Layout, batch: int, context: int) -> Point:
+def _point(
+    times: StepTimes, pair: ModelPair, layout: ParallelLayout, batch: int, context: int
+) -> OperatingPoint:
     """Return the estimate at the draft length with the most throughput, which an engine would choose."""
     most = pair.num_drafts if layout.placement else 0
 
-    def at(rows: int) -> Point:
+    def at(rows: int) -> OperatingPoint:
         time, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
         node = layout.replicas * batch * tokens / time.total_s
-        return Point(batch, rows, tokens, time.total_s, time.bound, node)
+        return OperatingPoint(batch, rows, tokens, time.total_s, time.bound, node)
 
     return max((at(1 + drafts) for drafts in draft_lengths(most)), key=lambda p: p.node_tokens_per_s)

@@ -5,32 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, PlacementError
-from ..hardware.model_pair import Demand
-from ..hardware.parallel_layouts import Layout
-from ..simulation.trace_replay import Played
-from .estimates import Estimate, Misfit
+from ..hardware.model_pair import LayoutDemand
+from ..hardware.parallel_layouts import ParallelLayout
+from ..simulation.trace_replay import ReplayResult
+from .estimates import LayoutEstimate, LayoutMisfit
 
 # Relative difference below which the simpler layout wins; the estimates are no more accurate than this.
 LEVEL = 0.02
 _SIMPLEST = ("colocated", None, "split", "shared")
 
 
-def check_fitting(found: Sequence[Estimate | Misfit]) -> list[Estimate]:
+def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[LayoutEstimate]:
     """Return the layouts that fit.
 
     Raises:
         PlacementError: no layout fits; the error is that of the layout with the most ranks.
     """
-    fitting = [each for each in found if isinstance(each, Estimate)]
+    fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         return fitting
-    misfits = [each for each in found if isinstance(each, Misfit)]
+    misfits = [each for each in found if isinstance(each, LayoutMisfit)]
     if not misfits:
         raise PlacementError("gpus: no layout has a place on so few GPUs. Give at least 1.", param="gpus")
     raise max(misfits, key=lambda misfit: misfit.layout.tp).error
 
 
-def choose(fitting: Sequence[Estimate], demand: Demand, num_gpus: int) -> tuple[Estimate, str]:
+def choose(
+    fitting: Sequence[LayoutEstimate], demand: LayoutDemand, num_gpus: int
+) -> tuple[LayoutEstimate, str]:
     """Return the layout with the most tokens per second that meets the demand, and a sentence that says why.
 
     Raises:
@@ -51,7 +53,9 @@ def choose(fitting: Sequence[Estimate], demand: Demand, num_gpus: int) -> tuple[
     )
 
 
-def choose_by_trace(fitting: Sequence[Estimate], played: Mapping[Layout, Played]) -> tuple[Estimate, str]:
+def choose_by_trace(
+    fitting: Sequence[LayoutEstimate], played: Mapping[ParallelLayout, ReplayResult]
+) -> tuple[LayoutEstimate, str]:
     """Return the layout with the most goodput, and a sentence that says why.
 
     Raises:
@@ -72,21 +76,21 @@ def choose_by_trace(fitting: Sequence[Estimate], played: Mapping[Layout, Played]
     )
 
 
-def _best(candidates: Sequence[Estimate], value: Mapping[Layout, float]) -> Estimate:
+def _best(candidates: Sequence[LayoutEstimate], value: Mapping[ParallelLayout, float]) -> LayoutEstimate:
     """Return the simplest layout within `LEVEL` of the best: fewest processes, then the lowest tp."""
     most = max(value[each.layout] for each in candidates)
     near_best = [each for each in candidates if value[each.layout] >= (1 - LEVEL) * most]
     return min(near_best, key=lambda each: (_SIMPLEST.index(each.layout.placement), each.layout.tp))
 
 
-def _tie_note(chosen: Estimate, holding: Sequence[Estimate]) -> str:
+def _tie_note(chosen: LayoutEstimate, holding: Sequence[LayoutEstimate]) -> str:
     most = max(each.best.node_tokens_per_s for each in holding)
     if chosen.best.node_tokens_per_s >= most:
         return ""
     return f" (others within {LEVEL:.0%} are less simple)"
 
 
-def _none_holds(fitting: Sequence[Estimate], demand: Demand) -> ConfigError:
+def _none_holds(fitting: Sequence[LayoutEstimate], demand: LayoutDemand) -> ConfigError:
     nearest = min(fitting, key=lambda each: each.best.tpot_s)
     at = f"{nearest.best.batch} requests per engine"
     if demand.slo_tpot_s is None or nearest.best.tpot_s <= demand.slo_tpot_s:

@@ -20,7 +20,7 @@ import numpy as np
 from ..request.request import FinishReason, Request
 from ..step.scheduler_output import SchedulerOutput, StepTimings
 from ..step.step_outcome import StepOutcome
-from .request_timeline import COUNTS, TIMES, Life, Reason, SlotSteps, Stay, Why
+from .request_timeline import COUNTS, TIMES, Reason, RequestTimeline, SlotInterval, SlotSteps, Why
 
 _MAX_CELLS = 1 << 18  # steps x slots
 _MIN_STEPS, _MAX_STEPS = 256, 4096
@@ -28,7 +28,7 @@ _MAX_ENDED = 4096  # requests
 _MAX_ENDED_STEPS = 1 << 17  # steps of ended requests, about 11 MB in total
 
 
-class StepRing:
+class StepRingBuffer:
     """A ring buffer of the last committed steps of all requests.
 
     Args:
@@ -76,7 +76,7 @@ class StepRing:
         return SlotSteps(counts_NC[took_part_N], self._times_NT[rows_N[took_part_N]], begin - first)
 
 
-class Waits:
+class QueueWaits:
     """Seconds for which the head of a queue could not enter, by reason; the rest waits for the same."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class _Life:
         )
 
 
-class Journal:
+class FlightRecorder:
     """The flight recorder of one scheduler.
 
     Args:
@@ -154,11 +154,11 @@ class Journal:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._ring = StepRing(num_slots)
+        self._ring = StepRingBuffer(num_slots)
         self._living: dict[str, _Life] = {}
         self._ended: deque[_Life] = deque()
         self._num_ended_steps = 0
-        self._waits = {background: Waits() for background in (False, True)}
+        self._waits = {background: QueueWaits() for background in (False, True)}
         self._step, self._now_s = 0, 0.0  # of the plan being made, or of the last one
 
     # Called by the roster and the scheduler.
@@ -242,13 +242,13 @@ class Journal:
 
     # Called from any thread.
 
-    def lives(self, name: str) -> list[Life]:
+    def lives(self, name: str) -> list[RequestTimeline]:
         """Return the requests with this name, oldest first; one HTTP request may have several."""
         known = [*self._ended.copy(), *self._living.copy().values()]
         return [self._to_life(life) for life in known if life.goes_by(name)]
 
-    def _to_life(self, life: _Life) -> Life:
-        return Life(
+    def _to_life(self, life: _Life) -> RequestTimeline:
+        return RequestTimeline(
             request_id=life.request_id,
             client_id=life.client_id,
             owner=life.owner,
@@ -264,9 +264,9 @@ class Journal:
             finish_reason=life.finish_reason,
         )
 
-    def _to_stay(self, stay: _Stay) -> Stay:
+    def _to_stay(self, stay: _Stay) -> SlotInterval:
         steps = stay.steps or self._ring.of(stay.slot, stay.first_step, self._ring.last)
-        return Stay(
+        return SlotInterval(
             entered_s=stay.entered_s,
             num_cached=stay.num_cached,
             waited=stay.waited,

@@ -92,7 +92,7 @@ class SlotSteps(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
+class SlotInterval:
     """An interval in which the request had a slot.
 
     Attributes:
@@ -112,7 +112,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class RequestTimeline:
     """One request of the engine.
 
     Attributes:
@@ -131,6 +131,6 @@ class Life:
     priority: int
     background: bool
     max_draft_tokens: int | None
-    stays: tuple[Stay, ...]
+    stays: tuple[SlotInterval, ...]
     ended_s: float | None
     finish_reason: FinishReason | None

@@ -13,7 +13,7 @@ from .request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingRule:
+class ThinkingBudget:
     """A limit of reasoning.
 
     Attributes:
@@ -26,7 +26,7 @@ class ThinkingRule:
     end: tuple[int, ...]
 
     @classmethod
-    def of(cls, params: SamplingParams) -> ThinkingRule | None:
+    def of(cls, params: SamplingParams) -> ThinkingBudget | None:
         if params.thinking_token_budget is None:
             return None
         marks = params.reasoning_start_token_ids, params.reasoning_end_token_ids
@@ -34,7 +34,7 @@ class ThinkingRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRules:
+class LogitsProcessorParams:
     """A request's logits rules, see `SamplingParams`.
 
     Attributes:
@@ -55,10 +55,10 @@ class TokenRules:
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
-    thinking: ThinkingRule | None = None
+    thinking: ThinkingBudget | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_length: int) -> TokenRules | None:
+    def of(cls, params: SamplingParams, prompt_length: int) -> LogitsProcessorParams | None:
         """Return the rules of a request; None if it has none."""
         rules = cls(
             prompt_length=prompt_length,
@@ -68,7 +68,7 @@ class TokenRules:
             repetition=params.repetition_penalty,
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
-            thinking=ThinkingRule.of(params),
+            thinking=ThinkingBudget.of(params),
         )
         return None if rules == cls(prompt_length=prompt_length) else rules
 

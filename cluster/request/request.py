@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, Literal, cast
 
 from ..errors import RequestError, shown
-from ..metrics.bounded_labels import Account
+from ..metrics.bounded_labels import UsageAccount
 from .structured_outputs import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -318,7 +318,7 @@ class Request:
     client_id: str | None = None
     owner: str | None = None
     uses_cache: bool = True
-    account: Account | None = None
+    account: UsageAccount | None = None
     on_trial: bool = False
 
     def __post_init__(self) -> None:

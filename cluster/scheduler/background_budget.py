@@ -33,7 +33,7 @@ _SHORT_STEPS, _SHORT_S = 4.0, 0.05  # a step without online requests: in their s
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class BackgroundWork:
     """The background work of one step.
 
     Attributes:
@@ -45,7 +45,7 @@ class Portion:
     prompt_rows: int
 
 
-NOTHING = Portion(0, 0)
+NOTHING = BackgroundWork(0, 0)
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class BackgroundBudget:
         self._row_s = 0.0  # of the last step of background work alone
         self._online_step_s = math.inf  # of the last step of online requests alone
 
-    def alone(self, num_decoding: int, rows_each: int, *, quiet: bool) -> Portion:
+    def alone(self, num_decoding: int, rows_each: int, *, quiet: bool) -> BackgroundWork:
         """Return the work of a step without online requests, one of which may arrive meanwhile.
 
         Args:
@@ -120,9 +120,9 @@ class BackgroundBudget:
         if not quiet:
             num_decoding = min(num_decoding, max(most // rows_each, 1))
             most -= num_decoding * rows_each
-        return Portion(num_decoding, max(most, _CHUNK) if self._chunks else self._max_rows)
+        return BackgroundWork(num_decoding, max(most, _CHUNK) if self._chunks else self._max_rows)
 
-    def beside(self, num_online: int, num_drafts: int, num_decoding: int) -> Portion:
+    def beside(self, num_online: int, num_drafts: int, num_decoding: int) -> BackgroundWork:
         """Return the work of a step in which so many online requests decode with drafts of this length.
 
         Args:
@@ -137,7 +137,7 @@ class BackgroundBudget:
         decoding, cost = self._decoding[load].affordable(num_decoding, saved)
         chunks = self._max_rows / _CHUNK if self._chunks else 0
         prompts, _ = self._prompts[load].affordable(chunks, saved - cost)
-        return Portion(int(decoding), int(prompts * _CHUNK))
+        return BackgroundWork(int(decoding), int(prompts * _CHUNK))
 
     def observe_online(self, num_online: int, num_drafts: int, seconds: float) -> None:
         """Record a step in which only online requests decoded."""
@@ -147,7 +147,9 @@ class BackgroundBudget:
         self._online_step_s, self._num_joined = seconds, 0
         self._save(seconds, 0.0)
 
-    def observe_joined(self, num_online: int, num_drafts: int, portion: Portion, seconds: float) -> None:
+    def observe_joined(
+        self, num_online: int, num_drafts: int, portion: BackgroundWork, seconds: float
+    ) -> None:
         """Record the same with background work in it."""
         if seconds <= 0:
             return

@@ -33,7 +33,7 @@ _FIRST_TRIAL, _NEXT_TRIAL, _MAX_TRIAL = 32, 256, 4096  # steps until a trial; do
 _CHANGED_TRIAL, _CHANGED = 128, 1.33
 
 
-class Turn(NamedTuple):
+class BatchMode(NamedTuple):
     """How a step was planned.
 
     Attributes:
@@ -86,13 +86,13 @@ class BatchHalves:
         state = self._state(load_class(num_requests))
         return state.uses_halves != state.is_trial
 
-    def plan(self, num_requests: int, *, is_half: bool) -> Turn:
+    def plan(self, num_requests: int, *, is_half: bool) -> BatchMode:
         """Record that a step was planned in this mode."""
         self._num_alike = self._num_alike + 1 if is_half == self._was_half else 0
         self._was_half = is_half
-        return Turn(is_half, load_class(num_requests), not is_half or self._num_alike >= _FIRST_HALVES)
+        return BatchMode(is_half, load_class(num_requests), not is_half or self._num_alike >= _FIRST_HALVES)
 
-    def observe(self, turn: Turn, num_tokens: float, seconds: float, timings: StepTimings) -> None:
+    def observe(self, turn: BatchMode, num_tokens: float, seconds: float, timings: StepTimings) -> None:
         """Learn from a step in which all requests decoded with the same draft length.
 
         Args:

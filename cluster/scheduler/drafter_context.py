@@ -3,7 +3,7 @@
 Drafts of a request need the drafter's K and V of all that was computed for it. They are missing where
 
 * the drafter was replaced, or its process restarted: nothing computed before is known to it;
-* they were not written for a while (`ContextWrites`).
+* they were not written for a while (`ContextWriteGate`).
 
 In both cases running requests decode without drafts, newly admitted ones are given no cached page that lacks
 them, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`; changes
@@ -17,7 +17,7 @@ from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import IntArray, SchedulerOutput, StepTimings
 from ..step.sequence import WAITING, Sequence
 from .drafter_context_refill import DrafterContextRefill
-from .request_queues import Roster
+from .request_queues import RequestQueues
 from .step_controller import StepController
 
 _IDLE_STEPS = 384  # without useful drafts, until writes stop: the policy has retried in vain by then
@@ -26,7 +26,7 @@ _REST_STEPS, _MAX_REST_STEPS = 1024, 8192  # without writes, until a trial may r
 _WORTH_STOPPING = 1 / 64  # part of the steps' seconds that writes take
 
 
-class ContextWrites:
+class ContextWriteGate:
     """Stops writing the drafter's context K/V while drafts have brought nothing for long.
 
     The context is written with every row, drafted for or not, which costs a part of every step and buys
@@ -93,11 +93,11 @@ class DrafterContext:
         refill: chooses requests to recompute.
     """
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, controller: StepController) -> None:
+    def __init__(self, config: SchedulerConfig, roster: RequestQueues, controller: StepController) -> None:
         self._roster, self._controller = roster, controller
         self.health = DrafterHealth()
         self.refill = DrafterContextRefill(config.max_rows, chunks=config.enable_chunked_prefill)
-        self._writes = ContextWrites(may_stop=config.num_speculative_tokens > 0 and not config.halves)
+        self._writes = ContextWriteGate(may_stop=config.num_speculative_tokens > 0 and not config.halves)
         self._before_trial: list[Sequence] = []  # running when a candidate's trial began
 
     @property

@@ -16,9 +16,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from ..kv_cache.kv_cache_manager import PageBooks
+from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.prefix_cache import PrefixHit
-from ..records.flight_recorder import Journal
+from ..records.flight_recorder import FlightRecorder
 from ..records.request_timeline import Why
 from ..request.request import FinishReason, Request
 from ..step.limits import SchedulerConfig
@@ -30,7 +30,7 @@ from .scheduler_stats import Counters
 _by_rank = attrgetter("rank")
 
 
-class Roster:
+class RequestQueues:
     """Waiting and running requests of one engine.
 
     Args:
@@ -42,11 +42,13 @@ class Roster:
         running, waiting: sorted by rank.
     """
 
-    def __init__(self, config: SchedulerConfig, on_leave: Callable[[int], None], journal: Journal) -> None:
+    def __init__(
+        self, config: SchedulerConfig, on_leave: Callable[[int], None], journal: FlightRecorder
+    ) -> None:
         self._config = config
         self._on_leave = on_leave
         self._journal = journal
-        self.books = PageBooks(config)
+        self.books = KVCacheManager(config)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         self.running: list[Sequence] = []

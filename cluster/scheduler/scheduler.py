@@ -24,7 +24,7 @@ from collections import deque
 
 import numpy as np
 
-from ..records.flight_recorder import Journal
+from ..records.flight_recorder import FlightRecorder
 from ..records.request_timeline import Reason
 from ..request.request import Request
 from ..speculation.step_cost_model import StepLoad
@@ -33,13 +33,13 @@ from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from ..step.sequence import Sequence
 from ..step.step_outcome import SequenceUpdate, StepOutcome, make_updates, read_result
-from .background_budget import NOTHING, Portion
+from .background_budget import NOTHING, BackgroundWork
 from .drafter_context import DrafterContext
-from .request_queues import Roster
+from .request_queues import RequestQueues
 from .scheduler_stats import Counters
 from .step_controller import ScheduledStep, StepController
 from .token_budget import share, within
-from .usage_meter import Spending
+from .usage_meter import UsageMeter
 
 
 class Scheduler:
@@ -48,12 +48,12 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.journal = Journal(config.num_slots)
-        self.roster = Roster(config, self._forget_slot, self.journal)
+        self.journal = FlightRecorder(config.num_slots)
+        self.roster = RequestQueues(config, self._forget_slot, self.journal)
         self.books, self.table = self.roster.books, self.roster.table
         self.counters = self.roster.counters
         self._controller = StepController(config)
-        self.spending = Spending(config.num_slots)
+        self.spending = UsageMeter(config.num_slots)
         self.drafter = DrafterContext(config, self.roster, self._controller)
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
@@ -151,7 +151,7 @@ class Scheduler:
             if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
                 prompt_budget = self._controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
-                wanted_R = within(Portion(len(slots_R), prompt_budget), wanted_R, known_R)
+                wanted_R = within(BackgroundWork(len(slots_R), prompt_budget), wanted_R, known_R)
                 included = np.flatnonzero(wanted_R)
                 slots_R, num_tokens_R, known_R, wanted_R = (
                     array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)

@@ -23,8 +23,8 @@ from ..speculation.step_cost_model import StepCostModel, StepLoad
 from ..step.limits import SchedulerConfig
 from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult, StepTimings
 from ..step.step_outcome import StepOutcome
-from .background_budget import BackgroundBudget, Portion
-from .batch_halves import BatchHalves, Turn
+from .background_budget import BackgroundBudget, BackgroundWork
+from .batch_halves import BatchHalves, BatchMode
 from .prefill_budget import PrefillBudget
 
 _QUIET_S = 5.0  # without online requests; then background steps may be longer
@@ -58,7 +58,7 @@ class ScheduledStep:
     choice: DraftChoice
     load: StepLoad
     weights_R: FloatArray
-    turn: Turn | None
+    turn: BatchMode | None
     staying_R: BoolArray
     undrafted: Undrafted | None = None
 
@@ -181,7 +181,7 @@ class StepController:
         """Return the most rows of prompts in a step in which other online requests decode."""
         return self._config.max_rows if self._prefill is None else self._prefill.rows()
 
-    def background_beside(self, online: tuple[int, int], num_decoding: int) -> Portion:
+    def background_beside(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
         """Return the background work of a step beside online requests.
 
         Args:
@@ -190,7 +190,7 @@ class StepController:
         """
         return self._background.beside(*online, num_decoding)
 
-    def background_alone(self, num_decoding: int, idle_s: float) -> Portion:
+    def background_alone(self, num_decoding: int, idle_s: float) -> BackgroundWork:
         """Return the background work of a step that has nothing else.
 
         Args:
@@ -366,8 +366,8 @@ def _draft_length(plan: SchedulerOutput, count: int) -> int | None:
     return int(plan.num_drafts[:count].max()) if decode else None
 
 
-def _portion_of(plan: SchedulerOutput, num_online: int) -> Portion:
+def _portion_of(plan: SchedulerOutput, num_online: int) -> BackgroundWork:
     """Return the background work that a step had."""
     drafts_B, rows_B = plan.num_drafts[num_online:], plan.num_rows[num_online:]
     decodes_B = plan.samples[num_online:] & (rows_B == drafts_B + 1)
-    return Portion(int(decodes_B.sum()), int(rows_B[~decodes_B].sum()))
+    return BackgroundWork(int(decodes_B.sum()), int(rows_B[~decodes_B].sum()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..step.scheduler_output import IntArray
-from .background_budget import Portion
+from .background_budget import BackgroundWork
 
 
 def share(wanted_R: IntArray, budget: int) -> IntArray:
@@ -18,7 +18,7 @@ def share(wanted_R: IntArray, budget: int) -> IntArray:
     return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))
 
 
-def within(portion: Portion, wanted_R: IntArray, known_R: IntArray) -> IntArray:
+def within(portion: BackgroundWork, wanted_R: IntArray, known_R: IntArray) -> IntArray:
     """Return the wanted rows that fit the portion, in rank order; 0 for sequences after it is used up."""
     decodes_R = known_R == 1
     prompt_R = np.where(decodes_R, 0, wanted_R)

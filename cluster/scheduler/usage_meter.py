@@ -7,7 +7,7 @@ if an earlier start measured step times, which is counted separately. Other step
 Nothing is counted before a request names an account; from then on requests without one count for the empty
 account. Called by `scheduler.py`; `totals` may be called from any thread.
 
-Legend: R requests of a step, A accounts, C columns of `Spent`, S slots.
+Legend: R requests of a step, A accounts, C columns of `Usage`, S slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics.bounded_labels import Account
+from ..metrics.bounded_labels import UsageAccount
 from ..speculation.draft_lengths import load_class
 from ..step.scheduler_output import IntArray, SchedulerOutput, StepResult
 from ..step.step_outcome import StepOutcome
@@ -28,7 +28,7 @@ _MAX_LOAD_DIFFERENCE = 1  # difference of loads (of `load_class`) up to which a 
 _INITIAL_ACCOUNTS = 16  # initial capacity of accounts; doubled when full
 
 
-class Spent(NamedTuple):
+class Usage(NamedTuple):
     """Usage of one account so far, in seconds of the engine (not multiplied by its devices).
 
     Attributes:
@@ -51,7 +51,7 @@ class Spent(NamedTuple):
     kept_s: float = 0.0
 
 
-class Spending:
+class UsageMeter:
     """Counts the usage of one scheduler's steps by account.
 
     Args:
@@ -59,24 +59,24 @@ class Spending:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._indices: dict[Account, int] = {Account(): 0}
+        self._indices: dict[UsageAccount, int] = {UsageAccount(): 0}
         # Account index by slot.
         self._account_S = np.zeros(num_slots, np.intp)
-        self._sums_AC = np.zeros((_INITIAL_ACCOUNTS, len(Spent._fields)))
+        self._sums_AC = np.zeros((_INITIAL_ACCOUNTS, len(Usage._fields)))
         self._has_accounts = False
         self._in_flight: dict[int, NDArray[np.intp]] = {}  # accounts of plans in flight, by step
         self._ended_s = 0.0  # end of the last step
         self._plain_at_s: dict[int, float] = {}  # by load, when a plain step of it ended
         self._has_saved_plain = False  # whether plain steps were measured before any ran here
 
-    def enter(self, slots: IntArray, accounts: Sequence[Account | None]) -> None:
+    def enter(self, slots: IntArray, accounts: Sequence[UsageAccount | None]) -> None:
         """Record the accounts of new requests in these slots."""
         self._has_accounts = self._has_accounts or any(account is not None for account in accounts)
         if self._has_accounts:
             for slot, account in zip(slots.tolist(), accounts, strict=True):
-                self._account_S[slot] = self._index(account or Account())
+                self._account_S[slot] = self._index(account or UsageAccount())
 
-    def _index(self, account: Account) -> int:
+    def _index(self, account: UsageAccount) -> int:
         index = self._indices.setdefault(account, len(self._indices))
         if index == len(self._sums_AC):
             self._sums_AC = np.concatenate([self._sums_AC, np.zeros_like(self._sums_AC)])
@@ -106,7 +106,7 @@ class Spending:
         accounts_R = self._in_flight.pop(plan.step, None)
         if accounts_R is None:
             return  # planned before the first account was named
-        spent_RC = np.zeros((len(accounts_R), len(Spent._fields)))
+        spent_RC = np.zeros((len(accounts_R), len(Usage._fields)))
         tokens_R, steps_R, engine_R, compared_R, plain_R, aged_R, kept_R = spent_RC.T
         tokens_R[step.staying_R] = outcome.num_out
         steps_R[:] = tokens_R > 0
@@ -131,11 +131,11 @@ class Spending:
         ]
         return now_s - max(comparable) if comparable else None
 
-    def totals(self) -> dict[Account, Spent]:
+    def totals(self) -> dict[UsageAccount, Usage]:
         """Return the usage of each account, which only grows. Callable from any thread."""
         indices, sums_AC = self._indices.copy(), self._sums_AC.copy()
         return {
-            account: Spent(*sums_AC[index].tolist())
+            account: Usage(*sums_AC[index].tolist())
             for account, index in indices.items()
             if index < len(sums_AC) and sums_AC[index].any()
         }

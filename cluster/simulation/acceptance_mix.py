@@ -27,7 +27,7 @@ _NUM_BISECTIONS = 60
 _MAX_HARDNESS = 1e3
 
 
-class Texts:
+class AcceptanceMix:
     """The distribution of hardness over requests, for one drafter.
 
     Args:

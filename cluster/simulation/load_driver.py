@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..engine.engine_core import Engine
+from ..engine.engine_core import EngineCore
 from ..request.request import Request
 from .simulated_executor import VirtualClock
 
@@ -47,7 +47,7 @@ class Served:
         return (self.last_s - self.first_s) / max(self.num_tokens - 1, 1)
 
 
-class DrivenEngine:
+class LoadDriver:
     """An engine with its clock and the requests it is running.
 
     Args:
@@ -56,7 +56,7 @@ class DrivenEngine:
             waited for.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineCore, clock: Callable[[], float]) -> None:
         self.engine = engine
         self.clock = clock
         self.running: dict[str, Served] = {}

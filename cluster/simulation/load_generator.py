@@ -18,7 +18,7 @@ import numpy as np
 from ..engine.engine_core import EngineStats
 from ..request.request import Request
 from ..speculation.acceptance_length import mean_acceptance_length
-from .load_driver import DrivenEngine, Served
+from .load_driver import LoadDriver, Served
 
 PERCENTILES = (50, 90, 95, 99)
 Percentiles = dict[str, float]
@@ -84,7 +84,7 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def closed_loop(
-    driven: DrivenEngine,
+    driven: LoadDriver,
     make: Callable[[int, float], Request],
     clients: int,
     measured: int,
@@ -117,7 +117,7 @@ def closed_loop(
 
 
 def open_loop(
-    engines: Sequence[DrivenEngine], make: Callable[[int, float], Request], arrival_s: Sequence[float]
+    engines: Sequence[LoadDriver], make: Callable[[int, float], Request], arrival_s: Sequence[float]
 ) -> Observed:
     """Send requests at these ascending times and measure until the last one finishes."""
     served: list[Served] = []

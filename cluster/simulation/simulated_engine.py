@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import EngineConfig, SpeculativeConfig
-from ..engine.engine_core import Engine
-from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, Room
-from ..hardware.model_pair import Demand, Pair
+from ..engine.engine_core import EngineCore
+from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, MemoryPlan
+from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..pages.page_pool import pages_for
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
 from ..step.scheduler_output import SchedulerOutput, StepTimings
-from .load_driver import DrivenEngine
+from .load_driver import LoadDriver
 from .simulated_executor import SimulatedExecutor, VirtualClock
 
 VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
 
 
 def simulated_engine(
-    pair: Pair,
-    room: Room,
-    demand: Demand,
+    pair: ModelPair,
+    room: MemoryPlan,
+    demand: LayoutDemand,
     cost: Callable[[SchedulerOutput], StepTimings],
     *,
     adaptive: bool = True,
     prefix_caching: bool = False,
     hardness: Callable[[str], float] = lambda request_id: 1.0,
-) -> DrivenEngine:
+) -> LoadDriver:
     """Return an engine of this pair with its clock at 0.
 
     Args:
@@ -65,7 +65,7 @@ def simulated_engine(
     )
     clock = VirtualClock()
     executor = SimulatedExecutor(info, pair.survival, cost, clock.advance, hardness)
-    return DrivenEngine(Engine(config, executor, clock), clock)
+    return LoadDriver(EngineCore(config, executor, clock), clock)
 
 
 def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Request:

@@ -27,14 +27,14 @@ from ..step.scheduler_output import (
     StepTimings,
 )
 from .simulated_drafts import Hashes, SimulatedDrafts, noise
-from .simulated_step_times import StepTimes
+from .simulated_step_times import SimulatedStepTimes
 
 _TOKENS = 0  # stream of noise, different from those of `simulated_drafts.py`
 _NO_DRAFTER = -1
 
 
 class VirtualClock:
-    """A clock that only advances when told to. Pass the object itself to `Engine` as its clock."""
+    """A clock that only advances when told to. Pass the object itself to `EngineCore` as its clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -95,7 +95,7 @@ class SimulatedExecutor:
         self._hardness = hardness
         self._cost = cost
         self._spend = spend
-        self._times = StepTimes(beside=info.halves)
+        self._times = SimulatedStepTimes(beside=info.halves)
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._hardness_S = np.zeros(0)
         self._computed_S = np.zeros(0, dtype=np.int32)

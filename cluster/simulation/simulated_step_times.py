@@ -20,7 +20,7 @@ import numpy as np
 from ..step.scheduler_output import IntArray, SchedulerOutput, StepTimings
 
 
-class StepTimes:
+class SimulatedStepTimes:
     """Simulates the time of one executor.
 
     Args:

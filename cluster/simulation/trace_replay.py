@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..hardware.memory_plan import Room
-from ..hardware.model_pair import Demand, Pair
-from ..hardware.parallel_layouts import Layout
+from ..hardware.memory_plan import MemoryPlan
+from ..hardware.model_pair import LayoutDemand, ModelPair
+from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
 from .load_driver import Served
 from .roofline_step_cost import PlanCost
@@ -21,7 +21,7 @@ from .simulated_engine import simulated_engine, simulated_request
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TraceArrival:
     """A request of a trace: its arrival time in seconds and its lengths in tokens."""
 
     arrival_s: float
@@ -38,7 +38,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayResult:
     """Results of simulating a trace.
 
     Attributes:
@@ -55,14 +55,14 @@ class Played:
 
 
 def play(
-    trace: Sequence[Arrival],
+    trace: Sequence[TraceArrival],
     times: StepTimes,
-    pair: Pair,
-    layout: Layout,
-    room: Room,
-    demand: Demand,
+    pair: ModelPair,
+    layout: ParallelLayout,
+    room: MemoryPlan,
+    demand: LayoutDemand,
     slo: Slo,
-) -> Played:
+) -> ReplayResult:
     """Simulate the trace. Requests longer than `demand.max_model_len` must have been filtered out."""
     if not layout.placement:
         pair = replace(pair, drafter=None, survival=())
@@ -78,7 +78,7 @@ def play(
         served += engine.run_until(float("inf"))
     elapsed_s = max(request.last_s for request in served) - first.arrival_s
     kept = [request for request in served if _meets(request, slo)]
-    return Played(
+    return ReplayResult(
         goodput=sum(request.num_tokens for request in kept) / elapsed_s,
         kept=len(kept) / len(served),
         ttft_s=float(np.percentile([request.ttft_s for request in served], 95)),

@@ -88,7 +88,7 @@ class DraftChoice(NamedTuple):
     num_verified: int = 0
 
 
-class Estimate(NamedTuple):
+class LengthEstimate(NamedTuple):
     """Of steps with one draft length: worth of tokens per second and per step, seconds, drafts verified."""
 
     rate: float
@@ -98,7 +98,7 @@ class Estimate(NamedTuple):
     trims: bool = False
 
 
-_UNKNOWN = Estimate(0.0, 0.0, 0.0)
+_UNKNOWN = LengthEstimate(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _LoadState:
     """
 
     length: int = 0
-    estimate: Estimate = _UNKNOWN
+    estimate: LengthEstimate = _UNKNOWN
     plain_s: float = 0.0
     has_plain: bool = False
     steps: int = 0
@@ -279,7 +279,7 @@ class DraftLengthPolicy:
         most = max(self._max_rows // num_requests - 1, 0)
         return [length for length in self._lengths if length <= most]
 
-    def _settle(self, state: _LoadState, estimates: dict[int, Estimate], known: Iterable[int]) -> None:
+    def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
         """Stay with the length, or change to a better one of those whose cost is known."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
@@ -309,7 +309,7 @@ class DraftLengthPolicy:
     def _worth_trying(
         self,
         state: _LoadState,
-        estimates: dict[int, Estimate],
+        estimates: dict[int, LengthEstimate],
         least_s: dict[int, float],
         losses_s: dict[int, float],
     ) -> int | None:
@@ -325,7 +325,7 @@ class DraftLengthPolicy:
                 best, found = gain, length
         return found
 
-    def _worth_retrying(self, estimates: dict[int, Estimate], own_worth: float) -> int | None:
+    def _worth_retrying(self, estimates: dict[int, LengthEstimate], own_worth: float) -> int | None:
         """Return the length to try after a long time without drafts, or because the last retry went well."""
         lengths = [each for each in estimates if each >= _RETRY_LENGTH] or [max(estimates)]
         length = max(lengths, key=lambda each: estimates[each].rate)
@@ -337,7 +337,7 @@ class DraftLengthPolicy:
         self._retry_gain = gain
         return length
 
-    def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, Estimate]:
+    def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, LengthEstimate]:
         """Estimate steps with these draft lengths, ascending, by the recent blocks of some of the
         requests."""
         num_requests = len(batch.slots_R)
@@ -352,7 +352,7 @@ class DraftLengthPolicy:
         own_worth = float(batch.weights_R.sum())  # of the tokens that plain decoding brings
         rest_s_S = self.costs.rest_s(load, num_requests * longest)
         plain_s = float(rest_s_S[0])
-        estimates = {0: Estimate(own_worth / plain_s, own_worth, plain_s)}
+        estimates = {0: LengthEstimate(own_worth / plain_s, own_worth, plain_s)}
         for length in lengths[1:]:
             draft_s = self.costs.draft_s(load.context, num_requests * (length + 1), num_requests)
             seconds_S = rest_s_S[: num_requests * length + 1] + draft_s
@@ -431,7 +431,7 @@ class DraftLengthPolicy:
 
 def _estimate_trimmed(
     worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
-) -> Estimate:
+) -> LengthEstimate:
     """Estimate a step whose drafts are like those of these blocks, if the best number of them is verified.
 
     Args:
@@ -449,4 +449,4 @@ def _estimate_trimmed(
     trims = bool(rates_S[count] > _WORTH_TRIMMING * rates_S[-1])
     if not trims:
         count = len(seconds_S) - 1
-    return Estimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)
+    return LengthEstimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..pages.kv_cache_groups import PageGroup, count_pools
+from ..pages.kv_cache_groups import KVCacheGroup, count_pools
 from .scheduler_output import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StateEntry, Trim
 
 GREEDY = SlotSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, stop_token_ids=())
 
 
-def made_up_plan(
+def dummy_step(
     num_computed: Sequence[int],
     num_rows: Sequence[int],
     num_drafts: Sequence[int],
     *,
     prompts: Sequence[IntArray] = (),
     num_pages: Sequence[int] | None = None,
-    groups: Sequence[PageGroup] = (PageGroup(),),
+    groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
     page_order: IntArray | None = None,
     sampling: SlotSampling = GREEDY,
 ) -> SchedulerOutput:
@@ -60,13 +60,13 @@ def made_up_plan(
     )
 
 
-def made_up_trim(plan: SchedulerOutput) -> Trim:
+def dummy_trim(plan: SchedulerOutput) -> Trim:
     """Return a trim that drops no draft of such a plan."""
     ones_K, ones_R = (np.ones(n, np.float32) for n in (int(plan.num_drafts.max()), plan.num_requests))
     return Trim(ones_K, ones_K, ones_R, ones_R, ones_K[:0], num_rows=plan.num_batched_tokens)
 
 
-def _entries(groups: Sequence[PageGroup], counts: Sequence[int]) -> IntArray:
+def _entries(groups: Sequence[KVCacheGroup], counts: Sequence[int]) -> IntArray:
     """Return [4, M]: group, slot, index and id of `counts` pages per slot; ids ascend within a pool."""
     used = [0] * count_pools(groups)
     entries: list[tuple[int, int, int, int]] = []

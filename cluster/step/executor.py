@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..pages.kv_cache_groups import PageGroup
+from ..pages.kv_cache_groups import KVCacheGroup
 from ..request.logits_processors import RuleLimits
 from .scheduler_output import SchedulerOutput, StepResult
 
@@ -55,7 +55,7 @@ class ExecutorInfo:
     has_grammars: bool = True
     rule_limits: RuleLimits | None = None
     num_states: int | None = None
-    page_groups: tuple[PageGroup, ...] = (PageGroup(),)
+    page_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     halves: bool = False
     row_buckets: tuple[int, ...] | None = None
 

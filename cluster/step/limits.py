@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, shown
-from ..pages.kv_cache_groups import PageGroup, longest_sequence
+from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
 from ..request.logits_processors import RuleLimits
 from ..request.request import Request, SamplingParams
 from .executor import ExecutorInfo
@@ -37,7 +37,7 @@ class SchedulerConfig:
     by_priority: bool
     num_pages: tuple[int, ...]
     num_states: int | None
-    page_groups: tuple[PageGroup, ...]
+    page_groups: tuple[KVCacheGroup, ...]
     page_size: int
     max_model_len: int
     vocab_size: int

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..request.logits_processors import TokenRules
+from ..request.logits_processors import LogitsProcessorParams
 from ..request.logprobs import StepLogprobs
 from ..request.structured_outputs import SlotGrammar
 
@@ -64,7 +64,7 @@ class SlotSampling:
     seed: int
     min_length: int
     stop_token_ids: tuple[int, ...]
-    rules: TokenRules | None = None
+    rules: LogitsProcessorParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_length: int = 0

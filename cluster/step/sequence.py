@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..request.logits_processors import TokenRules
+from ..request.logits_processors import LogitsProcessorParams
 from ..request.logprobs import RowLogprobs
 from ..request.request import Request
 from ..request.structured_outputs import SlotGrammar
@@ -83,7 +83,7 @@ class Sequence:
                 seed=params.seed,
                 min_length=length + params.min_tokens,
                 stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-                rules=TokenRules.of(params, length),
+                rules=LogitsProcessorParams.of(params, length),
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs if length > 1 else None,
                 prompt_length=length,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
-from .layers.mla import Latents
+from .layers.mla import MLALayer
 from .layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from .layers.rope import RotaryEmbedding
 from .memory.kv_cache import PagedKVCache
@@ -58,7 +58,7 @@ Feature = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackSpec:
+class ModelStackSpec:
     """What a target or a drafter needs of a backend, known before a weight is read.
 
     Attributes:
@@ -80,7 +80,7 @@ class StackSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class DeviceCapabilities:
     """Where and how models are computed.
 
     Attributes:
@@ -139,7 +139,7 @@ class AttentionShape:
     v_norm: bool = False
     sinks_Q: Tensor | None = None
     first_key: int = 0
-    latent: Latents | None = None
+    latent: MLALayer | None = None
 
     def head_norm(self) -> Tensor | None:
         """Return the norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -159,7 +159,7 @@ class DenseMLP:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class RoutedExperts:
     """A few of many experts for each row, and perhaps one that all rows share.
 
     Attributes:
@@ -177,7 +177,7 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ParallelMLP:
     """A dense MLP and a routed one of the same residual, each normed behind, and added.
 
     Attributes:
@@ -187,7 +187,7 @@ class Beside:
     dense: DenseMLP
     dense_out_norm: RMSNorm
     routed_norm: RMSNorm
-    routed: Routed
+    routed: RoutedExperts
     routed_out_norm: RMSNorm
 
 
@@ -212,7 +212,7 @@ class BlockWeights:
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm
-    mlp: DenseMLP | Routed | Beside
+    mlp: DenseMLP | RoutedExperts | ParallelMLP
     mlp_out_norm: RMSNorm | None = None
     scalar: float | None = None
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.pages.kv_cache_groups import KVGeometry
-from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, Routed, Stack
+from ...cluster.pages.kv_cache_groups import KVCacheSpec
+from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, RoutedExperts, Stack
 from .layers.linear import RMSNorm
-from .layers.moe import ExpertWeights, Router, RouterWeights
+from .layers.moe import ExpertWeights, MoeRouter, RouterWeights
 from .layers.rope import RopeConfig, RotaryEmbedding
 from .memory.kv_cache import PagedKVCache
 
@@ -66,7 +66,7 @@ class TrialBlock:
         self._backend, self._dtype, self._device = backend, dtype, device
         self._head_dim, self._routed, self._hidden, self._inner = head_dim, routed, hidden, inner
         self._stack = self._make_stack()
-        num_requests, geometry = 1 + len(_COMPANIONS), KVGeometry(_KV_HEADS, head_dim, head_dim)
+        num_requests, geometry = 1 + len(_COMPANIONS), KVCacheSpec(_KV_HEADS, head_dim, head_dim)
         self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, geometry, dtype, device)
         self._cache.kv.copy_(self.random(*self._cache.kv.shape))
         self._pages = np.arange(num_requests * _PAGES).reshape(_PAGES, num_requests).T.copy()
@@ -106,17 +106,19 @@ class TrialBlock:
         )
         return self._backend.stack([(shape, weights)], norm(self._hidden))
 
-    def _with_experts(self, dense: DenseMLP) -> Routed:
+    def _with_experts(self, dense: DenseMLP) -> RoutedExperts:
         """Which rows an expert gets depends on the batch: what is measured here beside all else."""
         router = RouterWeights(
-            rule=Router(num_experts=_EXPERTS, top_k=3, score="softmax"),
+            rule=MoeRouter(num_experts=_EXPERTS, top_k=3, score="softmax"),
             weight_EH=self.random(_EXPERTS, self._hidden) * self._hidden**-0.5,
         )
         experts = ExpertWeights(
             gate_up=self.random(_EXPERTS, 2 * _EXPERT_INNER, self._hidden) * self._hidden**-0.5,
             down=self.random(_EXPERTS, self._hidden, _EXPERT_INNER) * _EXPERT_INNER**-0.5,
         )
-        return Routed(route=self._backend.route(router), experts=self._backend.experts(experts), shared=dense)
+        return RoutedExperts(
+            route=self._backend.route(router), experts=self._backend.experts(experts), shared=dense
+        )
 
     def passes(self) -> bool:
         return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...cluster.errors import CheckpointError
-from ..compute.backend import Feature, StackSpec
+from ..compute.backend import Feature, ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
 from ..compute.layers.rope import RopeConfig
 from ..drafter_spec import DrafterShape, DraftLayer
@@ -23,10 +23,10 @@ from .config_formats import (
     Assistant,
     Backbone,
     Conditioning,
-    Kind,
+    DFlashKind,
+    DFlashSpeculators,
+    DFlashSpeculatorsKind,
     Scales,
-    Speculators,
-    SpeculatorsKind,
     ZLab,
 )
 from .target_features import TargetFacts
@@ -99,21 +99,21 @@ class DrafterConfig(DrafterShape):
             if "speculators_model_type" in raw:
                 return _read_speculators(raw, file)
             # Before the rest: another kind of drafter has other keys.
-            of_kind = _read_assistant if parse(Kind, raw, file).name == ASSISTANT else _read_z_lab
+            of_kind = _read_assistant if parse(DFlashKind, raw, file).name == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
         if not overrides:
             return read(raw)
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
-    def of_backend(self) -> StackSpec:
+    def of_backend(self) -> ModelStackSpec:
         """What it asks of a backend."""
         features: set[Feature] = set()
         if self.attention_sinks:
             features.add("attention sinks")
         if self.convolutions is not None:
             features.add("convolutions around attention and MLP")
-        return StackSpec(
+        return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),
             head_dims=frozenset({self.head_dim}),
@@ -224,8 +224,8 @@ def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterCon
 
 
 def _read_speculators(raw: Json, file: str) -> DrafterConfig:
-    parse(SpeculatorsKind, raw, file)  # before the rest: another kind of drafter has other keys
-    top = parse(Speculators, raw, file)
+    parse(DFlashSpeculatorsKind, raw, file)  # before the rest: another kind of drafter has other keys
+    top = parse(DFlashSpeculators, raw, file)
     backbone = top.transformer_layer_config
     causal = not top.sliding_window_non_causal
     return DrafterConfig(

@@ -155,7 +155,7 @@ ASSISTANT = "MuseGlimmerAssistantModel"
 KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT}
 
 
-class Kind(HfConfig):
+class DFlashKind(HfConfig):
     """Which of z-lab's drafters it is."""
 
     architectures: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ class Assistant(Backbone, Scales):
     block_size: BlockSize = 16
 
 
-class SpeculatorsKind(HfConfig):
+class DFlashSpeculatorsKind(HfConfig):
     """Which of Speculators' drafters it is."""
 
     speculators_model_type: Literal["dflash", "dflash2"] = Field(
@@ -220,7 +220,7 @@ class SpeculatorsKind(HfConfig):
     )
 
 
-class Speculators(SpeculatorsKind, Conditioning, Scales):
+class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
     """Speculators' format: the Qwen3 configuration is nested; windows of layers may be beside it."""
 
     transformer_layer_config: Backbone
@@ -240,7 +240,7 @@ class Speculators(SpeculatorsKind, Conditioning, Scales):
     )
 
     @model_validator(mode="after")
-    def _fits_itself(self) -> Speculators:
+    def _fits_itself(self) -> DFlashSpeculators:
         self.check_fits(self.transformer_layer_config)
         _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config, self)
         return self

@@ -23,7 +23,7 @@ from ..step.sampling.step_ops import DEFINITION, StepOperators
 from .model import DFlashDrafter
 
 
-class Proposer:
+class DFlashProposer:
     """A drafter and its pages; `operators` choose proposals."""
 
     def __init__(
@@ -33,14 +33,14 @@ class Proposer:
         self.cache = cache
         self._operators = operators
 
-    def with_drafter(self, drafter: DFlashDrafter) -> Proposer:
+    def with_drafter(self, drafter: DFlashDrafter) -> DFlashProposer:
         """The same with another drafter of the same shape, over the same pages."""
-        return Proposer(drafter, self.cache, self._operators)
+        return DFlashProposer(drafter, self.cache, self._operators)
 
-    def beside(self, drafter: DFlashDrafter) -> Proposer:
+    def beside(self, drafter: DFlashDrafter) -> DFlashProposer:
         """Another drafter of the same shape, over the same page ids in memory of its own."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
-        return Proposer(drafter, cache, self._operators)
+        return DFlashProposer(drafter, cache, self._operators)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """K = 0 if nobody drafts."""

@@ -29,7 +29,7 @@ from ..compute.layers.linear import RMSNorm
 from ..compute.layers.rope import RopeConfig, RotaryEmbedding
 from ..compute.memory.kv_cache import PagedKVCache
 from ..drafter_spec import DrafterShape, DraftLayer
-from ..step.sampling.selector_walk import Codebooks
+from ..step.sampling.selector_walk import SelectorCodebooks
 from .config import DrafterConfig, SelectorSize
 
 SELECTOR = "candidate_selector"  # of tensors' names
@@ -144,13 +144,13 @@ class Selector:
     """What scores a row's candidates: `step/sampling/selector_walk.py` says how."""
 
     gates: Projection
-    codebooks: Codebooks
+    codebooks: SelectorCodebooks
 
 
 def make_selector(weights: Mapping[str, Tensor], size: SelectorSize, backend: Backend) -> Selector:
     predecessor, successor = (weights[f"{SELECTOR}.{kind}_codebook"] for kind in ("predecessor", "successor"))
     gates = backend.linear(weights[f"{SELECTOR}.hidden_projection.weight"])
-    return Selector(gates, Codebooks(predecessor.contiguous(), successor.contiguous(), size.top_k))
+    return Selector(gates, SelectorCodebooks(predecessor.contiguous(), successor.contiguous(), size.top_k))
 
 
 class ContextProjection:

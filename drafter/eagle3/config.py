@@ -11,12 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..compute.backend import StackSpec
+from ..compute.backend import ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
 from ..compute.layers.rope import RopeConfig
 from ..dflash.target_features import TargetFacts
 from ..drafter_spec import DrafterShape, DraftLayer
-from .config_formats import LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
+from .config_formats import (
+    LAYER_IDS,
+    Eagle3Kind,
+    Eagle3Speculators,
+    Eagle3SpeculatorsKind,
+    Norms,
+    OneLayer,
+    SGLang,
+)
 
 DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
 
@@ -61,9 +69,9 @@ class Eagle3Config(DrafterShape):
             return read(raw)
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
-    def of_backend(self) -> StackSpec:
+    def of_backend(self) -> ModelStackSpec:
         """What it asks of a backend."""
-        return StackSpec(
+        return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),
             head_dims=frozenset({self.head_dim}),
@@ -85,7 +93,7 @@ class Eagle3Config(DrafterShape):
 
 
 def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
-    parse(Kind, raw, file)  # before the rest: another kind of drafter has other keys
+    parse(Eagle3Kind, raw, file)  # before the rest: another kind of drafter has other keys
     top = parse(SGLang, raw, file)
     # SGLang's ids, inside, are of blocks whose output is taken; vLLM's, beside, of the blocks behind them.
     inside = top.eagle_config.eagle_aux_hidden_state_layer_ids
@@ -98,8 +106,8 @@ def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3C
 
 
 def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
-    parse(SpeculatorsKind, raw, file)
-    top = parse(Speculators, raw, file)
+    parse(Eagle3SpeculatorsKind, raw, file)
+    top = parse(Eagle3Speculators, raw, file)
     return Eagle3Config(
         **_shape(top.transformer_layer_config, top, raw["transformer_layer_config"], file),
         layout="speculators",

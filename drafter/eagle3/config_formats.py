@@ -74,7 +74,7 @@ class EagleKeys(StrictConfig):
     parallel_draft_step: Literal[1] = 1
 
 
-class Kind(HfConfig):
+class Eagle3Kind(HfConfig):
     """Whether it is an EAGLE-3 drafter at all."""
 
     architectures: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class SGLang(OneLayer, Norms):
         return self
 
 
-class SpeculatorsKind(HfConfig):
+class Eagle3SpeculatorsKind(HfConfig):
     """Whether it is an EAGLE-3 drafter at all, in Speculators' format."""
 
     speculators_model_type: Literal["eagle3"] = Field(
@@ -110,14 +110,14 @@ class SpeculatorsKind(HfConfig):
     )
 
 
-class Speculators(SpeculatorsKind, Norms):
+class Eagle3Speculators(Eagle3SpeculatorsKind, Norms):
     """Speculators' format: the block's configuration is nested."""
 
     transformer_layer_config: OneLayer
     draft_vocab_size: Count = 32000  # of the format's class
 
     @model_validator(mode="after")
-    def _fits(self) -> Speculators:
+    def _fits(self) -> Eagle3Speculators:
         _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config)
         return self
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend, PlacedRows, Projection
-from ..compute.blocks.transformer_block import Block
+from ..compute.blocks.transformer_block import TransformerBlock
 from ..compute.eager.backend import TorchBackend
 from ..compute.layers.linear import HeadNorm, RMSNorm
 from ..compute.layers.rope import RotaryEmbedding
@@ -80,7 +80,7 @@ class Eagle3Drafter:
 
     def _make_layer(
         self, weights: Mapping[str, Tensor], backend: Backend
-    ) -> tuple[Block, Projection, HeadNorm | None]:
+    ) -> tuple[TransformerBlock, Projection, HeadNorm | None]:
         """The layer; and of it what makes K and V, for entries of which nothing else is wanted."""
         config, eps = self.config, self.config.rms_norm_eps
         weights = arranged(config.rope, weights)
@@ -91,7 +91,11 @@ class Eagle3Drafter:
         parts = replace(parts, attention_norm=self._hidden_norm)
         k_norm_D = shape.k_norm_D
         k_norm = None if k_norm_D is None else HeadNorm(k_norm_D.expand(config.num_kv_heads, -1), eps)
-        return Block(backend, replace(shape, first_key=1), parts), qkv.keys_and_values([0], backend), k_norm
+        return (
+            TransformerBlock(backend, replace(shape, first_key=1), parts),
+            qkv.keys_and_values([0], backend),
+            k_norm,
+        )
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's entries."""

@@ -7,9 +7,9 @@ with little stack, memory and time, and reads a few tokens with it. Whatever bec
 grammar's fault: it is refused, and nothing else ends.
 
 `CONTROL` is the descriptor of a socket: each message holds one descriptor of a connection, on which a client
-sends a question and reads the answer (`Question`, `Answer`). The process ends when the control socket closes.
-`MODEL` is the descriptor of a file that holds the arguments of `GrammarCompiler` as JSON. The client is
-`actors/structured_outputs/grammar_validator.py`.
+sends a question and reads the answer (`CompileQuestion`, `CompileAnswer`). The process ends when the control
+socket closes. `MODEL` is the descriptor of a file that holds the arguments of `GrammarCompiler` as JSON. The
+client is `actors/structured_outputs/grammar_validator.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRIAL_BYTES = 128 << 20
 NUM_TOKENS = 4  # that are read after compiling: some grammars fail at the first
 
 
-class Question(TypedDict):
+class CompileQuestion(TypedDict):
     """A grammar to try.
 
     Attributes:
@@ -50,7 +50,7 @@ class Question(TypedDict):
     cpu_s: float
 
 
-class Answer(TypedDict):
+class CompileAnswer(TypedDict):
     """The outcome of a trial.
 
     Attributes:
@@ -147,13 +147,13 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         with connection:
             if os.WIFSIGNALED(status):
-                _send(connection, Answer(signal=os.WTERMSIG(status)))
+                _send(connection, CompileAnswer(signal=os.WTERMSIG(status)))
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     """Read a question, limit this process, and answer; in a child."""
     with connection.makefile("rb") as stream:
-        question: Question = json.loads(stream.read())
+        question: CompileQuestion = json.loads(stream.read())
     memory_bytes = _data_bytes()
     most_bytes = memory_bytes + TRIAL_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
@@ -165,20 +165,20 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
             TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
         )
     except GrammarError as error:
-        answer = Answer(error=str(error)[:2000])
+        answer = CompileAnswer(error=str(error)[:2000])
     except MemoryError:
         os.kill(os.getpid(), signal.SIGABRT)  # as llguidance ends where it gets no memory
         return
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        answer = Answer(
+        answer = CompileAnswer(
             text=text, forces=forces, cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
         )
     signal.setitimer(signal.ITIMER_PROF, 0)
     _send(connection, answer)
 
 
-def _send(connection: socket.socket, answer: Answer) -> None:
+def _send(connection: socket.socket, answer: CompileAnswer) -> None:
     with suppress(OSError):  # the client has left
         connection.sendall(json.dumps(answer).encode() + b"\n")
 

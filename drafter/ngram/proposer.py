@@ -18,7 +18,7 @@ from ..step.inputs.row_layout import StepRows
 from ..step.request_states import RequestStates
 
 
-class LookUpProposer:
+class NgramProposer:
     """Copies from the past.
 
     Args:

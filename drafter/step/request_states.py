@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.pages.kv_cache_groups import ONE_GROUP, PagePlan
+from ...cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ...cluster.pages.page_pool import pages_for
 from ...cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention_metadata import AttentionBatch
 from .inputs.proposals import Proposals
 from .inputs.row_layout import Ints, StepRequests, StepRows
-from .inputs.sampling_metadata import SamplingBatch
+from .inputs.sampling_metadata import SamplingMetadata
 from .recurrent_states import RecurrentStates
 from .sampling.logits_processor_states import RuleStates
 from .sampling.logprobs import AskedRows, AskedSlots
@@ -61,7 +61,7 @@ class RequestStates:
         device: torch.device | str,
         attention_batch: Callable[..., Any] = AttentionBatch.build,
         operators: StepOperators = DEFINITION,
-        pages: PagePlan = ONE_GROUP,
+        pages: KVCacheLayout = ONE_GROUP,
         grammars: GrammarStates | None = None,
         recurrent: RecurrentStates | None = None,
     ) -> None:
@@ -307,13 +307,13 @@ class RequestStates:
             for number, group in enumerate(self._groups)
         )
 
-    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingBatch:
+    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingMetadata:
         temperature_X = self._temperature[slots_X]
         forbidden = self._forbidden(slots_X, positions_X)
         ruled = self._rules.rows(self.token_ids, slots_X, num_before_X)
         if not temperature_X.any():
-            return SamplingBatch.greedy(len(slots_X), forbidden, self.device, ruled)
-        return SamplingBatch.build(
+            return SamplingMetadata.greedy(len(slots_X), forbidden, self.device, ruled)
+        return SamplingMetadata.build(
             temperature=temperature_X,
             top_k=self._top_k[slots_X],
             top_p=self._top_p[slots_X],

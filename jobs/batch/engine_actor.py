@@ -24,7 +24,7 @@ from typing import Any
 import ray
 
 from ...actors.batch.dataset.row_reader import Row, RowReader, RowSpans, record_of
-from ...actors.batch.dataset.row_requests import Layout, prompt_column
+from ...actors.batch.dataset.row_requests import RowSchema, prompt_column
 from ...actors.batch.engine_meter import EngineMeter
 from ...actors.batch.ledger.row_writer import OutputForm, RowWriter, flush_interval_s
 from ...actors.batch.row_answerer import Result, RowAnswerer
@@ -32,7 +32,7 @@ from ...actors.batch.row_stats import Device, EngineTotals, RowStats
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.tokenization.checkpoint_paths import target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
-from ...cluster.batch.baseline_sample import PlainSample
+from ...cluster.batch.baseline_sample import BaselineSample
 from ...cluster.batch.row_ranges import RowRanges, of_rows, rows_of
 from ...cluster.errors import MantaError, RequestError
 from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
@@ -115,7 +115,7 @@ class BatchEngine:
         self._form = terms.form
         sample = None
         if terms.plain_rows and not self._shard:
-            sample = PlainSample(terms.plain_rows, self._config.max_num_seqs)
+            sample = BaselineSample(terms.plain_rows, self._config.max_num_seqs)
         self._meter = EngineMeter(self._engine.stats, *self._devices, self._began_s, sample)
         self._tasks.append(asyncio.create_task(self._flush_forever()))
         self._has_capacity.set()
@@ -326,7 +326,7 @@ class BatchEngine:
                 held.ended.set_exception(error)
 
 
-def by_shared_prefix(rows: Sequence[Row], layout: Layout) -> list[Row]:
+def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:
     """Return the rows in the order in which to start them. It changes no answer.
 
     Rows whose prompts begin alike follow each other, so that later ones find the first one's pages in the
@@ -344,7 +344,7 @@ def by_shared_prefix(rows: Sequence[Row], layout: Layout) -> list[Row]:
     return [row for family in families for _, _, row in family]
 
 
-def _prompt(row: Row, layout: Layout) -> str:
+def _prompt(row: Row, layout: RowSchema) -> str:
     """Return about what the model will read; empty for a malformed row, which fails later."""
     try:
         record: Mapping[str, Any] = record_of(row, layout)  # Any: whatever a row of the dataset holds

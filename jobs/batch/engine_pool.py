@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     """Rows, leases and output of a job.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Done:
+class RunProgress:
     """Work that engines have done in this run.
 
     Attributes:
@@ -99,7 +99,7 @@ class EnginePool:
         setup: EngineSetup,
         bounds: Concurrency,
         say: Callable[[str], None],
-        show: Callable[[Done], None],
+        show: Callable[[RunProgress], None],
     ) -> None:
         self._setup = setup
         self._bounds = bounds
@@ -113,15 +113,15 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_opened = 0
         self._book: LeaseBook | None = None
-        self._job: asyncio.Future[Job] = asyncio.get_running_loop().create_future()
+        self._job: asyncio.Future[EngineJob] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()  # the watch
         self._changed = asyncio.Event()  # engines that wait for rows; replaced each time
         self._deaths = 0
         self._output_fails = False
-        self._past = Done()  # of engines that are gone
+        self._past = RunProgress()  # of engines that are gone
 
-    async def run(self, startup: Awaitable[Job]) -> None:
+    async def run(self, startup: Awaitable[EngineJob]) -> None:
         """Return when all rows are durable; after `stop`, when all finished rows are.
 
         Raises what ended the job; finished rows are durable then, too.
@@ -171,7 +171,7 @@ class EnginePool:
 
     # All engines.
 
-    async def _begin(self, startup: Awaitable[Job]) -> None:
+    async def _begin(self, startup: Awaitable[EngineJob]) -> None:
         """Start the first engines, and make the lease book once the rows are known."""
         self._placements = await asyncio.to_thread(
             Placements, self._setup.config, self._bounds.most, self._bounds.fewest, self._say
@@ -257,8 +257,8 @@ class EnginePool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _done(self) -> Done:
-        done = Done(engines=sum(engine.working for engine in self._engines))
+    def _done(self) -> RunProgress:
+        done = RunProgress(engines=sum(engine.working for engine in self._engines))
         done.add(self._past.rows, self._past.live)
         for engine in self._engines:
             done.add(engine.state.rows, engine.state.engine)
@@ -296,7 +296,7 @@ class EnginePool:
             await engine.leave()
         await engine.refresh()
 
-    async def _hand_out(self, engine: EngineHandle, job: Job, calls: asyncio.TaskGroup) -> None:
+    async def _hand_out(self, engine: EngineHandle, job: EngineJob, calls: asyncio.TaskGroup) -> None:
         """Give leases to an engine whenever it has capacity, until it drains."""
         assert self._book is not None, "engines work when there is a book"
         while not engine.draining.is_set():

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from ...actors.batch.dataset.row_reader import Row
-from ...actors.batch.dataset.row_requests import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
+from ...actors.batch.dataset.row_requests import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, RowSchema
 from ...actors.batch.row_answerer import LOGPROBS_TYPE, Result, RowAnswerer
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.protocol.unsupported_fields import check_extra_fields
@@ -65,7 +65,7 @@ class ProcessorEngine:
         continuing: a bad row becomes a row with an error; otherwise the error is raised.
     """
 
-    def __init__(self, config: EngineConfig, layout: Layout, continuing: bool) -> None:
+    def __init__(self, config: EngineConfig, layout: RowSchema, continuing: bool) -> None:
         self._config = config
         self._layout = layout
         self._continuing = continuing

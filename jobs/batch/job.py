@@ -35,7 +35,7 @@ from ...cluster.step.executor import Executor
 from ..common.ray_session import join_or_start_ray
 from ..common.stop_signals import Stopped, StopSignals
 from .engine_handle import root_cause
-from .engine_pool import Done, EnginePool, Job
+from .engine_pool import EngineJob, EnginePool, RunProgress
 from .messages import EngineSetup
 from .options import BatchOptions
 from .progress import JobGauges, ProgressView
@@ -124,7 +124,7 @@ class _Phase(Enum):
 
 
 # What is done in this run, a line for the user, a signal, the time limit, or why the run failed.
-_Event = _Phase | Done | str | signal.Signals | BaseException
+_Event = _Phase | RunProgress | str | signal.Signals | BaseException
 
 
 class _Driver:
@@ -145,8 +145,8 @@ class _Driver:
         view: ProgressView,
         signals: StopSignals,
     ) -> None:
-        self.job: Job | None = None
-        self._done = Done()  # in this run
+        self.job: EngineJob | None = None
+        self._done = RunProgress()  # in this run
         self._before = RowStats()  # of earlier runs
         self._gauges: JobGauges | None = None
         self._setup = setup
@@ -162,7 +162,7 @@ class _Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: EnginePool | None = None
 
-    def show(self, job: Job) -> None:
+    def show(self, job: EngineJob) -> None:
         """Begin to show progress. Only the first call does."""
         if self.job is None:
             self.job = job
@@ -215,7 +215,7 @@ class _Driver:
     def _handle_events(self) -> None:
         stopped: Stopped | None = None
         while (event := self._next_event()) is not _Phase.LEFT:
-            if isinstance(event, Done):
+            if isinstance(event, RunProgress):
                 self._update(event)
             elif isinstance(event, str):
                 self._view.say(event)
@@ -233,7 +233,7 @@ class _Driver:
         if stopped is not None:
             raise stopped
 
-    def _update(self, done: Done) -> None:
+    def _update(self, done: RunProgress) -> None:
         """Show what is done in this run, with the rows of earlier runs."""
         self._done = done
         if self.job is None or not self._view.has_begun:
@@ -309,7 +309,7 @@ class _Driver:
         self._view.say(words)
 
 
-def _nothing_is_left(job: Job) -> bool:
+def _nothing_is_left(job: EngineJob) -> bool:
     return not job.rows and not job.ledger.orphans
 
 

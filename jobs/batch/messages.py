@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...actors.batch.dataset.row_reader import RowSpans
-from ...actors.batch.dataset.row_requests import Layout
-from ...actors.batch.dataset.source import Source
+from ...actors.batch.dataset.row_requests import RowSchema
+from ...actors.batch.dataset.source import Dataset
 from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_stats import EngineTotals, RowStats
@@ -27,8 +27,8 @@ class EngineSetup:
     """
 
     config: EngineConfig
-    source: Source
-    layout: Layout
+    source: Dataset
+    layout: RowSchema
     model_name: str
     output: Storage
     make: Callable[[EngineConfig], Executor]

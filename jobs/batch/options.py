@@ -12,8 +12,8 @@ from ...cluster.errors import ConfigError
 from ...cluster.flag import NO_FLAG, Flag
 
 if TYPE_CHECKING:  # they import pyarrow, for which `--help` does not wait
-    from ...actors.batch.dataset.row_requests import Layout
-    from ...actors.batch.dataset.source import OutputFormat, Source
+    from ...actors.batch.dataset.row_requests import RowSchema
+    from ...actors.batch.dataset.source import Dataset, OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class BatchOptions:
             other = "retry_failed" if self.retry_failed else "force_resume"
             raise ConfigError(f"overwrite begins anew, and {other} goes on; give one.", param="overwrite")
 
-    def layout(self, source: Source, config: EngineConfig) -> Layout:
+    def layout(self, source: Dataset, config: EngineConfig) -> RowSchema:
         """Return how the rows of the input are read."""
-        from ...actors.batch.dataset.row_requests import Layout
+        from ...actors.batch.dataset.row_requests import RowSchema
 
-        return Layout(
+        return RowSchema(
             kind="openai" if source.format == "openai" else "dataset",
             lines=source.lines,
             prompt_column=self.prompt_column,
@@ -100,7 +100,7 @@ class BatchOptions:
             category_column=self.category_column,
         )
 
-    def format(self, source: Source) -> OutputFormat:
+    def format(self, source: Dataset) -> OutputFormat:
         """Return the format of the results. Raises ConfigError."""
         if self.output_format == "openai" and source.format != "openai":
             raise ConfigError(

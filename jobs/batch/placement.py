@@ -24,7 +24,7 @@ from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, PlacementError
 from ...cluster.fleet.placement import spell
-from ...cluster.fleet.resources import Claim, check_room, full_claim, lacking, smaller_claim
+from ...cluster.fleet.resources import ResourceRequest, check_room, full_claim, lacking, smaller_claim
 
 PLACEMENT_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where nodes may be added: clouds take minutes to start one
@@ -41,7 +41,7 @@ class Placement:
     """A placement group for one engine. Release it when the engine is gone."""
 
     group: PlacementGroup
-    claim: Claim
+    claim: ResourceRequest
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -104,7 +104,7 @@ class Placements:
         self._num_given += 1
         return Placement(group, claim)
 
-    def _request(self) -> tuple[Claim, PlacementGroup]:
+    def _request(self) -> tuple[ResourceRequest, PlacementGroup]:
         group = placement_group([dict(bundle) for bundle in self._claim.bundles], strategy="STRICT_PACK")
         self._waiting.append(group)
         return self._claim, group

@@ -23,11 +23,11 @@ from ...actors.batch.dataset.row_requests import (
     ID_COLUMNS,
     PROMPT_COLUMNS,
     SAMPLING_COLUMNS,
-    Layout,
+    RowSchema,
     read_request,
     template_columns,
 )
-from ...actors.batch.dataset.source import Source, check_columns, open_source
+from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.http.protocol.chat_request import ChatRequest, conversation
 from ...actors.http.protocol.completion_request import CompletionRequest
@@ -102,8 +102,8 @@ class Preflight:
 
 
 def preflight(
-    source: Source,
-    layout: Layout,
+    source: Dataset,
+    layout: RowSchema,
     config: EngineConfig,
     *,
     duplicates: Duplicates,
@@ -168,7 +168,7 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
     return 0
 
 
-def print_dry_run(found: Preflight, layout: Layout, output: str, settings: Mapping[str, Any]) -> None:
+def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
     """Print what a job would do.
 
     Args:
@@ -253,7 +253,7 @@ class _TooLongError(RequestError):
 class _RowChecker:
     """Makes requests of rows as an engine would."""
 
-    def __init__(self, layout: Layout, config: EngineConfig) -> None:
+    def __init__(self, layout: RowSchema, config: EngineConfig) -> None:
         if config.device != "cpu":  # the devices of the engines are on other nodes
             config = replace(config, device="cpu", attention_backend="auto")
         plan = plan_load(config)
@@ -306,7 +306,7 @@ class _RowChecker:
         return check_extra_fields(extra, (), "ignore")
 
 
-def _rows(source: Source, layout: Layout, index: RowIndex, wanted: int | None) -> Iterator[Row]:
+def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:
     """Yield the rows to check, in order."""
     num_rows = min(index.num_rows, index.num_rows if wanted is None else wanted)
     with closing(RowReader(source, layout)) as reader:
@@ -315,7 +315,7 @@ def _rows(source: Source, layout: Layout, index: RowIndex, wanted: int | None) -
             yield from reader.read(index.spans(of_rows(i * index.num_rows // num_rows for i in places)))
 
 
-def _prompt_from(layout: Layout) -> str:
+def _prompt_from(layout: RowSchema) -> str:
     if layout.kind == "openai":
         return "the bodies of OpenAI batch lines"
     if layout.template is not None:

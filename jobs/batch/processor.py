@@ -28,7 +28,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...actors.batch.dataset.row_requests import Layout
+from ...actors.batch.dataset.row_requests import RowSchema
 from ...actors.tokenization.checkpoint_paths import with_absolute_paths
 from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...actors.workers.local_ray import start_ray
@@ -172,7 +172,7 @@ class Processor:
         # Enough calls at once to fill the engine while other batches are on their way.
         batch_size = settings.batch_size or max(1, config.max_num_seqs // 2)
         calls = max(2, math.ceil(1.25 * config.max_num_seqs / batch_size))
-        layout = Layout(defaults=dict(settings.sampling_params), seed=config.seed or 0)
+        layout = RowSchema(defaults=dict(settings.sampling_params), seed=config.seed or 0)
         with warnings.catch_warnings():
             # ray_remote_args_fn is deprecated, but nothing else gives each actor its own placement group.
             warnings.simplefilter("ignore", DeprecationWarning)

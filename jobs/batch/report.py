@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...actors.batch.dataset.row_reader import RowReader, record_of
-from ...actors.batch.dataset.row_requests import Layout, read_request
-from ...actors.batch.dataset.source import Source
+from ...actors.batch.dataset.row_requests import RowSchema, read_request
+from ...actors.batch.dataset.source import Dataset
 from ...actors.batch.row_index import RowIndex
 from ...actors.batch.row_stats import Category, Device, RowStats, length_range
 from ...actors.http.protocol.chat_request import ChatRequest
 from ...actors.system.atomic_files import rounded
 from ...actors.tokenization.generation_config import GenerationDefaults
-from ...cluster.batch.baseline_sample import Comparison
+from ...cluster.batch.baseline_sample import BaselineComparison
 from ...cluster.batch.row_ranges import of_rows
 from ...cluster.errors import MantaError
 from ...cluster.speculation.acceptance_length import acceptance_by_position
@@ -69,7 +69,7 @@ class Report:
         return self.stats.busy_s / self.stats.open_s if self.stats.open_s else None
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """Return the measured effect of speculation; None if it was not measured."""
         return self.stats.comparison
 
@@ -229,14 +229,14 @@ def _lengths_json(histogram: list[int]) -> list[dict[str, int]]:
     ]
 
 
-def samples(stats: RowStats, source: Source, layout: Layout, index: RowIndex) -> list[Sample]:
+def samples(stats: RowStats, source: Dataset, layout: RowSchema, index: RowIndex) -> list[Sample]:
     """Return the rows whose answers are kept in the stats, with their prompts."""
     numbers = sorted(row for row, _, _ in stats.samples)
     prompts = dict(zip(numbers, _prompts(numbers, source, layout, index), strict=False))
     return [Sample(row_id, prompts.get(row, ""), answer) for row, row_id, answer in stats.samples]
 
 
-def _prompts(rows: Sequence[int], source: Source, layout: Layout, index: RowIndex) -> Iterator[str]:
+def _prompts(rows: Sequence[int], source: Dataset, layout: RowSchema, index: RowIndex) -> Iterator[str]:
     try:
         with closing(RowReader(source, layout)) as reader:
             found = reader.read(index.spans(of_rows(rows)))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...actors.batch.dataset.passthrough_columns import as_members
-from ...actors.batch.dataset.row_requests import Layout
+from ...actors.batch.dataset.row_requests import RowSchema
 from ...actors.batch.ledger.fingerprints import model_identity
 from ...actors.batch.ledger.job_spec import JobSpec
 from ...actors.batch.ledger.ledger import Ledger
@@ -22,7 +22,7 @@ from ...actors.batch.row_index import RowIndex, index_rows
 from ...cluster.batch.baseline_sample import num_plain_rows
 from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, union
 from ...cluster.config import EngineConfig
-from .engine_pool import Job
+from .engine_pool import EngineJob
 from .messages import EngineSetup
 from .options import BatchOptions
 
@@ -34,7 +34,7 @@ SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
 
 
 class Startup:
-    """Makes the `Job` in a thread.
+    """Makes the `EngineJob` in a thread.
 
     Args:
         say: gets a line for the user.
@@ -44,7 +44,7 @@ class Startup:
     """
 
     def __init__(self, setup: EngineSetup, options: BatchOptions, say: Callable[[str], None]) -> None:
-        self.job: Future[Job] = Future()
+        self.job: Future[EngineJob] = Future()
         self.job.set_running_or_notify_cancel()  # a waiter that gives up does not cancel it
         self._setup = setup
         self._options = options
@@ -66,7 +66,7 @@ class Startup:
         except BaseException as error:  # the thread's edge
             self.job.set_exception(error)
 
-    def _prepare(self) -> Job:
+    def _prepare(self) -> EngineJob:
         options, setup = self._options, self._setup
         source = setup.source
         index = index_rows(source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set)
@@ -91,7 +91,7 @@ class Startup:
         largest, smallest = self._lease_sizes(index.num_rows)
         if form.ordered:
             largest = rows_per_shard(index.num_rows)
-        return Job(
+        return EngineJob(
             spec=spec,
             index=index,
             ledger=ledger,
@@ -148,7 +148,7 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
     )
 
 
-def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: JSON
+def _made_from(config: EngineConfig, layout: RowSchema) -> dict[str, Any]:  # Any: JSON
     return {
         **model_identity(config),
         "dtype": config.dtype,

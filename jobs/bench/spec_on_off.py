@@ -20,7 +20,7 @@ from ..common.progress import counting
 from ..common.tables import decimals, print_table
 from .common.engine_passes import (
     MODES,
-    EngineRun,
+    EnginePass,
     Figures,
     Prompt,
     SteppedPass,
@@ -37,7 +37,7 @@ from .common.options import BenchOptions
 
 TRIAL_PROMPTS = 4
 LINE_S = 4.0  # interval of progress lines
-_Runs = Mapping[tuple[str, str], EngineRun]  # key: mode and dtype
+_Runs = Mapping[tuple[str, str], EnginePass]  # key: mode and dtype
 
 
 def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
@@ -64,7 +64,7 @@ def _measure(
     dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
     with open_engines(config, requests, dtypes) as engines:
         runs = {
-            (mode, llm.info.dtype): EngineRun(llm, prompts, options.max_tokens, options.temperature)
+            (mode, llm.info.dtype): EnginePass(llm, prompts, options.max_tokens, options.temperature)
             for (mode, _), llm in engines.items()
         }
         with counting(f"{requests} request(s), trying each dtype", say, every_s=LINE_S):

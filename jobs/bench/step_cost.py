@@ -31,7 +31,7 @@ from .common.idle_check import print_warning
 from .common.options import StepOptions
 from .common.provenance import options_json, provenance
 from .common.random_weights import PairShape
-from .common.step_times import Measured, Memory, Point, Seen, measure_points
+from .common.step_times import Memory, PointSteps, StepMedians, StepPoint, measure_points
 
 ACCEPTANCE = 0.86  # conditional acceptance rate of each draft; mean acceptance length 6.5 at 15 drafts
 DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample")  # parts of a step
@@ -56,7 +56,7 @@ def bench_step(options: StepOptions) -> Figures:
         drafter_shape(shape.drafter, plan.dtype.itemsize),
     )
     memory = Memory(plan, shape)
-    points = [Point(batch, context) for context in options.contexts for batch in options.batches]
+    points = [StepPoint(batch, context) for context in options.contexts for batch in options.batches]
     measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
     figures: Figures = {
         "provenance": provenance(),
@@ -103,7 +103,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
     return plan_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
 
 
-def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[float]) -> Figures:
+def _figures(point: StepPoint, seen: PointSteps, roofline: Roofline, survival: Sequence[float]) -> Figures:
     """Return the figures of one point: both kinds of step with their roofline, and the resulting speed-up.
 
     Plain decoding needs no drafter, so the inject part of a step without drafts is subtracted.
@@ -114,7 +114,7 @@ def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[fl
     plain_floor_s = roofline.verify_s(batch, 1, context)
     drafting, parts_s = seen.drafting, seen.plain.parts_s
     plain_parts_s = {part: parts_s[part] for part in ("verify", "sample")}
-    plain = Measured(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
+    plain = StepMedians(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
     tau = expected_acceptance_length(survival, rows)
     return {
         "batch": batch,
@@ -130,7 +130,7 @@ def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[fl
     }
 
 
-def _with_floors(measured: Measured, floor_s: dict[str, float], step_floor_s: float) -> Figures:
+def _with_floors(measured: StepMedians, floor_s: dict[str, float], step_floor_s: float) -> Figures:
     parts = {
         part: {"ms": _ms(seconds)} | ({"floor_ms": _ms(floor_s[part])} if part in floor_s else {})
         for part, seconds in measured.parts_s.items()

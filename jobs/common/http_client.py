@@ -28,7 +28,7 @@ MAX_SHOWN = 300  # characters of a server's error message
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerAnswer:
     """A server's response. `body` is {} unless it was a JSON object; text becomes an OpenAI error object."""
 
     status: int
@@ -62,10 +62,10 @@ class ServerClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
-    def ask(self, path: str, body: Json | None = None) -> Answer:
+    def ask(self, path: str, body: Json | None = None) -> ServerAnswer:
         """GET a path, or POST a body to it. Returns any status; raises UnreachableError."""
         response = self._request(path, body)
-        return Answer(response.status, _json_object(self._read(response)))
+        return ServerAnswer(response.status, _json_object(self._read(response)))
 
     def text(self, path: str) -> str:
         """GET a path and return its body, whatever the status; raises UnreachableError."""
@@ -82,7 +82,7 @@ class ServerClient:
         path = "/v1/chat/completions"
         response = self._request(path, {**body, "stream": True})
         if response.status != 200:
-            self._accept(path, Answer(response.status, _json_object(self._read(response))))
+            self._accept(path, ServerAnswer(response.status, _json_object(self._read(response))))
         try:
             yield from _chunks(response)
         except (OSError, http.client.HTTPException) as error:
@@ -126,7 +126,7 @@ class ServerClient:
         self.close()
         return UnreachableError(f"{self.url} cannot be reached: {error or type(error).__name__}.")
 
-    def _accept(self, path: str, answer: Answer) -> None:
+    def _accept(self, path: str, answer: ServerAnswer) -> None:
         if answer.status != 200:
             raise MantaError(f"{self.url}{path} answered {answer.status}: {answer.error}")
 
@@ -189,7 +189,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[Json]:
             return
         chunk = json.loads(data)
         if "error" in chunk:
-            raise MantaError(f"The stream failed: {Answer(200, chunk).error}")
+            raise MantaError(f"The stream failed: {ServerAnswer(200, chunk).error}")
         yield chunk
     raise MantaError("The stream ended early: its last event is missing.")
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ...actors.targets.loading.load_plan import LoadPlan
 from ...actors.targets.loading.rank_loader import load_runner
-from ...actors.targets.runners.gpu_runner import DeviceRunner
+from ...actors.targets.runners.gpu_runner import GpuModelRunner
 from ...cluster.pages.page_pool import pages_for
-from ...cluster.step.dummy_steps import made_up_plan
+from ...cluster.step.dummy_steps import dummy_step
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult, Trim
 from .cases.case import REMEDY
-from .cases.checks import Check, Outcome, off_by
+from .cases.checks import Check, CheckOutcome, off_by
 from .pair_check import MAX_LENGTH, settings_of
 
 _Result = tuple[list[StepResult], list[Tensor]]  # results of the steps, and the models' pages after them
@@ -41,14 +41,14 @@ def capture_checks(plan: LoadPlan) -> Iterator[Check]:
             yield Check("steps", line, look, REMEDY)
 
 
-def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> Outcome:
+def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> CheckOutcome:
     """Run a prefill and some decoding steps, replayed and launched, over the same pages, and compare."""
     runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
-    assert isinstance(runner, DeviceRunner), "Triton's kernels step on the device"
+    assert isinstance(runner, GpuModelRunner), "Triton's kernels step on the device"
     launched = _without_graphs(runner, plan)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, plan.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
-    admission = made_up_plan(
+    admission = dummy_step(
         [0] * len(prompts),
         _PROMPTS,
         [0] * len(prompts),
@@ -56,13 +56,13 @@ def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> Outcome:
         num_pages=[pages_for(min(MAX_LENGTH, info.max_model_len), info.page_size)] * len(prompts),
         groups=info.page_groups,
     )
-    step = made_up_plan([-1] * len(prompts), [drafts + 1] * len(prompts), [drafts] * len(prompts))
+    step = dummy_step([-1] * len(prompts), [drafts + 1] * len(prompts), [drafts] * len(prompts))
     if cut:
         step = replace(step, trim=_halves(drafts))
     with _replays() as count:
         replayed = _run(runner, admission, step)
     if not count:
-        return Outcome("no graph was replayed", "replays", passed=False)
+        return CheckOutcome("no graph was replayed", "replays", passed=False)
     return _compare(replayed, _run(launched, admission, step))
 
 
@@ -73,14 +73,14 @@ def _halves(drafts: int) -> Trim:
     return Trim(even_K, even_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
 
 
-def _without_graphs(runner: DeviceRunner, plan: LoadPlan) -> DeviceRunner:
+def _without_graphs(runner: GpuModelRunner, plan: LoadPlan) -> GpuModelRunner:
     """Return a runner over the same models, states and pages that captures no graphs."""
     max_rows = plan.config.max_num_batched_tokens
     num_drafts = plan.num_speculative_tokens
-    return DeviceRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
+    return GpuModelRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
 
 
-def _compare(replayed: _Result, launched: _Result) -> Outcome:
+def _compare(replayed: _Result, launched: _Result) -> CheckOutcome:
     (results, kv), (expected, expected_kv) = replayed, launched
     differing = sum(
         int((a.token_ids != b.token_ids).sum() + (a.num_tokens != b.num_tokens).sum())
@@ -88,10 +88,10 @@ def _compare(replayed: _Result, launched: _Result) -> Outcome:
     )
     units = max(off_by(a, b.double()) for a, b in zip(kv, expected_kv, strict=True))
     measured = f"{differing} tokens differ, K/V by {units:.3g} ulp"
-    return Outcome(measured, f"0, {_BOUND} ulp", not differing and units <= _BOUND)
+    return CheckOutcome(measured, f"0, {_BOUND} ulp", not differing and units <= _BOUND)
 
 
-def _run(runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Result:
+def _run(runner: GpuModelRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Result:
     """Return the results of the steps, and the models' K/V pages without the last one, which is scratch."""
     models = runner.models
     caches = [cache.kv for cache in (models.cache, models.draft_cache) if cache is not None]

@@ -13,9 +13,9 @@ import torch
 
 from ...cluster.hardware.roofline import Device
 from ..bench.common.device_rates import known_device, measure_device, weight_bytes_per_s
-from .cases.checks import Check, Outcome
+from .cases.checks import Check, CheckOutcome
 from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
-from .cases.subject import Candidate, KernelInputs, Place, candidates
+from .cases.subject import BackendCandidate, KernelInputs, MachineKind, candidates
 
 _SHARE = 0.85  # minimum share of a known GPU's rates
 _ROWS = 16  # rows of a block
@@ -23,7 +23,7 @@ _WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # larger than the caches
 _REMEDY = "check other processes on the GPU, its clocks and throttling with nvidia-smi"
 
 
-def rate_checks(place: Place) -> Iterator[Check]:
+def rate_checks(place: MachineKind) -> Iterator[Check]:
     """Yield the rates in the dtype of the first backend that runs here."""
     candidate = next(c for c in candidates(place) if c.why_not(place, c.dtypes[0]) is None)
     dtype = candidate.dtypes[0]
@@ -44,25 +44,25 @@ def rate_checks(place: Place) -> Iterator[Check]:
         yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
 
 
-def _bytes(bytes_per_s: float, known: Device | None) -> Outcome:
+def _bytes(bytes_per_s: float, known: Device | None) -> CheckOutcome:
     words = f"{bytes_per_s / 1e9:.0f} GB/s"
     if known is None:
-        return Outcome(words)
+        return CheckOutcome(words)
     least = _SHARE * known.bytes_per_s
-    return Outcome(words, f"{least / 1e9:.0f} GB/s", bytes_per_s >= least)
+    return CheckOutcome(words, f"{least / 1e9:.0f} GB/s", bytes_per_s >= least)
 
 
-def _flops(flops: float, known: Device | None) -> Outcome:
+def _flops(flops: float, known: Device | None) -> CheckOutcome:
     words = f"{flops / 1e12:.3g} TFLOP/s"
     if known is None:
-        return Outcome(words)
+        return CheckOutcome(words)
     least = _SHARE * known.flops
-    return Outcome(words, f"{least / 1e12:.0f} TFLOP/s", flops >= least)
+    return CheckOutcome(words, f"{least / 1e12:.0f} TFLOP/s", flops >= least)
 
 
 def _weights(
-    place: Place, candidate: Candidate, dtype: torch.dtype, measured: Callable[[], Device]
-) -> Outcome:
+    place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype, measured: Callable[[], Device]
+) -> CheckOutcome:
     """Measure gate and up projections, in enough copies to exceed the caches."""
     inputs = KernelInputs(place, candidate, dtype)
     shape = (2 * inputs.inner, inputs.hidden)
@@ -72,16 +72,16 @@ def _weights(
         products = [inputs.backend.linear(inputs.weight(*shape)) for _ in range(copies)]
         x_NH = inputs.randn(_ROWS, inputs.hidden)
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
-    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
+    return CheckOutcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
 
 
 def _experts(
-    place: Place,
-    candidate: Candidate,
+    place: MachineKind,
+    candidate: BackendCandidate,
     dtype: torch.dtype,
     kind: ExpertKind,
     measured: Callable[[], Device],
-) -> Outcome:
+) -> CheckOutcome:
     """Measure the experts that a block's rows choose, with uniform routing."""
     inputs = KernelInputs(place, candidate, dtype)
     with torch.inference_mode():
@@ -93,4 +93,4 @@ def _experts(
         layers = [inputs.backend.experts(random_experts(inputs, kind)) for _ in range(copies)]
         products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
-    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
+    return CheckOutcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

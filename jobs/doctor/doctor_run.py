@@ -30,13 +30,13 @@ from ...actors.system.host_resources import owned_cores
 from ...actors.targets.loading.backend_selection import why_not
 from ...actors.targets.loading.load_plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
-from ...drafter.compute.backend import Machine
+from ...drafter.compute.backend import DeviceCapabilities
 from ..bench.common.provenance import options_json, provenance
 from ..common.progress import Wait, counting, say
 from ..common.tables import print_table
-from .cases.checks import Check, Finding, NotHereError, Outcome, examine, raising
+from .cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, raising
 from .cases.operators import operator_checks
-from .cases.subject import Place
+from .cases.subject import MachineKind
 from .device_rates import rate_checks
 from .machine import choice_checks, machine_checks
 from .options import SHIPPED_PAIR, DoctorOptions
@@ -90,7 +90,7 @@ def _examine(check: Check, wait: Wait) -> Finding:
 
 def _checks(options: DoctorOptions) -> Iterator[Check]:
     """Yield the checks in the order of the table; a part that cannot list its checks is itself a failure."""
-    place, quick = Place.here(), options.quick
+    place, quick = MachineKind.here(), options.quick
     found: list[LoadPlan] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("machine", machine_checks),
@@ -120,19 +120,19 @@ def _plan_check(options: DoctorOptions, found: list[LoadPlan]) -> Iterator[Check
     yield Check("pair", "checkpoints", look, "give --model and --spec-model that fit each other")
 
 
-def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
+def _plan(options: DoctorOptions, found: list[LoadPlan]) -> CheckOutcome:
     pair = (options.model, options.spec_model)
     if pair == SHIPPED_PAIR and not any(all((at / name).is_dir() for name in pair) for at in (Path(), _ROOT)):
         raise NotHereError("the shipped pair is not here; give --model and --spec-model")
     spec = SpeculativeConfig(model=options.spec_model)
     config = EngineConfig(model=options.model, speculative_config=spec, skip_tokenizer_init=True)
     found.append(plan_load(config))
-    return Outcome(", ".join(pair))
+    return CheckOutcome(", ".join(pair))
 
 
-def kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def kernel_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield checks of kernels that the backends' operators do not cover, where Triton runs."""
-    machine = Machine(place.device, torch.float32, 16, num_ranks=1)
+    machine = DeviceCapabilities(place.device, torch.float32, 16, num_ranks=1)
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
     if reason is not None:
         for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):

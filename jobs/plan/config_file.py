@@ -12,7 +12,7 @@ from ...actors.http.config.settings import split_settings
 from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import Quantization
 from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
-from ...cluster.planner.estimates import Estimate
+from ...cluster.planner.estimates import LayoutEstimate
 from .pair_reader import ReadPair
 
 _HEAD = """\
@@ -36,7 +36,7 @@ def serve_config(
     model: str,
     drafter: str | None,
     read: ReadPair,
-    chosen: Estimate,
+    chosen: LayoutEstimate,
     max_num_seqs: int,
     quantized: Quantized,
 ) -> dict[str, Any]:  # Any: YAML

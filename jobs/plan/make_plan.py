@@ -10,12 +10,12 @@ from typing import Any
 
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
-from ...cluster.hardware.model_pair import Demand
-from ...cluster.hardware.parallel_layouts import Layout, layouts
+from ...cluster.hardware.model_pair import LayoutDemand
+from ...cluster.hardware.parallel_layouts import ParallelLayout, layouts
 from ...cluster.hardware.step_time import StepTimes
-from ...cluster.planner.estimates import Estimate, Misfit, estimate
+from ...cluster.planner.estimates import LayoutEstimate, LayoutMisfit, estimate
 from ...cluster.planner.layout_choice import check_fitting, choose, choose_by_trace
-from ...cluster.simulation.trace_replay import Arrival, Played, Slo, play
+from ...cluster.simulation.trace_replay import ReplayResult, Slo, TraceArrival, play
 from .arrival_trace import read_trace
 from .candidate_tables import as_json, print_candidates, print_played
 from .config_file import Quantized, serve_config, write_config
@@ -42,7 +42,7 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
         print(_facts(options, read, gpu))
         print_candidates(found, options.num_gpus, demand.context)
     fitting = check_fitting(found)
-    played: dict[Layout, Played] = {}
+    played: dict[ParallelLayout, ReplayResult] = {}
     if trace:
         played = _play_all(trace, fitting, read, gpu, demand, options)
         chosen, why = choose_by_trace(fitting, played)
@@ -77,11 +77,11 @@ def _engine_config(options: PlanOptions) -> EngineConfig:
     )
 
 
-def _demand(options: PlanOptions, read: ReadPair, trace: list[Arrival]) -> Demand:
+def _demand(options: PlanOptions, read: ReadPair, trace: list[TraceArrival]) -> LayoutDemand:
     context = options.context or DEFAULT_CONTEXT
     if trace and options.context is None:
         context = round(sum(a.prompt_tokens + a.output_tokens for a in trace) / len(trace))
-    return Demand(
+    return LayoutDemand(
         max_model_len=read.max_model_len,
         context=min(context, read.max_model_len),
         slo_tpot_s=None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1e3,
@@ -90,13 +90,13 @@ def _demand(options: PlanOptions, read: ReadPair, trace: list[Arrival]) -> Deman
 
 
 def _play_all(
-    trace: list[Arrival],
-    fitting: list[Estimate],
+    trace: list[TraceArrival],
+    fitting: list[LayoutEstimate],
     read: ReadPair,
     gpu: Gpu,
-    demand: Demand,
+    demand: LayoutDemand,
     options: PlanOptions,
-) -> dict[Layout, Played]:
+) -> dict[ParallelLayout, ReplayResult]:
     ttft_s = None if options.slo_ttft_ms is None else options.slo_ttft_ms / 1e3
     slo, pair = Slo(demand.slo_tpot_s, ttft_s), read.pair
     return {
@@ -105,7 +105,7 @@ def _play_all(
     }
 
 
-def _max_num_seqs(chosen: Estimate, options: PlanOptions) -> int:
+def _max_num_seqs(chosen: LayoutEstimate, options: PlanOptions) -> int:
     """Return the batch that meets the TPOT SLO; without one, or with a trace, the number that fits."""
     bounded = options.slo_tpot_ms is not None and options.trace is None
     return chosen.best.batch if bounded else chosen.room.max_num_seqs
@@ -126,9 +126,9 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
 def _report(
     options: PlanOptions,
     read: ReadPair,
-    found: list[Estimate | Misfit],
-    played: dict[Layout, Played],
-    chosen: Estimate,
+    found: list[LayoutEstimate | LayoutMisfit],
+    played: dict[ParallelLayout, ReplayResult],
+    chosen: LayoutEstimate,
     why: str,
     config: dict[str, Any],
 ) -> dict[str, Any]:

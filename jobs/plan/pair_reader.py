@@ -18,7 +18,7 @@ from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ...cluster.hardware.model_pair import Pair
+from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import least_card_length
@@ -43,7 +43,7 @@ class ReadPair:
         acceptance: source of the acceptance curve, as text.
     """
 
-    pair: Pair
+    pair: ModelPair
     dtype: HalfDType
     max_model_len: int
     acceptance: str
@@ -73,7 +73,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         raise ConfigError("acceptance needs a drafter: give --drafter, too.", param="acceptance")
     spec = config.speculative_config
     of_drafter = None if spec is None else spec.quantization
-    pair = Pair(
+    pair = ModelPair(
         target=target_shape(target, quantization=config.quantization),
         drafter=None if drafter is None else drafter_shape(drafter, quantization=of_drafter),
         tied=target.tied_head,

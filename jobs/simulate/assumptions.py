@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...cluster.hardware.gpu_specs import Gpu
 from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
-from ...cluster.hardware.model_pair import Pair
+from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.step_time import (
     LAUNCH_S,
     LAUNCHES_AROUND,
@@ -15,7 +15,7 @@ from ...cluster.hardware.step_time import (
 from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB
 
 
-def assumptions(gpu: Gpu, pair: Pair, spread: float) -> list[str]:
+def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
     """Return the assumptions, most important first."""
     device, link, target = gpu.device, gpu.link, pair.target
     packed = ", ".join(f"{experts.weight_bytes:g} bytes" for experts, _ in target.routed)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...cluster.errors import ConfigError
-from ...cluster.hardware.model_pair import Pair
+from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ModelShape
 from ...cluster.planner.pareto_frontier import frontier, throughput_at
-from ...cluster.simulation.acceptance_mix import Texts
+from ...cluster.simulation.acceptance_mix import AcceptanceMix
 from ...cluster.speculation.acceptance_length import survival_of_length
 
 Figures = dict[str, Any]  # Any: JSON
@@ -59,7 +59,7 @@ class Method:
     def placement(self) -> Literal["colocated"] | None:
         return None if self.kind == "plain" else "colocated"
 
-    def pair(self, pair: Pair, texts: Texts) -> Pair:
+    def pair(self, pair: ModelPair, texts: AcceptanceMix) -> ModelPair:
         """Return the pair with this method's drafter shape, and its survival for a text of hardness 1."""
         if self.kind == "plain":
             return replace(pair, drafter=None, survival=())

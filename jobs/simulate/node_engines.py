@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.hardware.gpu_specs import Gpu
-from ...cluster.hardware.memory_plan import Room, find_room
-from ...cluster.hardware.model_pair import Demand, Pair
-from ...cluster.hardware.parallel_layouts import Layout
+from ...cluster.hardware.memory_plan import MemoryPlan, find_room
+from ...cluster.hardware.model_pair import LayoutDemand, ModelPair
+from ...cluster.hardware.parallel_layouts import ParallelLayout
 from ...cluster.hardware.step_time import StepTimes
-from ...cluster.simulation.acceptance_mix import Texts
-from ...cluster.simulation.load_driver import DrivenEngine
+from ...cluster.simulation.acceptance_mix import AcceptanceMix
+from ...cluster.simulation.load_driver import LoadDriver
 from ...cluster.simulation.roofline_step_cost import PlanCost
 from ...cluster.simulation.simulated_engine import simulated_engine
 from ..plan.pair_reader import ReadPair, read_pair
@@ -22,13 +22,13 @@ from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftAssumptions:
     """Acceptance of the drafters.
 
     Attributes:
         dflash, eagle3: mean acceptance lengths, see `parse_acceptance`.
         eagle3_drafts: number of drafts to which EAGLE-3's length applies.
-        spread: standard deviation of requests' hardness, see `Texts`.
+        spread: standard deviation of requests' hardness, see `AcceptanceMix`.
         seed: seed of requests' hardness.
     """
 
@@ -38,14 +38,14 @@ class Drafting:
     spread: float = 0.5
     seed: int = 0
 
-    def texts(self, method: Method, num_drafts: int) -> Texts:
+    def texts(self, method: Method, num_drafts: int) -> AcceptanceMix:
         """Return the acceptance model of a method; the DFlash drafter makes `num_drafts` drafts."""
         eagle3 = method.kind == "eagle3"
         drafts, stated = (self.eagle3_drafts, self.eagle3) if eagle3 else (num_drafts, self.dflash)
         if method.kind == "plain" or not drafts:
-            return Texts(())
+            return AcceptanceMix(())
         survival, lengths = parse_acceptance(stated, drafts)
-        return Texts(survival, self.spread, lengths, self.seed)
+        return AcceptanceMix(survival, self.spread, lengths, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class NodeEngine:
     """A method with its layout on the node and the memory it has."""
 
     method: Method
-    texts: Texts
-    pair: Pair
-    layout: Layout
-    room: Room
-    demand: Demand
+    texts: AcceptanceMix
+    pair: ModelPair
+    layout: ParallelLayout
+    room: MemoryPlan
+    demand: LayoutDemand
     times: StepTimes
 
-    def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> DrivenEngine:
+    def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> LoadDriver:
         """Make a new engine; see `PlanCost` and `simulated_engine`."""
         return simulated_engine(
             self.pair,
@@ -80,12 +80,12 @@ def read_shapes(model: str, drafter: str | None, max_model_len: int | None) -> R
 
 
 def node_engines(
-    pair: Pair,
+    pair: ModelPair,
     gpu: Gpu,
     num_gpus: int,
     tp_sizes: Sequence[int],
     methods: Sequence[Method],
-    drafting: Drafting,
+    drafting: DraftAssumptions,
     workload: Workload,
 ) -> Iterator[NodeEngine]:
     """Yield every method with every number of ranks that fits.
@@ -98,12 +98,12 @@ def node_engines(
         ConfigError: the node is too small for all requested numbers of ranks, or a method does not fit its
             drafter.
     """
-    demand = Demand(max_model_len=workload.max_tokens, context=workload.mean_tokens)
+    demand = LayoutDemand(max_model_len=workload.max_tokens, context=workload.mean_tokens)
     for method in methods:
         texts = drafting.texts(method, pair.num_drafts)
         mine, lacking, count = method.pair(pair, texts), list[PlacementError](), 0
         for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp <= num_gpus]:
-            layout = Layout(tp, method.placement, num_gpus // tp)
+            layout = ParallelLayout(tp, method.placement, num_gpus // tp)
             try:
                 room = find_room(mine, gpu, layout, demand)
             except PlacementError as error:

@@ -20,7 +20,7 @@ from ...cluster.errors import ConfigError
 from ...cluster.hardware.gpu_specs import find_gpu
 from ...cluster.request.request import Request
 from ...cluster.simulation.load_generator import Observed, Percentiles, closed_loop, open_loop
-from ...cluster.simulation.trace_replay import Arrival
+from ...cluster.simulation.trace_replay import TraceArrival
 from ..bench.common.provenance import provenance
 from ..charts.plots import can_plot
 from ..common.progress import TimeLeft
@@ -28,7 +28,7 @@ from ..common.tables import NO_FIGURE, decimals, print_table
 from ..plan.arrival_trace import read_trace
 from .assumptions import assumptions
 from .methods import Figures, Method, matched_speed
-from .node_engines import Drafting, NodeEngine, node_engines, read_shapes
+from .node_engines import DraftAssumptions, NodeEngine, node_engines, read_shapes
 from .options import NodeOptions
 from .workload import Workload
 
@@ -44,7 +44,7 @@ def run_node(options: NodeOptions) -> Figures:
     gpu, read = find_gpu(options.gpu), read_shapes(options.model, options.drafter, options.max_model_len)
     begin_s = time.monotonic()
     points: list[Figures] = []
-    trace: list[Arrival] = []
+    trace: list[TraceArrival] = []
     if options.trace is not None:
         trace = sorted(read_trace(options.trace, read.max_model_len), key=lambda a: a.arrival_s)
     workload = drawn = Workload(
@@ -56,7 +56,7 @@ def run_node(options: NodeOptions) -> Figures:
     )
     if trace:
         workload = replace(drawn, trace=tuple((a.prompt_tokens, a.output_tokens) for a in trace))
-    drafting = Drafting(
+    drafting = DraftAssumptions(
         options.acceptance, options.eagle3_acceptance, options.eagle3_drafts, options.spread, workload.seed
     )
     played = list(node_engines(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
@@ -111,7 +111,7 @@ def _request_work(clients: int) -> float:
     return 1.0 / clients + ROW_WORK
 
 
-def _work(node_engine: NodeEngine, options: NodeOptions, trace: Sequence[Arrival]) -> float:
+def _work(node_engine: NodeEngine, options: NodeOptions, trace: Sequence[TraceArrival]) -> float:
     if trace:
         return len(trace)
     if options.rate_per_s:

@@ -51,7 +51,7 @@ Made by `manta drafter train`.
 
 
 @dataclass(frozen=True)
-class DrafterFacts:
+class DrafterCardFacts:
     """Content of the card; `before` and `after` are measured on held-out text."""
 
     head: Head
@@ -67,7 +67,7 @@ class DrafterFacts:
     after: Mapping[str, float]
 
 
-def write_drafter_card(folder: Path, facts: DrafterFacts) -> None:
+def write_drafter_card(folder: Path, facts: DrafterCardFacts) -> None:
     title, what = _HEADS[facts.head]
     card = _CARD.format(
         head=facts.head,

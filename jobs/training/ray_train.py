@@ -22,7 +22,7 @@ _MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """Arguments of `train`; training data and held-out text are in `folder`."""
 
     target: str
@@ -34,7 +34,7 @@ class Run:
     loop_settings: LoopSettings | None = None
 
 
-def run_here(run: Run, **further: Any) -> Trained:  # Any: arguments of `train`
+def run_here(run: TrainingRun, **further: Any) -> Trained:  # Any: arguments of `train`
     return train(
         run.target,
         Continuations.load(run.folder / DATA),
@@ -49,7 +49,7 @@ def run_here(run: Run, **further: Any) -> Trained:  # Any: arguments of `train`
     )
 
 
-def run_on_workers(run: Run, num_workers: int, *, use_gpu: bool, cpus_per_worker: int) -> Trained:
+def run_on_workers(run: TrainingRun, num_workers: int, *, use_gpu: bool, cpus_per_worker: int) -> Trained:
     """Train on workers of the Ray cluster that this process is connected to.
 
     Raises:
@@ -76,5 +76,5 @@ def run_on_workers(run: Run, num_workers: int, *, use_gpu: bool, cpus_per_worker
     return Trained.read(run.folder)
 
 
-def _run_worker(config: dict[str, Run]) -> None:
+def _run_worker(config: dict[str, TrainingRun]) -> None:
     run_here(config["run"], workers=joined())

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
-from ...jobs.training.data.continuations import Question
+from ...jobs.training.data.continuations import ContinuationRequest
 from ...jobs.training.data.prompts import Prompt
-from ...jobs.training.heads.offline_proposals import Proposals, accepted_at
+from ...jobs.training.heads.offline_proposals import OfflineProposals, accepted_at
 
 OVERALL = "overall"
 REPEAT_TOKENS = 8
@@ -44,9 +44,9 @@ class Figures:
 
 
 def evaluate(
-    proposals: Proposals,
+    proposals: OfflineProposals,
     prompts: Sequence[Prompt],
-    questions: Sequence[Question],
+    questions: Sequence[ContinuationRequest],
     answers: Sequence[list[int]],
     device: torch.device,
 ) -> list[Figures]:
@@ -67,7 +67,7 @@ def evaluate(
 
 
 def accepted_lengths(
-    proposals: Proposals, question: Question, answer: Sequence[int], device: torch.device
+    proposals: OfflineProposals, question: ContinuationRequest, answer: Sequence[int], device: torch.device
 ) -> list[int]:
     """Return how many drafts after each answer token but the last are accepted."""
     tokens_T = torch.tensor([*question.prompt_ids, *answer], device=device)

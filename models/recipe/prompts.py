@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from ...actors.llm import LLM
 from ...jobs.training.data.chat_samples import render_chat
-from ...jobs.training.data.continuations import Question
-from ...jobs.training.data.corpus import SourceFile
+from ...jobs.training.data.continuations import ContinuationRequest
+from ...jobs.training.data.corpus import CorpusFile
 from ...jobs.training.data.prompts import (
     MAX_PROMPT_TOKENS,
     MIN_PROMPT_TOKENS,
@@ -47,13 +47,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def questions(
-    files: Sequence[SourceFile],
+    files: Sequence[CorpusFile],
     corpus: TokenStore,
     tokenizer: Tokenizer,
     num_questions: int,
     temperatures: Sequence[float],
     seed: int,
-) -> list[Question]:
+) -> list[ContinuationRequest]:
     """Return shuffled questions: two thirds like the evaluation's prompts, one third cut from the corpus."""
     random = np.random.default_rng(seed)
     per_category = num_questions * 2 // 15
@@ -68,20 +68,22 @@ def questions(
             prompts.append(tuple(int(i) for i in corpus.ids[at : at + length]))
     order = random.permutation(len(prompts))
     return [
-        Question(prompts[index], temperatures[number % len(temperatures)], seed * num_questions + number)
+        ContinuationRequest(
+            prompts[index], temperatures[number % len(temperatures)], seed * num_questions + number
+        )
         for number, index in enumerate(order)
     ]
 
 
 def held_out_answers(
     target_dir: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], temperatures: Sequence[float]
-) -> list[tuple[list[Question], list[list[int]]]]:
+) -> list[tuple[list[ContinuationRequest], list[list[int]]]]:
     """Return the questions and answers of each temperature. A prompt's seed is its index."""
     encoded = [tuple(tokenizer.encode(prompt.text, add_special_tokens=False).ids) for prompt in prompts]
     with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
         generate = generator(llm, EVALUATION_TOKENS)
         asked = [
-            [Question(ids, temperature, seed) for seed, ids in enumerate(encoded)]
+            [ContinuationRequest(ids, temperature, seed) for seed, ids in enumerate(encoded)]
             for temperature in temperatures
         ]
         return [(questions, generate(questions)) for questions in asked]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from ...jobs.training.data.chat_samples import chat_samples, render_chat
 from ...jobs.training.data.continuations import Continuations
-from ...jobs.training.data.corpus import SourceFile
+from ...jobs.training.data.corpus import CorpusFile
 from .tokenizer import END_OF_TEXT, special_id
 
 _PIECE_TOKENS = 2048
@@ -50,7 +50,7 @@ class TokenStore:
             return cls(arrays["ids"], arrays["bounds"])
 
 
-def corpus_texts(files: Iterable[SourceFile]) -> Iterator[str]:
+def corpus_texts(files: Iterable[CorpusFile]) -> Iterator[str]:
     """Yield every document of the corpus: each file, followed by the chats made from it."""
     for file in files:
         yield file.text

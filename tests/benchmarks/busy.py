@@ -20,7 +20,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import (
     MODES,
-    EngineRun,
+    EnginePass,
     Figures,
     Prompt,
     SteppedPass,
@@ -96,7 +96,7 @@ def _measure(
     """Measure both modes at one concurrency with every pressure."""
     points: list[Figures] = []
     with open_engines(config, requests, [config.dtype]) as engines:
-        runs = {mode: EngineRun(llm, prompts, options.max_tokens) for (mode, _), llm in engines.items()}
+        runs = {mode: EnginePass(llm, prompts, options.max_tokens) for (mode, _), llm in engines.items()}
         dtypes = {mode: llm.info.dtype for (mode, _), llm in engines.items()}
         turns = _turns(runs, len(prompts), requests, options.max_tokens)
         for pressure in pressures:
@@ -109,7 +109,7 @@ def _measure(
     return points
 
 
-def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens: int) -> list[slice]:
+def _turns(runs: Mapping[str, EnginePass], count: int, requests: int, max_tokens: int) -> list[slice]:
     """Return turns whose length is determined by the slower mode's idle speed."""
     least = slice(requests * LEAST_GROUPS)
     for run in runs.values():
@@ -119,7 +119,7 @@ def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens:
 
 
 def _take_turns(
-    runs: Mapping[str, EngineRun], turns: Sequence[slice], pressure: CpuPressure, rounds: int
+    runs: Mapping[str, EnginePass], turns: Sequence[slice], pressure: CpuPressure, rounds: int
 ) -> dict[tuple[str, str], list[SteppedPass]]:
     """Return by mode and state one turn per round, after a warm-up turn over the same prompts."""
     passes: dict[tuple[str, str], list[SteppedPass]] = {(m, state): [] for m in MODES for state in STATES}

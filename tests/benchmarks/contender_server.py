@@ -16,7 +16,7 @@ from typing import Any
 
 from manta.cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
 from manta.jobs.bench.common.engine_passes import Pass
-from manta.jobs.common.http_client import Answer, Json, ServerClient, split_url
+from manta.jobs.common.http_client import Json, ServerAnswer, ServerClient, split_url
 
 from .contenders import ContenderSetup, Prompts, Runner
 
@@ -98,7 +98,7 @@ class OpenAIServer:
 
     def _accepted_extras(self) -> Json:
         """Return EXTRAS if the server accepts them, else nothing."""
-        answer = Answer(0, {})
+        answer = ServerAnswer(0, {})
         with ServerClient(self._url) as client:
             for extras in (EXTRAS, {}):
                 answer = self._ask(client, "/v1/completions", {**self._body([1, 2], 1), **extras})
@@ -111,7 +111,7 @@ class OpenAIServer:
             param="server_model" if answer.status == 404 else "server",
         )
 
-    def _ask(self, client: ServerClient, path: str, body: Json | None = None) -> Answer:
+    def _ask(self, client: ServerClient, path: str, body: Json | None = None) -> ServerAnswer:
         try:
             return client.ask(path, body)
         except UnreachableError as error:

@@ -18,7 +18,7 @@ from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.common.arrivals import Arrivals
 from manta.jobs.bench.common.engine_passes import Figures
-from manta.jobs.bench.load.latencies import Waits, describe
+from manta.jobs.bench.load.latencies import RequestLatencies, describe
 from manta.jobs.bench.load.request_source import LoadRequest
 from manta.jobs.common.http_client import HEALTH_TIMEOUT_S, ServerClient
 
@@ -72,9 +72,9 @@ class Reply:
         return self.stream.end == "whole" and bool(self.stream.token_times_s)
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> RequestLatencies:
         """Return the latencies of a complete stream, from the time it was sent."""
-        return Waits.of(self.stream.asked_s, self.stream.token_times_s, self.num_tokens)
+        return RequestLatencies.of(self.stream.asked_s, self.stream.token_times_s, self.num_tokens)
 
     @property
     def failure(self) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from ....cluster.errors import DatasetError
-from .row_requests import ID_COLUMNS, Layout, Record
+from .row_requests import ID_COLUMNS, Record, RowSchema
 
 PLAIN: Mapping[type, pa.DataType] = {
     bool: pa.bool_(),
@@ -41,10 +41,10 @@ class ColumnTypes:
     """Collects the types of columns over records.
 
     Args:
-        wanted: `Layout.columns`.
+        wanted: `RowSchema.columns`.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RowSchema) -> None:
         self._layout = layout
         self._seen: dict[str, set[type]] = {}
         self._wanted = None if layout.columns == "all" else frozenset(layout.columns)
@@ -62,7 +62,7 @@ class ColumnTypes:
         return chosen(types, self._layout)
 
 
-def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
+def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
     """Return the columns of a dataset to pass through. Raises DatasetError."""
     if layout.columns == "all":
         id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
@@ -77,7 +77,7 @@ def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
     return pa.schema([_readable(schema.field(name)) for name in names])
 
 
-def of_parquet(schemas: Iterable[pa.Schema], layout: Layout) -> pa.Schema:
+def of_parquet(schemas: Iterable[pa.Schema], layout: RowSchema) -> pa.Schema:
     """Return the columns of Parquet files to pass through. Types may differ where one can hold the other."""
     plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:

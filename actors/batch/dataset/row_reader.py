@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from ....cluster.errors import DatasetError, RequestError
-from .row_requests import Layout, Record, content_id, read_record, row_id
-from .source import Source, SourceFile, open_parquet
+from .row_requests import Record, RowSchema, content_id, read_record, row_id
+from .source import Dataset, SourceFile, open_parquet
 from .text_records import BadRecordError, BadTextError, Raw, TextFormat
 
 ROWS_PER_READ = 1024  # of Parquet
@@ -32,7 +32,7 @@ class Span:
     """Consecutive rows of a file.
 
     Attributes:
-        file: index in `Source.files`.
+        file: index in `Dataset.files`.
         row: number of the first row.
         begin: index of the first row in its file (Parquet), or offset of a record at or before it (text).
         skip: records between `begin` and the first row.
@@ -74,14 +74,14 @@ class Row:
     fault: str | None = None
 
 
-def record_of(row: Row, layout: Layout) -> Record:
+def record_of(row: Row, layout: RowSchema) -> Record:
     """Return the row's parsed record. Raises RequestError when there is none."""
     if row.fault is not None:
         raise RequestError(row.fault)
     return read_record(row.record, layout)
 
 
-def id_of(row: Row, layout: Layout) -> str:
+def id_of(row: Row, layout: RowSchema) -> str:
     """Return the row's id, also for a malformed row."""
     if row.id is not None:
         return row.id
@@ -94,7 +94,7 @@ def id_of(row: Row, layout: Layout) -> str:
 class RowReader:
     """Reads rows; fastest in order. Thread-safe. Keeps few files open and a few MB of each."""
 
-    def __init__(self, source: Source, layout: Layout) -> None:
+    def __init__(self, source: Dataset, layout: RowSchema) -> None:
         self._source = source
         self._layout = layout
         self._lock = threading.Lock()

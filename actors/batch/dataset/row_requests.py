@@ -24,7 +24,7 @@ import pydantic
 
 from ....cluster.errors import ConfigError, RequestError, did_you_mean, shown
 from ....cluster.request.request import SamplingParams
-from ...engine.tenant import told_asker
+from ...engine.tenant import parse_tenant
 from ...http.openai.completions import OPENAI_MAX_TOKENS
 from ...http.protocol.chat_request import ChatRequest
 from ...http.protocol.completion_request import CompletionRequest
@@ -56,7 +56,7 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RowSchema:
     """Format of records. Raises ConfigError for an invalid template, or one beside another prompt.
 
     Attributes:
@@ -102,11 +102,11 @@ class RowRequest:
     params: SamplingParams
 
 
-def category_of(record: Record, layout: Layout) -> str | None:
-    """Return the category that the row is counted in (`Layout.category_column`); other values as JSON."""
+def category_of(record: Record, layout: RowSchema) -> str | None:
+    """Return the category that the row is counted in (`RowSchema.category_column`); other values as JSON."""
     if layout.kind == "openai" and not layout.category_column:
         body = record.get("body")
-        return told_asker(body.get("metadata")).category if isinstance(body, Mapping) else None
+        return parse_tenant(body.get("metadata")).category if isinstance(body, Mapping) else None
     value = record.get(layout.category_column) if layout.category_column else None
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
@@ -133,12 +133,12 @@ def _parse_python(line: str | bytes, error: ValueError) -> Any:
         raise RequestError(f"The line is not valid JSON: {error}.") from None
 
 
-def read_record(raw: Record, layout: Layout) -> Record:
+def read_record(raw: Record, layout: RowSchema) -> Record:
     """Return the record, parsed where it is a line. Raises RequestError."""
     return parse_line(raw["text"]) if layout.lines else raw
 
 
-def own_id(record: Record, layout: Layout) -> str | None:
+def own_id(record: Record, layout: RowSchema) -> str | None:
     """Return the id in the data, if there is one."""
     columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
     for column in columns:
@@ -147,7 +147,7 @@ def own_id(record: Record, layout: Layout) -> str | None:
     return None
 
 
-def row_id(record: Record, layout: Layout) -> str:
+def row_id(record: Record, layout: RowSchema) -> str:
     """Return the row's own id, or a hash of its content: equal rows are equal requests."""
     return own_id(record, layout) or content_id(_canonical(record))
 
@@ -171,7 +171,7 @@ def row_seed(job_seed: int, row: str) -> int:
 
 
 def read_request(
-    record: Record, layout: Layout, generation: GenerationDefaults, row: str | None = None
+    record: Record, layout: RowSchema, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
     """Validate a record. Raises RequestError, whose `param` names the column or field.
 
@@ -199,7 +199,7 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in _template_parts(template) if name is not None))
 
 
-def prompt_column(columns: list[str], layout: Layout) -> str | None:
+def prompt_column(columns: list[str], layout: RowSchema) -> str | None:
     """Return the column that holds the prompt."""
     if layout.prompt_column is not None:
         return layout.prompt_column if layout.prompt_column in columns else None
@@ -221,7 +221,7 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
     return url, dict(body)
 
 
-def _dataset_body(record: Record, layout: Layout) -> tuple[str, dict[str, Any]]:
+def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any]]:
     body = {name: _meant(name, record[name]) for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
     if layout.template is not None:
         return COMPLETION_URL, body | {"prompt": _render(layout.template, record)}

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....cluster.errors import DatasetError, RequestError
-from .row_requests import PROMPT_COLUMNS, Layout, Record, parse_line, prompt_column, template_columns
+from .row_requests import PROMPT_COLUMNS, Record, RowSchema, parse_line, prompt_column, template_columns
 from .storage import URL, Entry, Storage
 from .text_records import BadTextError, TextFile, TextFormat
 
@@ -98,7 +98,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Dataset:
     """The files of a dataset, all of one format, sorted by path."""
 
     files: tuple[SourceFile, ...]
@@ -106,7 +106,7 @@ class Source:
 
     @property
     def lines(self) -> bool:
-        """Return whether records come as unparsed lines of JSON (`Layout.lines`)."""
+        """Return whether records come as unparsed lines of JSON (`RowSchema.lines`)."""
         return self.format in ("jsonl", "openai")
 
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
@@ -121,7 +121,7 @@ class Source:
         ]
 
 
-def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Source:
+def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Dataset:
     """Find the files of a dataset. Raises DatasetError, ConfigError."""
     files = _find_files([str(each) for each in where])
     kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
@@ -132,13 +132,13 @@ def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) 
         )
     kind = wanted or kinds.pop()
     assert kind is not None
-    source = Source(files, kind)
+    source = Dataset(files, kind)
     if kind == "jsonl" and wanted is None and _is_openai(source):
-        return Source(files, "openai")
+        return Dataset(files, "openai")
     return source
 
 
-def check_columns(source: Source, layout: Layout) -> None:
+def check_columns(source: Dataset, layout: RowSchema) -> None:
     """Raise DatasetError when no row can have a prompt, ConfigError for an invalid template."""
     if layout.kind == "openai":
         return
@@ -185,7 +185,7 @@ def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: str(row.get("id")))
 
 
-def _first_records(source: Source) -> Iterator[Record]:
+def _first_records(source: Dataset) -> Iterator[Record]:
     """Yield the valid records among the first lines."""
     left = PROBED_LINES
     for file in source.files:
@@ -199,12 +199,12 @@ def _first_records(source: Source) -> Iterator[Record]:
             return
 
 
-def _is_openai(source: Source) -> bool:
+def _is_openai(source: Dataset) -> bool:
     first = next(_first_records(source), {})
     return "body" in first and ("url" in first or "custom_id" in first)
 
 
-def _columns(source: Source) -> list[str]:
+def _columns(source: Dataset) -> list[str]:
     """Return the columns that can be known without reading all rows."""
     if source.format == "parquet":
         return list(open_parquet(source.files[0]).schema_arrow.names)

@@ -28,7 +28,7 @@ VERSION = 3  # of the layout of an output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobRun:
     """Content of `job.json`.
 
     Attributes:
@@ -65,12 +65,12 @@ class Job:
         )
 
     @classmethod
-    def first(cls, spec: JobSpec, before: Job | None) -> Self:
+    def first(cls, spec: JobSpec, before: JobRun | None) -> Self:
         """Return a new job with its first run, in the place of an earlier job if there was one."""
         run = before.run + 1 if before else 1
         return cls(first_run=run, numbering=run, runs=(_run(run),), spec=spec.to_json())
 
-    def next(self, spec: JobSpec, *, renumbered: bool) -> Job:
+    def next(self, spec: JobSpec, *, renumbered: bool) -> JobRun:
         """Return the job with one more run."""
         run = self.run + 1
         return replace(

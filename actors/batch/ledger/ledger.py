@@ -29,7 +29,7 @@ from ..dataset.storage import Storage
 from ..row_stats import Device, RowStats
 from .compaction import compact, manifest, manifest_parts, renumber
 from .job_runs import (
-    Job,
+    JobRun,
     allow_writes,
     earlier,
     forget_earlier,
@@ -65,7 +65,7 @@ class Ledger:
         self._spec = spec
         self._lock = lock
         self._index = OutputIndex(output, first_run=0, numbering=0)
-        self._job: Job | None = None
+        self._job: JobRun | None = None
 
     @classmethod
     def open(
@@ -206,7 +206,7 @@ class Ledger:
         if overwrite:
             self._replace(files)
             return
-        job = Job.read(self._output)
+        job = JobRun.read(self._output)
         if job is None or resume == "no":
             if job or any(not name.startswith(".") for name in files):
                 raise not_empty(self._output.where, files)
@@ -214,18 +214,18 @@ class Ledger:
         else:
             self._resume(job, resume, id_hashes)
 
-    def _first(self, before: Job | None) -> Job:
+    def _first(self, before: JobRun | None) -> JobRun:
         if before is None:  # what is left of unknown runs must not count for this job
             self._output.remove_folder(RECORDS)
             self._output.remove_folder(PENDING)
-        job = Job.first(self._spec, before)
+        job = JobRun.first(self._spec, before)
         self._index = OutputIndex(self._output, first_run=job.first_run, numbering=job.numbering)
         return job
 
     def _replace(self, files: list[str]) -> None:
         """Begin a new job. Results of the earlier one are removed later, other files never."""
         try:
-            before = Job.read(self._output)
+            before = JobRun.read(self._output)
         except (ValueError, KeyError, TypeError):
             before = None
         job = self._first(before)
@@ -233,7 +233,7 @@ class Ledger:
         self._run(job)
         self._output.remove_folder(PENDING)
 
-    def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
+    def _resume(self, job: JobRun, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
         changed = self._spec.other_input(job.spec)
         self._spec.check_resume(self._output.where, job.spec, force=resume == "force")
         self._index = OutputIndex(self._output, first_run=job.first_run, numbering=job.numbering)
@@ -257,7 +257,7 @@ class Ledger:
             assert id_hashes is not None, "rows of a changed input are found by the hashes of their ids"
             renumber(self._output, self._index, self._spec.form, id_hashes(), self.run)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: JobRun) -> None:
         """Begin a run: from now on only its writers may write."""
         job.write(self._output)
         allow_writes(self._output, job.run)
@@ -289,7 +289,7 @@ class Ledger:
         self._output.write(SUCCESS, b"")
 
     def _check_ours(self) -> None:
-        job = Job.read(self._output)
+        job = JobRun.read(self._output)
         if not self._lock.held or job is None or job.run != self.run:
             raise OutputError(
                 f"output: another job has taken {self._output.where} over; this one ends.", param="output"

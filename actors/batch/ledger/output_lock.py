@@ -51,7 +51,7 @@ def lock(output: Storage, say: Callable[[str], object]) -> Lock:
     Args:
         say: gets a line for the user about a wait: in an object store up to 15 s after a killed job.
     """
-    return FileLock(output) if output.local else Claim(output, say)
+    return FileLock(output) if output.local else LockClaim(output, say)
 
 
 class FileLock:
@@ -76,7 +76,7 @@ class FileLock:
             self._file.close()
 
 
-class Claim:
+class LockClaim:
     """An object in a store, written again and again by a thread."""
 
     def __init__(self, output: Storage, say: Callable[[str], object]) -> None:

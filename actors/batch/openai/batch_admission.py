@@ -20,9 +20,9 @@ from ....cluster.errors import DatasetError, NotFoundError, shown, without_value
 from ....cluster.request.caller import SERVER
 from ...tokenization.surrogates import loads
 from ..dataset.row_reader import RowReader
-from ..dataset.row_requests import CHAT_URL, COMPLETION_URL, Layout
-from ..dataset.source import Source, SourceFile
-from ..ledger.job_runs import Job
+from ..dataset.row_requests import CHAT_URL, COMPLETION_URL, RowSchema
+from ..dataset.source import Dataset, SourceFile
+from ..ledger.job_runs import JobRun
 from ..ledger.job_spec import JobSpec
 from ..ledger.ledger import Ledger
 from ..ledger.output_lock import Lock, lock
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ENDPOINTS = (CHAT_URL, COMPLETION_URL)
 MAX_CUSTOM_ID_CHARS = 1024
 MAX_ERRORS = 50  # reported; then the rest of the file is not read
-LAYOUT = Layout(kind="openai", lines=True)
+LAYOUT = RowSchema(kind="openai", lines=True)
 FORM = OutputForm(format="openai")
 
 
@@ -145,7 +145,7 @@ class Opener:
         entry = storage.entry(name)
         if entry is None:
             raise NotFoundError(f"The content of the file {file.id} is gone.", param="input_file_id")
-        source = Source((SourceFile(storage, name, entry.size, entry.modified_s),), "openai")
+        source = Dataset((SourceFile(storage, name, entry.size, entry.modified_s),), "openai")
         index = index_rows(source, LAYOUT)
         spec = JobSpec(
             made_from=self._made_from,
@@ -156,7 +156,7 @@ class Opener:
             num_rows=index.num_rows,
         )
         output = self._batches.output(batch.id)
-        begun = Job.read(output)
+        begun = JobRun.read(output)
         given_up = None
         if begun is not None and (changes := spec.differences(begun.spec)):
             said = f"The server was started anew with other settings: {'; '.join(changes)}."

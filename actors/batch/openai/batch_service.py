@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ....cluster.errors import EngineDeadError, InUseError, RequestError, shown
-from ....cluster.metrics.bounded_labels import Account
+from ....cluster.metrics.bounded_labels import UsageAccount
 from ....cluster.request.caller import Caller
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
-from ...engine.tenant import Asker
-from ...observability.telemetry import BatchLines, EndedRow
+from ...engine.tenant import Tenant
+from ...observability.telemetry import BatchLines, FinishedRow
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
 from ..ledger.fingerprints import model_identity
@@ -68,8 +68,8 @@ class BatchService:
         max_stored_bytes: int,
         chat: ChatModel,
         count_lines: Callable[[BatchLines], None],
-        on_row: Callable[[EndedRow], None] | None = None,
-        account_of: Callable[[Asker], Account] | None = None,
+        on_row: Callable[[FinishedRow], None] | None = None,
+        account_of: Callable[[Tenant], UsageAccount] | None = None,
     ) -> None:
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)

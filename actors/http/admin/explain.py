@@ -14,7 +14,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, shown
-from ....cluster.records.request_timeline import Life, LifeStep, Stay
+from ....cluster.records.request_timeline import LifeStep, RequestTimeline, SlotInterval
 from ...engine.async_engine import AsyncEngine
 from ..middleware.api_keys import caller_of
 from ..wire.json_io import JsonObject, json_response
@@ -46,7 +46,7 @@ def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
     return json_response({"object": "list", "data": sorted(lives, key=lambda life: life["arrived"])})
 
 
-def told(life: Life, replica: str) -> JsonObject:
+def told(life: RequestTimeline, replica: str) -> JsonObject:
     """A life as JSON: times in milliseconds since its arrival, which is Unix time."""
     since = _Since(life.arrival_s)
     return {
@@ -75,7 +75,7 @@ class _Since:
         return None if at_s is None else _ms(at_s - self._begin_s)
 
 
-def _stay(stay: Stay, since: _Since) -> JsonObject:
+def _stay(stay: SlotInterval, since: _Since) -> JsonObject:
     return {
         "entered_ms": since.ms(stay.entered_s),
         "waited_ms": {reason: _ms(seconds) for reason, seconds in stay.waited.items()},

@@ -7,12 +7,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ....cluster.errors import DrainingError
 from ....version import __version__
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..middleware.inflight_requests import Traffic
 from ..wire.json_io import JsonObject, json_response
 
 
-def operation_routes(frontend: Frontend, traffic: Traffic) -> APIRouter:
+def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")

@@ -19,7 +19,7 @@ FAILED = "Error:"
 
 
 @dataclass(slots=True)
-class Conversation:
+class AnthropicConversation:
     """Messages as a chat has them, and for errors: `messages.3` -> the body's message that it came from.
 
     Attributes:
@@ -35,13 +35,13 @@ class Conversation:
         self.messages.append(message)
 
 
-def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> Conversation:
+def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> AnthropicConversation:
     """The conversation of a request.
 
     Args:
         messages: pairs of a role (user, assistant or system) and a content.
     """
-    found = Conversation()
+    found = AnthropicConversation()
     if system:
         found.add({"role": "system", "content": _text_of(system, "system")}, "system")
     for i, (role, content) in enumerate(messages):
@@ -59,7 +59,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
     return found
 
 
-def _read_user(found: Conversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
+def _read_user(found: AnthropicConversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
     """Texts and what tools returned, in their order. Texts beside each other are one message."""
     texts: list[str] = []
 

@@ -17,7 +17,7 @@ from ..generation.request_translation import chat_request, said_of
 from ..protocol.chat_request import ChatRequest
 from ..wire.json_io import JsonObject
 from ..wire.json_numbers import Integer, Number
-from .content_blocks import Content, Conversation, read_messages
+from .content_blocks import AnthropicConversation, Content, read_messages
 
 # Field -> what to do instead of using it.
 NEVER: Mapping[str, str] = {
@@ -73,7 +73,7 @@ def _own_tool(value: Any) -> Any:
     return value
 
 
-class Tool(BaseModel):
+class AnthropicTool(BaseModel):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -99,7 +99,7 @@ class ToolChoice(BaseModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class Thinking(BaseModel):
+class AnthropicThinking(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -124,12 +124,12 @@ class CountRequest(BaseModel):
     messages: Annotated[list[Message], Field(min_length=1)]
     model: str | None = None
     system: Content | None = None
-    tools: list[Annotated[Tool, BeforeValidator(_own_tool)]] | None = None
+    tools: list[Annotated[AnthropicTool, BeforeValidator(_own_tool)]] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> AnthropicConversation:
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
 
     def ignored(self, heeds: Heeds) -> list[str]:
@@ -142,7 +142,7 @@ class CountRequest(BaseModel):
             found.append("thinking.budget_tokens")
         return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
 
-    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: AnthropicConversation, heeds: Heeds) -> ChatRequest:
         """What is asked for, as a chat. Raises RequestError, in this body's words."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
@@ -165,7 +165,7 @@ class CountRequest(BaseModel):
             names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
         return names
 
-    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: AnthropicConversation, heeds: Heeds) -> JsonObject:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "model": self.model,
@@ -197,7 +197,7 @@ class MessagesRequest(CountRequest):
     top_k: Integer | None = None
     stop_sequences: list[str] | None = None
 
-    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: AnthropicConversation, heeds: Heeds) -> JsonObject:
         return {
             **super()._fields(conversation, heeds),
             "max_tokens": self.max_tokens,

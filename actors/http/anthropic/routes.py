@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ..generation.chat_adapter import Heeds, answer
-from ..generation.request_run import Run
+from ..generation.request_run import GenerationRun
 from ..generation.request_translation import said_of
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
 from ..protocol.chat_params import check_tools
 from ..protocol.chat_request import conversation
@@ -17,7 +17,7 @@ from .event_writer import PREFIX, MessageWriter
 from .request import NAMES, CountRequest, MessagesRequest
 
 
-def message_routes(frontend: Frontend) -> APIRouter:
+def message_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(ROUTES)
@@ -36,7 +36,7 @@ def message_routes(frontend: Frontend) -> APIRouter:
                 resumable=False,
                 ends_with_context=True,
             )
-            run = Run(frontend, work)
+            run = GenerationRun(frontend, work)
             writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
             return await answer(run, reading, writer, http)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ....cluster.errors import RequestError, shown, shown_name
 from ...batch.openai.batch_admission import ENDPOINTS
 from ...batch.openai.batch_service import BatchService
-from ...engine.tenant import asker_of
+from ...engine.tenant import tenant_of
 from ..middleware.api_keys import caller_of
 from ..wire.json_io import JsonRoute, json_response
 from .files import listed, needed, stored
@@ -78,7 +78,7 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
         batches = needed(service)
         body.check()
         caller = caller_of(http.scope)
-        asker, unheeded = asker_of(http.headers, body.metadata, caller, tenants)
+        asker, unheeded = tenant_of(http.headers, body.metadata, caller, tenants)
         batch = await stored(
             batches.create,
             body.endpoint,

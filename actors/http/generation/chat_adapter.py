@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.answer_parser import Reading
-from ...chat.answer_parts import Piece
+from ...chat.answer_parser import AnswerParserFactory
+from ...chat.answer_parts import AnswerDelta
 from ...engine.output_processor import CompletionOutput
 from ..wire import sse
 from ..wire.json_io import JsonObject, json_response
 from .output_items import Events, SectionWriter
-from .request_run import Run
-from .server_context import Frontend
+from .request_run import GenerationRun
+from .server_context import ServerContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Heeds:
     thinks: bool
 
     @classmethod
-    def of(cls, frontend: Frontend) -> Heeds:
+    def of(cls, frontend: ServerContext) -> Heeds:
         uses = frontend.tokenizer.template_uses
         return cls(
             effort=uses("reasoning_effort"),
@@ -46,7 +46,9 @@ class Heeds:
         )
 
 
-async def answer(run: Run, reading: Reading, writer: SectionWriter, http: Request) -> Response:
+async def answer(
+    run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter, http: Request
+) -> Response:
     """The response, once its first token is there. Raises MantaError for a failure before it."""
     headers = run.work.headers
     if run.work.request.stream:
@@ -68,7 +70,9 @@ class _Ending:
         return _joined(self._writer.failed(error))
 
 
-async def _stream_events(run: Run, reading: Reading, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
+async def _stream_events(
+    run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter
+) -> AsyncGenerator[bytes, None]:
     """One piece of bytes per verified block."""
     parts, begun = reading.answer(run.work.id, 0), False
     async with aclosing(run.outputs()) as outputs:
@@ -82,13 +86,15 @@ async def _stream_events(run: Run, reading: Reading, writer: SectionWriter) -> A
                 yield _joined(events)
 
 
-async def _whole_body(run: Run, reading: Reading, writer: SectionWriter) -> JsonObject:
+async def _whole_body(run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter) -> JsonObject:
     ((completion,),) = [output.outputs for output in await run.answers()]
     _written(run, writer, reading.whole(run.work.id, 0, completion.text), completion)
     return writer.whole()
 
 
-def _written(run: Run, writer: SectionWriter, piece: Piece, completion: CompletionOutput) -> Events:
+def _written(
+    run: GenerationRun, writer: SectionWriter, piece: AnswerDelta, completion: CompletionOutput
+) -> Events:
     events = writer.feed(piece)
     if completion.finish_reason is not None:
         events += writer.finish(completion.finish_reason, completion.stop_reason, run.figures.usage())

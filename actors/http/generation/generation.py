@@ -1,6 +1,7 @@
 """From a parsed request to its response: whole, or a stream of events.
 
-Completions and chat differ in how a choice looks (`Shape`) and in how a prompt is made; all else is here.
+Completions and chat differ in how a choice looks (`ResponseShape`) and in how a prompt is made; all else is
+here.
 
     request ─ prepare ─▶ Work ─ Run (run.py) ─▶ answers: one body; or outputs: one event per verified block
 """
@@ -18,8 +19,8 @@ from starlette.responses import Response
 
 from ....cluster.errors import RequestError
 from ....cluster.step.limits import check_room
-from ...chat.answer_parser import Answer, Reading
-from ...chat.answer_parts import Piece
+from ...chat.answer_parser import AnswerParser, AnswerParserFactory
+from ...chat.answer_parts import AnswerDelta
 from ...engine.output_processor import CompletionOutput, RequestOutput
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
@@ -30,28 +31,28 @@ from ..wire import sse
 from ..wire.json_io import JsonObject
 from ..wire.rejections import logged_elsewhere, trace_headers
 from ..wire.request_ids import new_id
-from .generation_task import Work
-from .large_responses import ChoicesBody
-from .request_run import Run
-from .resume_origin import Origin, told
-from .server_context import Frontend
+from .generation_task import GenerationTask
+from .large_responses import StreamedChoices
+from .request_run import GenerationRun
+from .resume_origin import ResumeOrigin, told
+from .server_context import ServerContext
 
 MAX_COMPLETIONS = 4096
 
 
-class Shape(Protocol):
+class ResponseShape(Protocol):
     """How choices of an endpoint look, for one request: `reading` takes their texts apart."""
 
     prefix: str
     whole_object: str
     chunk_object: str
-    reading: Reading
+    reading: AnswerParserFactory
 
     def opening(self, index: int) -> JsonObject | None:
         """The chunk before a choice's first text, if there is one."""
         ...
 
-    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
         """A choice in a stream, at least once: what is new of it."""
         ...
 
@@ -59,7 +60,7 @@ class Shape(Protocol):
         """A choice's end in a stream; nothing new comes with it."""
         ...
 
-    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject: ...
+    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
@@ -67,7 +68,7 @@ class Shape(Protocol):
 
 
 def prepare(
-    frontend: Frontend,
+    frontend: ServerContext,
     prefix: str,
     request: GenerationRequest,
     http: Request,
@@ -77,7 +78,7 @@ def prepare(
     ignored: Sequence[str] = (),
     resumable: bool = True,
     ends_with_context: bool = False,
-) -> Work:
+) -> GenerationTask:
     """Check everything that can be checked before the engine is asked.
 
     Args:
@@ -105,10 +106,10 @@ def prepare(
     caller = caller_of(http.scope)
     asker, unheeded = frontend.asker(request, http, caller)
     all_ignored += unheeded
-    origin: Origin | None = http.scope["state"].get("origin")
+    origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
-    return Work(
+    return GenerationTask(
         id=new_id(prefix) if origin is None else prefix + origin.id,
         request_id=http.scope["state"]["request_id"],
         model=model,
@@ -127,8 +128,8 @@ def prepare(
     )
 
 
-def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions: int) -> bool:
-    """Whether the answer has a place for a trace (`Run.metrics`), and there will be one."""
+def _tells_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
+    """Whether the answer has a place for a trace (`GenerationRun.metrics`), and there will be one."""
     if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
         return False
     options = request.stream_options
@@ -136,13 +137,15 @@ def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions
     return has_usage and request.include_metrics
 
 
-def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
+def _check_room(
+    frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+) -> None:
     name, limit = request.token_limit
     check_room(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
 
 
 def _exceeds_context(
-    frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+    frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> bool:
     """Whether the limit of tokens has no room in the context."""
     _, limit = request.token_limit
@@ -153,10 +156,12 @@ def _longest(prompts: Sequence[EncodedPrompt]) -> int:
     return max(len(prompt.token_ids) for prompt in prompts)
 
 
-async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
+async def respond(
+    frontend: ServerContext, shape: ResponseShape, work: GenerationTask, http: Request
+) -> Response:
     """The response, once its first token is there. Raises MantaError for a failure before it."""
     work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
-    run = Run(frontend, work)
+    run = GenerationRun(frontend, work)
     logged_elsewhere(http.scope)
     if work.request.stream:
         keep_alive_s = frontend.settings.sse_keep_alive_interval
@@ -164,8 +169,8 @@ async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -
     return await sse.unless_gone(http, whole_response(run, shape))
 
 
-async def whole_response(run: Run, shape: Shape) -> Response:
-    work, body, at = run.work, ChoicesBody(), 0
+async def whole_response(run: GenerationRun, shape: ResponseShape) -> Response:
+    work, body, at = run.work, StreamedChoices(), 0
     beside: JsonObject = {}
     answers = (await run.answers())[::-1]
     for prompt in work.prompts:
@@ -187,7 +192,7 @@ async def whole_response(run: Run, shape: Shape) -> Response:
 
 
 def whole_choice(
-    shape: Shape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
+    shape: ResponseShape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
 ) -> JsonObject:
     """A choice of a whole answer, the `at`th of its response."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
@@ -203,7 +208,7 @@ def shown_reason(finish_reason: str, *, called: bool) -> str:
     return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
-async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
+async def stream_events(run: GenerationRun, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
     """One piece of bytes per verified block; opening, finish and usage chunks ride along with their block."""
     work = run.work
     options = work.request.stream_options
@@ -232,17 +237,17 @@ async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
         yield _usage_event(run, envelope)
 
 
-def _usage_event(run: Run, envelope: JsonObject) -> bytes:
+def _usage_event(run: GenerationRun, envelope: JsonObject) -> bytes:
     return sse.event(_with_metrics({**envelope, "choices": [], "usage": run.figures.usage()}, run))
 
 
 class _ChunkWriter:
     """Turns outputs into choices of chunks; knows how far each choice has come."""
 
-    def __init__(self, run: Run, shape: Shape) -> None:
+    def __init__(self, run: GenerationRun, shape: ResponseShape) -> None:
         self._work = run.work
         self._shape = shape
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, AnswerParser] = {}
         if run.work.begun.token_ids:
             self._answers[0] = self._answer(0)
             self._answers[0].feed(run.begun_text())
@@ -266,7 +271,7 @@ class _ChunkWriter:
             found.extend(self._body(at, completion))
         return found
 
-    def _answer(self, at: int) -> Answer:
+    def _answer(self, at: int) -> AnswerParser:
         return self._shape.reading.answer(self._work.id, at)
 
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
@@ -304,6 +309,6 @@ class _ChunkWriter:
         return self._shape.logprobs(completion, num_top, offset)
 
 
-def _with_metrics(body: JsonObject, run: Run) -> JsonObject:
+def _with_metrics(body: JsonObject, run: GenerationRun) -> JsonObject:
     metrics = run.metrics()
     return body if metrics is None else {**body, "metrics": metrics}

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from ....cluster.request.caller import Caller
 from ....cluster.request.request import SamplingParams
-from ...chat.answer_parser import PLAIN, Reading
+from ...chat.answer_parser import PLAIN, AnswerParserFactory
 from ...engine.output_processor import NOTHING, Begun
-from ...engine.tenant import Asker
+from ...engine.tenant import Tenant
 from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion_request import CompletionRequest
 from ..protocol.protocol import GenerationRequest
-from .resume_origin import TOLD_HEADER, Origin
+from .resume_origin import TOLD_HEADER, ResumeOrigin
 
 _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
@@ -26,7 +26,7 @@ def operation_of(request: GenerationRequest) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class GenerationTask:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
     `created_s` is Unix time; `caller` the key that sent it, `asker` for whom it is counted; `may_be_kept`
@@ -45,11 +45,11 @@ class Work:
     request: GenerationRequest
     created_s: int
     caller: Caller
-    asker: Asker
+    asker: Tenant
     may_be_kept: bool = True
-    origin: Origin | None = None
+    origin: ResumeOrigin | None = None
     resumable: bool = True
-    reading: Reading = PLAIN
+    reading: AnswerParserFactory = PLAIN
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     @property

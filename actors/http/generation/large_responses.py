@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...engine.output_processor import CompletionOutput
-from ...system.loop_yielding import Turns
+from ...system.loop_yielding import LoopYielder
 from ..protocol.logprobs import token_lengths
 from ..wire.json_io import JsonObject
 
@@ -24,17 +24,17 @@ PIECE_BYTES = 1 << 16  # what is sent at once is the least that servers keep for
 
 
 class TellsLogprobs(Protocol):
-    """The part of a `Shape` that is needed here."""
+    """The part of a `ResponseShape` that is needed here."""
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject: ...
 
 
-class ChoicesBody:
+class StreamedChoices:
     """A JSON object with choices, which are added one by one."""
 
     def __init__(self) -> None:
         self._choices: list[bytes] = []
-        self._turns = Turns()
+        self._turns = LoopYielder()
 
     async def add(self, choice: JsonObject) -> None:
         written = {**choice, "logprobs": await self._lists_written(choice.get("logprobs"))}
@@ -93,7 +93,7 @@ class PiecesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        turns, waiting = Turns(), bytearray()
+        turns, waiting = LoopYielder(), bytearray()
         for piece in self._pieces:
             for at in range(0, len(piece), PIECE_BYTES):
                 waiting += memoryview(piece)[at : at + PIECE_BYTES]

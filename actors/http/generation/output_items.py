@@ -1,8 +1,8 @@
 """The sections of an answer: stretches of reasoning, of text, and calls, one after the other.
 
 `/v1/responses` calls them output items and `/v1/messages` content blocks; both tell their clients when one
-opens, grows and closes. Here is which section a `Piece` belongs to; what is said of it is the writers' matter
-(`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
+opens, grows and closes. Here is which section a `AnswerDelta` belongs to; what is said of it is the writers'
+matter (`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ....cluster.request.request import FinishReason
-from ...chat.answer_parts import CallPiece, Piece
+from ...chat.answer_parts import AnswerDelta, CallPiece
 from ..wire.json_io import JsonObject
 
 Kind = Literal["reasoning", "content", "call"]
@@ -43,7 +43,7 @@ class SectionWriter(ABC):
         self.sections: list[Section] = []
         self._is_open = False
 
-    def feed(self, piece: Piece) -> Events:
+    def feed(self, piece: AnswerDelta) -> Events:
         """What is new. A section ends where another begins."""
         events: Events = []
         for kind, call, text in _stretches(piece):
@@ -111,7 +111,7 @@ class SectionWriter(ABC):
         return self.opened(section)
 
 
-def _stretches(piece: Piece) -> Iterator[tuple[Kind, CallPiece | None, str]]:
+def _stretches(piece: AnswerDelta) -> Iterator[tuple[Kind, CallPiece | None, str]]:
     if piece.reasoning:
         yield "reasoning", None, piece.reasoning
     if piece.content:

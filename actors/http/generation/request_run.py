@@ -21,9 +21,9 @@ from ..protocol.speculation_usage import acceptance
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
 from ..wire.sse import cancel
-from .generation_task import Work
+from .generation_task import GenerationTask
 from .request_stats import RequestFigures
-from .server_context import Frontend
+from .server_context import ServerContext
 
 T = TypeVar("T")
 
@@ -33,10 +33,10 @@ MAX_ANSWER_BYTES = 1 << 30  # of an answer that is made whole; with 20 log proba
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
-class Run:
-    """The engine's outputs for one `Work`, counted and logged."""
+class GenerationRun:
+    """The engine's outputs for one `GenerationTask`, counted and logged."""
 
-    def __init__(self, frontend: Frontend, work: Work) -> None:
+    def __init__(self, frontend: ServerContext, work: GenerationTask) -> None:
         self.frontend = frontend
         self.work = work
         counter = work.reading.token_counter

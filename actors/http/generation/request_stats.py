@@ -14,8 +14,8 @@ from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...chat.reasoning_tokens import ReasoningCounter
 from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
-from ...engine.tenant import Asker
-from ...observability.telemetry import EndedCompletion, EndedPrompt, FinishedRequest, Telemetry
+from ...engine.tenant import Tenant
+from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry
 from ..protocol.speculation_usage import rounded
 from ..wire.json_io import JsonObject
 
@@ -60,7 +60,7 @@ class RequestFigures:
         self._params = params
         self._tokens: dict[tuple[int, int], _Tokens] = {}  # by prompt and completion
 
-    def feed(self, prompt_index: int, output: RequestOutput, telemetry: Telemetry) -> None:
+    def feed(self, prompt_index: int, output: RequestOutput, telemetry: RequestTelemetry) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._costs[prompt_index] = output.metrics
         for completion in output.outputs:
@@ -72,7 +72,7 @@ class RequestFigures:
                 self.finish_reasons.append(completion.finish_reason)
                 self._end(prompt_index, completion, output, telemetry)
 
-    def _feed_tokens(self, key: tuple[int, int], count: int, telemetry: Telemetry) -> None:
+    def _feed_tokens(self, key: tuple[int, int], count: int, telemetry: RequestTelemetry) -> None:
         now_s, tokens = time.monotonic(), self._tokens.get(key)
         if tokens is None:
             self._tokens[key] = _Tokens(now_s, now_s, count)
@@ -85,14 +85,18 @@ class RequestFigures:
         self.num_output_tokens += count
 
     def _end(
-        self, prompt_index: int, completion: CompletionOutput, output: RequestOutput, telemetry: Telemetry
+        self,
+        prompt_index: int,
+        completion: CompletionOutput,
+        output: RequestOutput,
+        telemetry: RequestTelemetry,
     ) -> None:
         """A completion has ended; perhaps it was its prompt's last. What was cut short is not observed."""
         if completion.finish_reason in ("abort", "error"):
             return
         tokens = self._tokens.get((prompt_index, completion.index))
         telemetry.end_completion(
-            EndedCompletion(
+            FinishedCompletion(
                 num_tokens=tokens.count if tokens else 0,
                 max_tokens=self._params.max_tokens,
                 queue_s=output.metrics.queue_s,
@@ -138,7 +142,7 @@ class RequestFigures:
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
-    def count_drafts(self, asker: Asker, telemetry: Telemetry) -> None:
+    def count_drafts(self, asker: Tenant, telemetry: RequestTelemetry) -> None:
         """At the end, however it ended."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)

@@ -31,7 +31,7 @@ END = b" end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class ResumeOrigin:
     """One attempt at a request.
 
     Attributes:
@@ -63,7 +63,7 @@ class Origin:
         return 4 * orjson.loads(header)[-1]
 
     @classmethod
-    def read(cls, header: str, prefix: bytes) -> Origin:
+    def read(cls, header: str, prefix: bytes) -> ResumeOrigin:
         id, created_s, seed, attempt, num_chars, _ = orjson.loads(header)
         begun = Begun(tuple(array("i", prefix)), num_chars)
         return cls(id=id, created_s=created_s, seed=seed, attempt=attempt, begun=begun)

@@ -15,8 +15,8 @@ from ...capture.collector import TrafficCapture
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
 from ...engine.lossless_audit import LosslessAudit
-from ...engine.tenant import Asker, asker_of
-from ...observability.telemetry import Telemetry
+from ...engine.tenant import Tenant, tenant_of
+from ...observability.telemetry import RequestTelemetry
 from ...observability.usage_store import ReceiptKeeper
 from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import needed
@@ -28,7 +28,7 @@ from ..protocol.unsupported_fields import check_extra_fields
 from .tracing import Tracing
 
 
-class Frontend:
+class ServerContext:
     """The engine as the routes see it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Frontend:
         engine: AsyncEngine,
         settings: ServerSettings,
         defaults: GenerationDefaults,
-        telemetry: Telemetry,
+        telemetry: RequestTelemetry,
         audit: LosslessAudit,
         tracing: Tracing | None = None,
         receipts: ReceiptKeeper | None = None,
@@ -105,10 +105,10 @@ class Frontend:
             )
         return 0
 
-    def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Asker, list[str]]:
+    def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Tenant, list[str]]:
         """Return the tenant and category of a request, and the names of ignored fields."""
         metadata = (request.model_extra or {}).get("metadata")
-        asker, unheeded = asker_of(http.headers, metadata, caller, self.settings.tenants)
+        asker, unheeded = tenant_of(http.headers, metadata, caller, self.settings.tenants)
         if unheeded is not None and self.settings.unknown_params == "reject":
             raise RequestError(
                 f"{unheeded} names no tenant that this key may count for. Leave it out, or have the operator "

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 from ....cluster.errors import ConfigError
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...engine.output_processor import RequestMetrics, RequestOutput
-from ...observability.telemetry import EndedRow
+from ...observability.telemetry import FinishedRow
 from ..config.settings import ServerSettings
-from ..wire.rejections import Refusal
-from .generation_task import Work
+from ..wire.rejections import Rejection
+from .generation_task import GenerationTask
 from .request_stats import RequestFigures
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("manta")
 
-    def end(self, work: Work, figures: RequestFigures, status: int, drafter: str | None) -> None:
+    def end(self, work: GenerationTask, figures: RequestFigures, status: int, drafter: str | None) -> None:
         """A request has ended in this status."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -127,7 +127,7 @@ class Tracing:
             self._phases(span, *map(clock.ns, (begin_s, begin_s + cost.queue_s, first_s, last_s)))
         span.end(clock.ns(figures.started_s + figures.e2e_s))
 
-    def end_row(self, model: str, drafter: str | None, row: EndedRow) -> None:
+    def end_row(self, model: str, drafter: str | None, row: FinishedRow) -> None:
         """A row of a batch has its answer, or an error."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -156,7 +156,7 @@ class Tracing:
             self._phases(span, came_ns, *times)
         span.end(int(row.end_s * 1e9))
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Rejection) -> None:
         """A request has failed before an engine had it. Its span has no word of the client's but the id."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -219,7 +219,7 @@ def _parent(headers: Mapping[str, str]) -> Context:
     return TraceContextTextMapPropagator().extract(headers, context=Context())
 
 
-def _of_request(work: Work) -> Attributes:
+def _of_request(work: GenerationTask) -> Attributes:
     params, asked = work.params, work.request
     found: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": work.operation,
@@ -240,7 +240,7 @@ def _of_request(work: Work) -> Attributes:
     return {**found, **{name: value for name, value in optional.items() if value is not None}}
 
 
-def _of_response(work: Work, figures: RequestFigures, status: int) -> Attributes:
+def _of_response(work: GenerationTask, figures: RequestFigures, status: int) -> Attributes:
     usage = figures.usage()
     found: dict[str, str | int | float | list[str]] = {
         "http.response.status_code": status,

@@ -11,7 +11,8 @@ SHOWN_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-re
 
 
 def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Put CORS around the application where an origin is allowed; around `Gate`: preflights bring no key."""
+    """Put CORS around the application where an origin is allowed; around `RequestGate`: preflights bring no
+    key."""
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -23,7 +23,7 @@ from ...haproxy.config_rewriter import UNFINISHED, UNFINISHED_HEADER
 from ...system.log_setup import about_request
 from ..config.settings import OPEN_PATHS, ServerSettings
 from ..wire.errors import INTERNAL, json_error
-from ..wire.rejections import Refusal, ignore, log_refusal, refusal_of
+from ..wire.rejections import Rejection, ignore, log_refusal, refusal_of
 from ..wire.request_ids import ID_HEADER, acceptable_id, new_id
 from .api_keys import Keys
 from .body_limits import BUDGET_BODIES, BodyBudget, BodyLimit
@@ -44,7 +44,7 @@ class Observer(Protocol):
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None: ...
 
 
-class Gate:
+class RequestGate:
     """Wraps the application; see the module.
 
     Args:
@@ -68,7 +68,7 @@ class Gate:
         replica: str,
         echo_request_id: bool = True,
         max_requests: int | None = None,
-        on_refusal: Callable[[Refusal], None] = ignore,
+        on_refusal: Callable[[Rejection], None] = ignore,
     ) -> None:
         self._app = app
         self._on_refusal = on_refusal
@@ -142,7 +142,7 @@ class Gate:
 class _Exchange:
     """One request and its response on the way through the gate."""
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate = gate
         self._scope = scope
         self._receive = receive

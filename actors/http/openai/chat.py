@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.answer_parser import Reading
-from ...chat.answer_parts import CallPiece, Piece
+from ...chat.answer_parser import AnswerParserFactory
+from ...chat.answer_parts import AnswerDelta, CallPiece
 from ...engine.output_processor import CompletionOutput
 from ..generation.generation import prepare, respond
-from ..generation.generation_task import Work
-from ..generation.server_context import Frontend
+from ..generation.generation_task import GenerationTask
+from ..generation.server_context import ServerContext
 from ..protocol.chat_params import chat_params, check_tools, reading_of
 from ..protocol.chat_request import ChatRequest, conversation
 from ..protocol.logprobs import chat_logprobs
@@ -28,14 +28,16 @@ class ChatShape:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, reading: Reading, reasoning_fields: Sequence[str] = REASONING_FIELDS) -> None:
+    def __init__(
+        self, reading: AnswerParserFactory, reasoning_fields: Sequence[str] = REASONING_FIELDS
+    ) -> None:
         self.reading = reading
         self._reasoning_fields = reasoning_fields
 
     def opening(self, index: int) -> JsonObject | None:
         return _choice(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
         delta = dict.fromkeys(self._reasoning_fields, piece.reasoning) if piece.reasoning else {}
         if piece.content or not piece:
             delta["content"] = piece.content
@@ -46,7 +48,7 @@ class ChatShape:
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)
 
-    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject:
+    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
         content = piece.content if piece.content or not piece else None
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if piece.reasoning:
@@ -77,7 +79,7 @@ def _call(call: CallPiece) -> JsonObject:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def chat_routes(frontend: Frontend) -> APIRouter:
+def chat_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions")
@@ -92,7 +94,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
 
 async def prepare_chat(
-    frontend: Frontend,
+    frontend: ServerContext,
     prefix: str,
     body: ChatRequest,
     http: Request,
@@ -100,7 +102,7 @@ async def prepare_chat(
     ignored: Sequence[str] = (),
     resumable: bool = True,
     ends_with_context: bool = False,
-) -> tuple[Work, Reading]:
+) -> tuple[GenerationTask, AnswerParserFactory]:
     """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
     check_tools(frontend.chat, body)
     chat = conversation(body, body.messages, frontend.engine.tokenizer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ...chat.answer_parser import PLAIN
-from ...chat.answer_parts import NO_PIECE, Piece
+from ...chat.answer_parts import NO_PIECE, AnswerDelta
 from ...engine.output_processor import CompletionOutput
 from ..generation.generation import prepare, respond
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..protocol.completion_request import CompletionRequest
 from ..protocol.logprobs import completion_logprobs
 from ..wire.json_io import JsonObject, JsonRoute
@@ -25,20 +25,20 @@ class CompletionShape:
     def opening(self, index: int) -> JsonObject | None:
         return None
 
-    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
         return [{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return self.whole(index, NO_PIECE, finish_reason)
 
-    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject:
+    def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
         return {"index": index, "text": piece.content, "logprobs": None, "finish_reason": finish_reason}
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         return completion_logprobs(completion, num_top, offset)
 
 
-def completion_routes(frontend: Frontend) -> APIRouter:
+def completion_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     shape = CompletionShape()
 

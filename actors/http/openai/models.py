@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..wire.json_io import JsonObject, json_response
 
 
-def model_routes(frontend: Frontend) -> APIRouter:
+def model_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
@@ -37,6 +37,6 @@ def model_card(name: str, *, root: str, created_s: int, max_model_len: int | Non
     }
 
 
-def _card(frontend: Frontend, name: str) -> JsonObject:
+def _card(frontend: ServerContext, name: str) -> JsonObject:
     limit = frontend.engine.info.max_model_len
     return model_card(name, root=frontend.name, created_s=frontend.created_s, max_model_len=limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ....cluster.errors import RequestError
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..protocol.chat_params import check_tools
 from ..protocol.chat_request import conversation
 from ..protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
@@ -13,7 +13,7 @@ from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from ..wire.json_numbers import highest
 
 
-def tokenization_routes(frontend: Frontend) -> APIRouter:
+def tokenization_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")

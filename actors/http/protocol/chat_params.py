@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ....cluster.errors import RequestError
 from ....cluster.request.request import SamplingParams
-from ...chat.answer_parser import Reading
+from ...chat.answer_parser import AnswerParserFactory
 from ...chat.chat_model import ChatModel
 from .chat_request import ChatRequest
 from .tools import ToolOptions
@@ -22,7 +22,7 @@ def check_tools(chat: ChatModel, body: ToolOptions) -> None:
         chat.check_tools(body.choice)
 
 
-def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> Reading:
+def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserFactory:
     """How the answers are read that follow a prompt."""
     return chat.reading(
         prompt,

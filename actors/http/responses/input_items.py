@@ -27,7 +27,7 @@ TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 @dataclass(slots=True)
-class Conversation:
+class ResponsesConversation:
     """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with.
 
     Attributes:
@@ -43,7 +43,7 @@ class Conversation:
         self.messages.append(message)
 
 
-def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> Conversation:
+def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> ResponsesConversation:
     """The conversation of a request; instructions stand before it."""
     reader = _Reader()
     if instructions:
@@ -55,7 +55,7 @@ def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> 
 
 class _Reader:
     def __init__(self) -> None:
-        self.conversation = Conversation()
+        self.conversation = ResponsesConversation()
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
         kind = _string(item, "type", at) if item.get("type") is not None else _kind_without_type(item)

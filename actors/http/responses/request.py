@@ -18,7 +18,7 @@ from ..generation.request_translation import chat_request, said_of
 from ..protocol.chat_request import ChatRequest
 from ..wire.json_io import JsonObject
 from ..wire.json_numbers import Integer
-from .input_items import Conversation, read_items
+from .input_items import ResponsesConversation, read_items
 from .tools import ClientTools
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
@@ -134,10 +134,10 @@ class ResponsesRequest(BaseModel):
         unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
         return [*found, "reasoning.effort"] if unheeded else found
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ResponsesConversation:
         return read_items(self.instructions, self.input)
 
-    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: ResponsesConversation, heeds: Heeds) -> ChatRequest:
         """What is asked for, as a chat. Raises RequestError, in this body's words."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():

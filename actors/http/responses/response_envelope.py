@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..generation.request_run import Run
+from ..generation.request_run import GenerationRun
 from ..protocol.chat_request import ChatRequest
 from ..wire.json_io import JsonObject
 from .request import ResponsesRequest
 
 
-def frame(body: ResponsesRequest, chat: ChatRequest, run: Run) -> JsonObject:
+def frame(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
     """All fields that the SDKs' model of a response has, but those that grow (`event_writer.py`).
 
     Args:

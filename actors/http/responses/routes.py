@@ -6,9 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, shown
 from ..generation.chat_adapter import Heeds, answer
-from ..generation.request_run import Run
+from ..generation.request_run import GenerationRun
 from ..generation.request_translation import said_of
-from ..generation.server_context import Frontend
+from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
 from ..wire.json_io import JsonRoute
 from .event_writer import PREFIX, ResponseWriter
@@ -16,7 +16,7 @@ from .request import NAMES, ResponsesRequest
 from .response_envelope import frame
 
 
-def response_routes(frontend: Frontend) -> APIRouter:
+def response_routes(frontend: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
@@ -29,7 +29,7 @@ def response_routes(frontend: Frontend) -> APIRouter:
         with said_of({**NAMES, **conversation.names}):
             ignored = [*body.ignored(heeds), *conversation.skipped]
             work, reading = await prepare_chat(frontend, PREFIX, chat, http, ignored=ignored, resumable=False)
-            run = Run(frontend, work)
+            run = GenerationRun(frontend, work)
             writer = ResponseWriter(frame(body, chat, run), body.client_tools, run.metrics)
             return await answer(run, reading, writer, http)
 

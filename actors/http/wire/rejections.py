@@ -27,7 +27,7 @@ MAX_PARAM = 100
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """A request that went no further.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Noted(NamedTuple):
     error: MantaError | None = None
 
 
-def ignore(refusal: Refusal) -> None:
+def ignore(refusal: Rejection) -> None:
     """For who needs no more than the log's line."""
 
 
@@ -76,13 +76,13 @@ def logged_elsewhere(scope: Scope) -> None:
     scope.setdefault("state", {})["logged"] = True
 
 
-def refusal_of(scope: Scope, status: int, seconds: float) -> Refusal | None:
+def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
     """What is to be told of a request, if it has failed here. Of probes that are refused nothing is."""
     state: dict[str, Any] = scope.get("state", {})  # Any: Starlette's open state
     if status < 400 or state.get("logged") or scope["path"] in OPEN_PATHS:
         return None
     noted: _Noted = state.get("refusal", _Noted())
-    return Refusal(
+    return Rejection(
         request_id=state.get("request_id"),
         method=scope["method"],
         route=getattr(scope.get("route"), "path", None),
@@ -95,7 +95,7 @@ def refusal_of(scope: Scope, status: int, seconds: float) -> Refusal | None:
     )
 
 
-def log_refusal(refusal: Refusal, replica: str) -> None:
+def log_refusal(refusal: Rejection, replica: str) -> None:
     told = ("request_id", "method", "route", "status", "param", "reason")
     line = {name: getattr(refusal, name) for name in told}
     logger.info(Event("refusal", **line, e2e_ms=round(1000 * refusal.seconds, 1), replica=replica))

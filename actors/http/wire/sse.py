@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ....cluster.errors import ENDINGS
-from ...system.loop_yielding import Turns
+from ...system.loop_yielding import LoopYielder
 from .errors import ClientGoneError, error_body, log_if_ours, public_error
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class EventStream(Response):
             await cancel(sending, gone)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        turns = Turns()
+        turns = LoopYielder()
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(self._first))

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention, Latent
+from ..model.attention import Latent, TargetAttention
 from ..model.mlp_spec import GatedMLP, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.compressed_tensors_int4 import INT4_GROUP, Int4Weights, int4_tensors
@@ -60,12 +60,12 @@ class DeepseekV3Config(SigmoidExpertsConfig):
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
 
-    def attention(self, raw: Json, file: str) -> Attention:
+    def attention(self, raw: Json, file: str) -> TargetAttention:
         rotated, rank = self.qk_rope_head_dim, self.kv_lora_rank
         if rotated % 2:
             raise wrong(file, "qk_rope_head_dim", rotated, "even")
         rope = RopeConfig.read(raw, rotated, file)
-        return Attention(
+        return TargetAttention(
             num_heads=self.num_attention_heads,
             num_kv_heads=1,
             head_dim=rank + rotated,

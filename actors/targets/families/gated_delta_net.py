@@ -19,10 +19,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, wrong
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.delta_net import DeltaNet
 from ..model.mlp_spec import GatedMLP, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
@@ -48,7 +48,7 @@ class GatedDeltaConfig(PlainConfig):
     linear_value_head_dim: Count = 128
     linear_conv_kernel_dim: int = Field(4, ge=2, description="an integer of at least 2")
 
-    def mixers(self, raw: Json, file: str) -> tuple[Attention | DeltaNet, ...]:
+    def mixers(self, raw: Json, file: str) -> tuple[TargetAttention | DeltaNet, ...]:
         """Return each layer's mixer; by default every `full_attention_interval`-th layer has attention."""
         period, count = self.full_attention_interval, self.num_hidden_layers
         kinds = tuple(self.KINDS[(i + 1) % period == 0] for i in range(count))
@@ -60,18 +60,18 @@ class GatedDeltaConfig(PlainConfig):
         delta, attention = DeltaNet(geometry=self._geometry(file)), self._attention(raw, file)
         return tuple(attention if kind == "full_attention" else delta for kind in kinds)
 
-    def _geometry(self, file: str) -> StateGeometry:
+    def _geometry(self, file: str) -> RecurrentStateSpec:
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values % keys:
             raise wrong(
                 file, "linear_num_value_heads", values, f"a multiple of linear_num_key_heads ({keys})"
             )
         sizes = (self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
-        return StateGeometry(keys, values, *sizes)
+        return RecurrentStateSpec(keys, values, *sizes)
 
-    def _attention(self, raw: Json, file: str) -> Attention:
+    def _attention(self, raw: Json, file: str) -> TargetAttention:
         size = self.head_size(file)
-        return Attention(
+        return TargetAttention(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.kv_heads(file),
             head_dim=size,

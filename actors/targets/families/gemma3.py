@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of
@@ -88,9 +88,9 @@ def read(raw: Json, file: str) -> ModelSpec:
     return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, fp32_norms=True)
 
 
-def _attention(raw: Json, file: str, config: Gemma3Config, kind: str) -> Attention:
+def _attention(raw: Json, file: str, config: Gemma3Config, kind: str) -> TargetAttention:
     size = config.head_size(file)
-    return Attention(
+    return TargetAttention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.kv_heads(file),
         head_dim=size,

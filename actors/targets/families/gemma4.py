@@ -23,9 +23,9 @@ from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
-from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import BesideMLP, GatedMLP, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of, refuse_rope_scaling
@@ -197,13 +197,13 @@ def _mlp(config: Gemma4Config, file: str) -> GatedMLP | BesideMLP:
         raise wrong(file, missing, None, "a positive integer, for enable_moe_block")
     if top_k > count:
         raise wrong(file, "top_k_experts", top_k, f"at most num_experts ({count})")
-    router = Router(num_experts=count, top_k=top_k, score="softmax", normed_input=True, expert_scale=True)
+    router = MoeRouter(num_experts=count, top_k=top_k, score="softmax", normed_input=True, expert_scale=True)
     return BesideMLP(dense=dense, routed=RoutedMLP(router=router, inner_size=inner, activation="gelu_tanh"))
 
 
-def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str) -> Attention:
+def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str) -> TargetAttention:
     head_dim, num_kv_heads = _geometry(config, file, layer, kind)
-    return Attention(
+    return TargetAttention(
         num_heads=config.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
 from ....drafter.compute.checkpoint.safetensors_reader import BYTES
-from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.compute.quantization.packed_4bit import BLOCK
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import Axis, LayerSpec, ModelSpec, TensorRule
 from .shared.llama_like import TENSORS, PlainConfig, model_of
@@ -135,7 +135,7 @@ def read(raw: Json, file: str) -> ModelSpec:
     derived = tuple(
         "full_attention" if i % 2 else "sliding_attention" for i in range(config.num_hidden_layers)
     )
-    attention = Attention(
+    attention = TargetAttention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.kv_heads(file),
         head_dim=size,
@@ -154,7 +154,7 @@ def read(raw: Json, file: str) -> ModelSpec:
 
 def _experts(config: GptOssConfig) -> RoutedMLP:
     return RoutedMLP(
-        router=Router(
+        router=MoeRouter(
             num_experts=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             score="softmax",

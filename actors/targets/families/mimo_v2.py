@@ -21,7 +21,7 @@ from torch import mul
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
@@ -79,7 +79,7 @@ class MiMoV2Config(SigmoidExpertsConfig):
         if len(entries) != count:
             raise wrong(file, key, entries, f"one entry for each of num_hidden_layers ({count})")
 
-    def attention(self, raw: Json, file: str, kind: str) -> Attention:
+    def attention(self, raw: Json, file: str, kind: str) -> TargetAttention:
         slides = kind == "sliding_attention"
         heads, kv_heads = self.num_attention_heads, self.kv_heads(file)
         size, v_size = self.head_size(file), self.v_head_dim
@@ -92,7 +92,7 @@ class MiMoV2Config(SigmoidExpertsConfig):
             window = self.window_of(kind, file) if before is None else before + 1
         if v_size > size:
             raise wrong(file, "v_head_dim", v_size, f"at most {size}, the size of keys")
-        return Attention(
+        return TargetAttention(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=size,

@@ -18,9 +18,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
-from ....drafter.compute.layers.moe import Router
+from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.deepseek_moe import in_fp32
@@ -56,7 +56,7 @@ class MiniMaxM2Config(PlainConfig):
         if self.num_experts_per_tok > self.num_local_experts:
             wanted = f"at most {self.num_local_experts} (num_local_experts)"
             raise wrong(file, "num_experts_per_tok", self.num_experts_per_tok, wanted)
-        router = Router(
+        router = MoeRouter(
             num_experts=self.num_local_experts,
             top_k=self.num_experts_per_tok,
             score="sigmoid",
@@ -85,7 +85,7 @@ def read(raw: Json, file: str) -> ModelSpec:
     config = parse(MiniMaxM2Config, raw, file)
     size = config.head_size(file)
     layer = LayerSpec(
-        mixer=Attention(
+        mixer=TargetAttention(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.kv_heads(file),
             head_dim=size,

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ....drafter.compute.checkpoint.hf_config import Count, Json, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
-from ..model.attention import Attention
+from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .gemma3 import SANDWICH_NORMS
@@ -79,7 +79,7 @@ def read(raw: Json, file: str) -> ModelSpec:
     rope = RopeConfig.read(raw, size, file)
     layers = [
         LayerSpec(
-            mixer=Attention(
+            mixer=TargetAttention(
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.kv_heads(file),
                 head_dim=size,

@@ -15,14 +15,16 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
-from ....drafter.compute.backend import Backend, Machine, StackSpec
+from ....drafter.compute.backend import Backend, DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.batch_invariance import rows_are_invariant
 
 _FIRST_WITH_E4M3 = (8, 9)
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
-def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: Machine) -> BackendName:
+def choose_backend(
+    config: EngineConfig, models: Sequence[ModelStackSpec], machine: DeviceCapabilities
+) -> BackendName:
     """Return the backend to use.
 
     Raises:
@@ -46,7 +48,7 @@ def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: M
     return chosen
 
 
-def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Machine) -> None:
+def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: DeviceCapabilities) -> None:
     """Raise ConfigError if rows cannot be batch-invariant here, as far as is known without measuring.
 
     Args:
@@ -66,7 +68,7 @@ def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Ma
         raise ConfigError(f"batch_invariant does not hold with {obstacle}.", param="batch_invariant")
 
 
-def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Machine) -> None:
+def _check_quantization(config: EngineConfig, chosen: BackendName, machine: DeviceCapabilities) -> None:
     spec, field = config.speculative_config, "quantization" if config.quantization else None
     if field is None and spec is not None and spec.quantization:
         field = "speculative_config.quantization"
@@ -86,7 +88,7 @@ def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Mach
 
 
 def choose_dtype(
-    config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine
+    config: EngineConfig, models: Sequence[ModelStackSpec], checkpoint: str, machine: DeviceCapabilities
 ) -> torch.dtype:
     """Return the dtype to compute in: the setting, or one chosen for the device.
 
@@ -105,14 +107,14 @@ def choose_dtype(
         return torch.bfloat16
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
         return torch.float32
-    from ....drafter.compute.cpu_numba.backend import CpuBackend
+    from ....drafter.compute.cpu_numba.backend import NumbaBackend
 
     routed = any("routed experts" in model.features for model in models)
-    exact = rows_are_invariant(CpuBackend(), torch.bfloat16, machine.device, routed=routed)
+    exact = rows_are_invariant(NumbaBackend(), torch.bfloat16, machine.device, routed=routed)
     return torch.bfloat16 if exact else torch.float32
 
 
-def why_not(name: str, models: Sequence[StackSpec], machine: Machine) -> str | None:
+def why_not(name: str, models: Sequence[ModelStackSpec], machine: DeviceCapabilities) -> str | None:
     """Return why a backend cannot run one of the models, in words that follow its name, or None."""
     try:
         why_not_model = _why_not_of(name)
@@ -134,14 +136,14 @@ def take_cpu(name: BackendName) -> Backend:
     The compiled backend takes these threads over: PyTorch keeps one.
     """
     if name == "compiled":
-        from ....drafter.compute.cpu_fused.backend import CompiledBackend
+        from ....drafter.compute.cpu_fused.backend import FusedCpuBackend
 
-        backend = CompiledBackend(torch.get_num_threads())
+        backend = FusedCpuBackend(torch.get_num_threads())
         torch.set_num_threads(1)  # idle spinning threads of one pool would take cores from the other
         return backend
-    from ....drafter.compute.cpu_numba.backend import CpuBackend
+    from ....drafter.compute.cpu_numba.backend import NumbaBackend
 
-    return CpuBackend()
+    return NumbaBackend()
 
 
 def instructions_of_passes() -> str | None:
@@ -154,7 +156,7 @@ def instructions_of_passes() -> str | None:
     return kind.value if kind else None
 
 
-def _why_not_of(name: str) -> Callable[[StackSpec, Machine], str | None]:
+def _why_not_of(name: str) -> Callable[[ModelStackSpec, DeviceCapabilities], str | None]:
     """Return a backend's own `why_not`."""
     match name:
         case "triton":

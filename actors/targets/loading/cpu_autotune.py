@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from ....cluster.config import EngineConfig
-from ....cluster.disk_cache import Kept
-from ....drafter.compute.backend import Backend, Machine, StackSpec
+from ....cluster.disk_cache import DiskCache
+from ....drafter.compute.backend import Backend, DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.batch_invariance import TrialBlock, rows_are_invariant
 from ...system.host_resources import cpu_name, owned_cores
 from .backend_selection import (
@@ -50,10 +50,10 @@ _MAX_RELATIVE_TIME = 0.9  # a way must take less than this share of the default'
 # Weights of a target with more bytes than this are not widened: each step reads them from memory, while those
 # of the timed block come from a cache.
 _MAX_WIDENED_BYTES = 2**30
-_TRIAL_SPEC = StackSpec(name="trial", sizes=frozenset({_HIDDEN, _INNER}), head_dims=frozenset({64}))
+_TRIAL_SPEC = ModelStackSpec(name="trial", sizes=frozenset({_HIDDEN, _INNER}), head_dims=frozenset({64}))
 
 
-class Way(NamedTuple):
+class CpuConfig(NamedTuple):
     """A backend and a dtype as settings name them; "torch" includes compiled loops between products."""
 
     backend: BackendName
@@ -67,18 +67,26 @@ class Way(NamedTuple):
     def name(self) -> str:
         return f"{self.backend} {self.dtype_name}"
 
-    def runs(self, models: Sequence[StackSpec], machine: Machine) -> bool:
+    def runs(self, models: Sequence[ModelStackSpec], machine: DeviceCapabilities) -> bool:
         """Return whether it can compute these models."""
         backend = "loops" if self.backend == "torch" else self.backend
         return why_not(backend, models, replace(machine, dtype=self.dtype)) is None
 
 
-WAYS = (Way("compiled", torch.bfloat16), Way("torch", torch.bfloat16), Way("torch", torch.float32))
+WAYS = (
+    CpuConfig("compiled", torch.bfloat16),
+    CpuConfig("torch", torch.bfloat16),
+    CpuConfig("torch", torch.float32),
+)
 
 
-def choose_way(
-    config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine, num_values: int
-) -> Way:
+def choose_cpu_config(
+    config: EngineConfig,
+    models: Sequence[ModelStackSpec],
+    checkpoint: str,
+    machine: DeviceCapabilities,
+    num_values: int,
+) -> CpuConfig:
     """Return the way to compute: the one in the settings, or else the fastest.
 
     Args:
@@ -87,11 +95,11 @@ def choose_way(
         num_values: number of the target's weights.
     """
     dtype = choose_dtype(config, models, checkpoint, machine)
-    default = Way(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
+    default = CpuConfig(choose_backend(config, models, replace(machine, dtype=dtype)), dtype)
     if default not in WAYS or machine.device.type != "cpu" or config.needs_ray:
         return default  # workers must agree, and each one would measure its own machine
 
-    def is_possible(way: Way) -> bool:
+    def is_possible(way: CpuConfig) -> bool:
         allowed = config.attention_backend in ("auto", way.backend) and config.dtype in (
             "auto",
             way.dtype_name,
@@ -111,7 +119,9 @@ class Timed(NamedTuple):
     exact: bool
 
 
-def fastest(default: Way, others: Collection[Way], timings: Mapping[Way, Timed]) -> Way:
+def fastest(
+    default: CpuConfig, others: Collection[CpuConfig], timings: Mapping[CpuConfig, Timed]
+) -> CpuConfig:
     """Return the fastest of these ways as measured; `default` unless one is clearly faster."""
     if default not in timings:
         return default
@@ -120,7 +130,7 @@ def fastest(default: Way, others: Collection[Way], timings: Mapping[Way, Timed])
     return best if timings[best].seconds < _MAX_RELATIVE_TIME * timings[default].seconds else default
 
 
-def measured(num_threads: int) -> dict[Way, Timed]:
+def measured(num_threads: int) -> dict[CpuConfig, Timed]:
     """Return the cached timings; empty if there are none or they are invalid."""
     value = _disk_cache(num_threads).read()
     if not isinstance(value, Mapping) or not all(map(_is_valid, value.values())):
@@ -132,7 +142,7 @@ def try_ways(num_threads: int) -> None:
     """Time all ways and cache the result, unless that was done before. Restores the number of threads."""
     if measured(num_threads):
         return
-    machine = Machine(torch.device("cpu"), torch.float32, page_size=16, num_ranks=1)
+    machine = DeviceCapabilities(torch.device("cpu"), torch.float32, page_size=16, num_ranks=1)
     seconds = {way: time_way(way, num_threads) for way in WAYS if way.runs([_TRIAL_SPEC], machine)}
     slowest = max(seconds.values(), default=0.0)
     # A way that is not faster than another is never chosen. Whether it is exact takes longer to find out than
@@ -149,7 +159,7 @@ def try_ways(num_threads: int) -> None:
         _disk_cache(num_threads).write(timings)
 
 
-def is_exact(way: Way, num_threads: int) -> bool:
+def is_exact(way: CpuConfig, num_threads: int) -> bool:
     """Return whether a row's bits do not depend on its batch."""
     if way.backend == "compiled":  # by construction; a loaded rank checks it in any case
         return True
@@ -157,7 +167,7 @@ def is_exact(way: Way, num_threads: int) -> bool:
         return rows_are_invariant(backend, way.dtype, "cpu")
 
 
-def time_way(way: Way, num_threads: int) -> float:
+def time_way(way: CpuConfig, num_threads: int) -> float:
     """Return the seconds of a block: the geometric mean over `_CASES` of the fastest run."""
     with torch.inference_mode(), _open_backend(way, num_threads) as backend:
         block = TrialBlock(backend, way.dtype, "cpu", hidden=_HIDDEN, inner=_INNER)
@@ -177,7 +187,7 @@ def time_way(way: Way, num_threads: int) -> float:
 
 
 @contextmanager
-def _open_backend(way: Way, num_threads: int) -> Iterator[Backend]:
+def _open_backend(way: CpuConfig, num_threads: int) -> Iterator[Backend]:
     """Open the backend of a way, and restore PyTorch's number of threads afterwards."""
     try:
         yield take_cpu(way.backend)
@@ -185,7 +195,7 @@ def _open_backend(way: Way, num_threads: int) -> Iterator[Backend]:
         torch.set_num_threads(num_threads)
 
 
-def _disk_cache(num_threads: int) -> Kept:
+def _disk_cache(num_threads: int) -> DiskCache:
     subject = {
         "cpu": cpu_name(),
         "instructions": instructions_of_passes(),
@@ -194,7 +204,7 @@ def _disk_cache(num_threads: int) -> Kept:
         "code": _code(),
         "torch": torch.__version__,
     }
-    return Kept("cpu-ways", subject)
+    return DiskCache("cpu-ways", subject)
 
 
 @cache

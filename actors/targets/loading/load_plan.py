@@ -15,8 +15,8 @@ import torch
 
 from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import CheckpointError, ConfigError
-from ....cluster.pages.kv_cache_groups import PagePlan, plan_pages
-from ....drafter.compute.backend import Machine, StackSpec
+from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
+from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
@@ -29,7 +29,7 @@ from ..model.model_spec import ModelSpec
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes
 from .backend_selection import BackendName
-from .cpu_autotune import choose_way
+from .cpu_autotune import choose_cpu_config
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +63,17 @@ class LoadPlan:
     num_speculative_tokens: int
     attention_backend: BackendName
     page_size: int
-    pages: PagePlan
+    pages: KVCacheLayout
     doubts: tuple[str, ...] = ()
 
     @property
-    def models(self) -> list[StackSpec]:
+    def models(self) -> list[ModelStackSpec]:
         """Requirements of the models on a backend."""
         return _stack_specs(self.target, self.drafter, self.device)
 
     @property
-    def machine(self) -> Machine:
-        return Machine(self.device, self.dtype, self.page_size, self.config.tensor_parallel_size)
+    def machine(self) -> DeviceCapabilities:
+        return DeviceCapabilities(self.device, self.dtype, self.page_size, self.config.tensor_parallel_size)
 
     @property
     def max_model_len(self) -> int:
@@ -147,9 +147,9 @@ def plan_models(
     device = _device(config)
     models = _stack_specs(target, drafter, device)
     page_size = config.page_size or _page_size(config, device)
-    preferred = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
+    preferred = DeviceCapabilities(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
-    way = choose_way(config, models, target.dtype, preferred, num_values)
+    way = choose_cpu_config(config, models, target.dtype, preferred, num_values)
     if device.type == "cpu" and way.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
@@ -168,11 +168,13 @@ def plan_models(
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
         attention_backend=way.backend,
         page_size=page_size,
-        pages=plan_pages(target.windows, draft_windows, max_model_len, geometries),
+        pages=plan_kv_cache(target.windows, draft_windows, max_model_len, geometries),
     )
 
 
-def _stack_specs(target: ModelSpec, drafter: DraftConfig | None, device: torch.device) -> list[StackSpec]:
+def _stack_specs(
+    target: ModelSpec, drafter: DraftConfig | None, device: torch.device
+) -> list[ModelStackSpec]:
     """Return what the models require of a backend.
 
     An EAGLE-3 drafter on a CPU is left out: it runs in Python by operators that every backend has there.

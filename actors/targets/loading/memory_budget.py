@@ -13,7 +13,7 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
-from ....cluster.pages.kv_cache_groups import KVGeometry, LayerPlace, plane_width, share_pages
+from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width, share_pages
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
 from ....drafter.eagle3.config import Eagle3Config
@@ -30,7 +30,7 @@ _STATES_SHARE = 0.5  # of the memory for pages and states
 def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
     """Return the bytes of a page in each pool, on a rank that holds these models."""
     pages, sizes = plan.pages, [0] * plan.pages.num_pools
-    models: list[tuple[Sequence[LayerPlace], Sequence[KVGeometry]]] = []
+    models: list[tuple[Sequence[LayerPlace], Sequence[KVCacheSpec]]] = []
     if target:
         sharding = Sharding(plan.target, 0, plan.config.tensor_parallel_size)
         models.append((pages.target, sharding.kv_geometries()))

@@ -15,28 +15,28 @@ from typing import Protocol
 import torch
 
 from ....cluster.config import EngineConfig
-from ....cluster.pages.kv_cache_groups import LayerPlace, PagePlan
+from ....cluster.pages.kv_cache_groups import KVCacheLayout, LayerPlace
 from ....cluster.request.logits_processors import RuleLimits
 from ....cluster.step.executor import ExecutorInfo
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
-from ....drafter.dflash.proposer import Proposer
+from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.dflash.target_features import LentWeights, TargetLends
 from ....drafter.eagle3.checkpoint import eagle3_shapes, load_eagle3, make_eagle3
 from ....drafter.eagle3.config import Eagle3Config
 from ....drafter.eagle3.model import Eagle3Drafter
 from ....drafter.eagle3.proposer import ChainProposer
-from ....drafter.ngram.proposer import LookUpProposer
+from ....drafter.ngram.proposer import NgramProposer
 from ....drafter.step.recurrent_states import RecurrentStates
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.step_ops import StepOperators
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights, target_shapes
-from ..runners.colocated_drafter import LocalDrafts
-from ..runners.cpu_runner import DraftSource, StepRunner
+from ..runners.colocated_drafter import ColocatedDrafter
+from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
 from .batch_invariance_check import check_invariance
 from .grammar_loading import make_grammars
@@ -306,8 +306,8 @@ class _Rank:
         from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-        from ..runners.eagle3_chains import DeviceChains
-        from ..runners.gpu_runner import DeviceRunner
+        from ..runners.eagle3_chains import Eagle3Chains
+        from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGuide
         from ..runners.target_pass import DeviceModels
 
@@ -316,7 +316,7 @@ class _Rank:
         drafter, draft_cache, chains = self._drafter, self._draft_cache(num_pages), None
         if isinstance(drafter, Eagle3Drafter):
             assert draft_cache is not None, "an EAGLE-3 drafter has pages of its own"
-            drafter, draft_cache, chains = None, None, DeviceChains.of(drafter, draft_cache)
+            drafter, draft_cache, chains = None, None, Eagle3Chains.of(drafter, draft_cache)
         state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states, memory = (
             DeviceStates(*state_args, plan.device, plan.pages),
@@ -342,7 +342,7 @@ class _Rank:
         guide = None
         if self.grammars is not None:
             guide = DeviceGuide(self.grammars, models.states, forces=models.remote is None)
-        return DeviceRunner(
+        return GpuModelRunner(
             models,
             max_requests,
             plan.num_speculative_tokens,
@@ -352,16 +352,16 @@ class _Rank:
             captures=plan.device.type == "cuda" and not plan.split,
         )
 
-    def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> StepRunner:
+    def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:
         plan, page_size = self._plan, self._plan.page_size
         operators = make_step_operators(plan)
         drafts: DraftSource | None = self._remote()
         if self._drafter is not None:
             cache = self._draft_cache(num_pages)
             assert cache is not None, "a drafter has pages"
-            drafts = LocalDrafts(_make_proposer(self._drafter, cache, operators), self._communicator)
+            drafts = ColocatedDrafter(_make_proposer(self._drafter, cache, operators), self._communicator)
         elif (lengths := _lookup_lengths(plan.config)) is not None:
-            drafts = LookUpProposer(*lengths)
+            drafts = NgramProposer(*lengths)
         state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
         batch, memory = self.backend.attention_batch, make_state_memory(plan, num_states)
         recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
@@ -369,7 +369,7 @@ class _Rank:
             *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
         )
         cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size, memory)
-        return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
+        return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
         pages, page_size = self._plan.pages, self._plan.page_size
@@ -396,12 +396,12 @@ def _lookup_lengths(config: EngineConfig) -> tuple[int, int] | None:
 
 def _make_proposer(
     drafter: Drafter, cache: PagedKVCache, operators: StepOperators
-) -> Proposer | ChainProposer:
+) -> DFlashProposer | ChainProposer:
     if isinstance(drafter, Eagle3Drafter):
         return ChainProposer(drafter, cache, operators)
-    return Proposer(drafter, cache, operators)
+    return DFlashProposer(drafter, cache, operators)
 
 
-def pages_of(plan: PagePlan, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
+def pages_of(plan: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
     """Return the number of pages in the pool that a model's layers use."""
     return num_pages[plan.groups[places[0].group].pool]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ....cluster.pages.page_pool import pages_for
-from ....cluster.request.logits_processors import TokenRules
+from ....cluster.request.logits_processors import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
-from ....cluster.step.dummy_steps import GREEDY, made_up_plan, made_up_trim
+from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
 from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
 from ..runners.runner_interface import Runner
 from .load_plan import LoadPlan
@@ -43,8 +43,8 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     for sampling in _ways_of_choosing(runner, prompt):
         runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
         for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
-            step = made_up_plan([prompt], [drafts + 1], [drafts])
-            runner.execute(replace(step, trim=made_up_trim(step)) if drafts else step)
+            step = dummy_step([prompt], [drafts + 1], [drafts])
+            runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
 
 
 def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
@@ -56,7 +56,7 @@ def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
     return [
         *(
             replace(GREEDY, temperature=temperature, rules=rules, grammar=grammar)
-            for rules in (TokenRules(prompt_length=prompt, presence=0.1), None)
+            for rules in (LogitsProcessorParams(prompt_length=prompt, presence=0.1), None)
             for temperature in (1.0, 0.0)
         ),
         GREEDY,
@@ -104,7 +104,7 @@ def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
     config = plan.config
     drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
     count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
-    return made_up_plan([1] * count, [1 + drafts] * count, [drafts] * count)
+    return dummy_step([1] * count, [1 + drafts] * count, [drafts] * count)
 
 
 def _prefill(
@@ -117,6 +117,6 @@ def _prefill(
     none = [0] * len(lengths)
     prompts = [np.zeros(n, np.int32) for n in lengths]
     groups = plan.pages.groups
-    return made_up_plan(
+    return dummy_step(
         none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups, sampling=sampling
     )

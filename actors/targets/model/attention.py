@@ -37,7 +37,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class TargetAttention:
     """Grouped-query attention over paged K/V.
 
     Attributes:
@@ -121,7 +121,7 @@ def is_attention_axis(axis: str) -> TypeGuard[AttentionAxis]:
     return axis in get_args(AttentionAxis)
 
 
-def attention_axis_size(axis: AttentionAxis, mixer: Attention) -> int:
+def attention_axis_size(axis: AttentionAxis, mixer: TargetAttention) -> int:
     match axis:
         case "q":
             return mixer.num_heads * mixer.q_dim
@@ -141,7 +141,7 @@ def attention_axis_size(axis: AttentionAxis, mixer: Attention) -> int:
             return _latent_axis_size(axis, mixer)
 
 
-def _latent_axis_size(axis: _LatentAxis, mixer: Attention) -> int:
+def _latent_axis_size(axis: _LatentAxis, mixer: TargetAttention) -> int:
     latent = mixer.latent
     assert latent is not None, "the axis belongs to latent attention"
     match axis:

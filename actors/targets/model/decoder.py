@@ -20,11 +20,11 @@ from ....cluster.pages.kv_cache_groups import LayerPlace
 from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, MixerShape, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.layers.linear import RMSNorm, scaled_logits
-from ....drafter.compute.layers.mla import Latents
+from ....drafter.compute.layers.mla import MLALayer
 from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
-from .attention import Attention
+from .attention import TargetAttention
 from .cross_rank_norm import RowNorm
 from .delta_net import DeltaNet
 from .mlp import make_mlp
@@ -72,7 +72,7 @@ class Decoder:
         self._embed_norm: RMSNorm | None = None
         if spec.embed_norm:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
-        self.lends = LentEnds(
+        self.lends = SharedEmbeddings(
             VocabEmbedding(embedding_UH, sharding, communicator),
             VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
@@ -131,7 +131,7 @@ class Decoder:
         return self._stack(x_NH, rows, cache)
 
 
-class LentEnds:
+class SharedEmbeddings:
     """`features.TargetLends` of a target in this process: its unscaled embedding and head."""
 
     __slots__ = ("_embedding", "_head", "is_split")
@@ -165,7 +165,7 @@ def _block(
 
     row_norm = gate = None
     if (
-        isinstance(mixer, Attention)
+        isinstance(mixer, TargetAttention)
         and mixer.row_norm
         and parts.q_norm is not None
         and parts.k_norm is not None
@@ -211,12 +211,12 @@ def _mixer_shape(
     )
 
 
-def _latents(mixer: Attention, tensors: LatentTensors | None, backend: Backend) -> Latents | None:
+def _latents(mixer: TargetAttention, tensors: LatentTensors | None, backend: Backend) -> MLALayer | None:
     latent = mixer.latent
     if latent is None or tensors is None:
         return None
     q_norm = None if tensors.q_norm_K is None else RMSNorm(tensors.q_norm_K, latent.eps)
-    return Latents(
+    return MLALayer(
         q_norm=q_norm,
         q_up=None if tensors.q_up_OK is None else backend.linear(tensors.q_up_OK),
         kv_norm=RMSNorm(tensors.kv_norm_C, latent.eps),

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, TypeGuard, get_args
 
 from torch import Tensor
 
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
 
 # Dimensions of its tensors. "delta_channels": all channels of the convolution; "delta_values", "delta_heads":
@@ -39,7 +39,7 @@ class DeltaNet:
         geometry: sizes over all ranks together.
     """
 
-    geometry: StateGeometry
+    geometry: RecurrentStateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DeltaTensors:
     dt_bias_V: Tensor
     norm_F: Tensor
 
-    def shape(self, geometry: StateGeometry, eps: float) -> DeltaNetShape:
+    def shape(self, geometry: RecurrentStateSpec, eps: float) -> DeltaNetShape:
         """Return the layer as a backend takes it; `geometry` is the rank's."""
         return DeltaNetShape(geometry, self.kernel_CT, self.rate_V, self.dt_bias_V, self.norm_F, eps)
 
@@ -79,7 +79,7 @@ def is_delta_axis(axis: str) -> TypeGuard[DeltaAxis]:
     return axis in get_args(DeltaAxis)
 
 
-def delta_axis_size(axis: DeltaAxis, geometry: StateGeometry) -> int:
+def delta_axis_size(axis: DeltaAxis, geometry: RecurrentStateSpec) -> int:
     values = geometry.num_value_heads * geometry.value_dim
     match axis:
         case "delta_channels":
@@ -98,7 +98,9 @@ def delta_axis_size(axis: DeltaAxis, geometry: StateGeometry) -> int:
             return geometry.taps
 
 
-def delta_slices(axis: DeltaAxis, geometry: StateGeometry, rank: int, world_size: int) -> Sequence[slice]:
+def delta_slices(
+    axis: DeltaAxis, geometry: RecurrentStateSpec, rank: int, world_size: int
+) -> Sequence[slice]:
     """Return a rank's part of a dimension as one or three slices; none means the whole dimension."""
     if axis in ("delta_value", "delta_taps"):
         return ()

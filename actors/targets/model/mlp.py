@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ....drafter.compute.backend import Backend, Beside, DenseMLP, Routed
+from ....drafter.compute.backend import Backend, DenseMLP, ParallelMLP, RoutedExperts
 from ....drafter.compute.layers.linear import RMSNorm
 from .mlp_spec import BesideMLP, GatedMLP, RoutedMLP
 from .mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
@@ -22,7 +22,7 @@ def make_mlp(
     backend: Backend,
     eps: float,
     dtype: torch.dtype,
-) -> DenseMLP | Routed | Beside:
+) -> DenseMLP | RoutedExperts | ParallelMLP:
     """Build a layer's MLP.
 
     Args:
@@ -35,7 +35,7 @@ def make_mlp(
         case RoutedMLP(), RoutedTensors():
             return _routed(layer.mlp, tensors, communicator, backend, dtype)
         case BesideMLP(), BesideTensors():
-            return Beside(
+            return ParallelMLP(
                 dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
                 dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),
                 routed_norm=RMSNorm(tensors.routed_norm_H, eps),
@@ -56,12 +56,12 @@ def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, bac
 
 def _routed(
     mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend, dtype: torch.dtype
-) -> Routed:
+) -> RoutedExperts:
     shared = tensors.shared
     assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
     weight_1H = tensors.shared_weight_1H
     experts = tensors.experts if backend.packed_experts else tensors.experts.dequantised(dtype)
-    return Routed(
+    return RoutedExperts(
         route=backend.route(tensors.router),
         experts=backend.experts(experts),
         shared=None

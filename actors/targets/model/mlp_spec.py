@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
 from ....drafter.compute.layers.linear import Activation
-from ....drafter.compute.layers.moe import ExpertActivation, Router
+from ....drafter.compute.layers.moe import ExpertActivation, MoeRouter
 from ....drafter.compute.quantization.int4 import WORD
 from ....drafter.compute.quantization.packed_4bit import BLOCK
 
@@ -73,7 +73,7 @@ class RoutedMLP:
         inner_multiple: a rank's part of the inner size must be a multiple of this (a quantization block).
     """
 
-    router: Router
+    router: MoeRouter
     inner_size: int
     activation: ExpertActivation = "silu"
     limit: float | None = None

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ....cluster.pages.recurrent_state_spec import StateGeometry
-from ....drafter.compute.backend import Feature, StackSpec
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
+from ....drafter.compute.backend import Feature, ModelStackSpec
 from ....drafter.compute.checkpoint.safetensors_reader import FLOATS
 from ....drafter.compute.quantization.int4 import WORD
 from ....drafter.compute.quantization.packed_4bit import BLOCK
-from .attention import Attention, AttentionAxis, attention_axis_size, is_attention_axis
+from .attention import AttentionAxis, TargetAttention, attention_axis_size, is_attention_axis
 from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
 from .mlp_spec import EXPERT_FORMS, MLP, GatedMLP, MLPAxis, RoutedMLP, is_mlp_axis, mlp_axis_size, mlp_parts
 
@@ -45,7 +45,7 @@ class LayerSpec:
         scalar: x is multiplied by a scalar of the layer at the end.
     """
 
-    mixer: Attention | DeltaNet
+    mixer: TargetAttention | DeltaNet
     mlp: MLP
     sandwich: bool = False
     scalar: bool = False
@@ -146,9 +146,9 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def attentions(self) -> tuple[Attention, ...]:
+    def attentions(self) -> tuple[TargetAttention, ...]:
         """Attention mixers of the layers with K/V, in order."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, TargetAttention))
 
     @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
@@ -161,14 +161,14 @@ class ModelSpec:
         return tuple(mixer.window for mixer in self.attentions)
 
     @property
-    def states(self) -> tuple[int, StateGeometry] | None:
+    def states(self) -> tuple[int, RecurrentStateSpec] | None:
         """Number and geometry of layers with recurrent states, over all ranks together; None without any."""
         mixers = self.delta_nets
         return (len(mixers), mixers[0].geometry) if mixers else None
 
-    def of_backend(self) -> StackSpec:
+    def of_backend(self) -> ModelStackSpec:
         """Return what this model requires of a backend."""
-        return StackSpec(
+        return ModelStackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
             head_dims=frozenset(mixer.tile_dim for mixer in self.attentions),
@@ -206,7 +206,7 @@ class ModelSpec:
         spec = self.layers[layer]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         match spec.mixer:
-            case Attention():
+            case TargetAttention():
                 mixer = spec.mixer.parts()
             case DeltaNet():
                 mixer = delta_parts(self.tensors)
@@ -251,9 +251,9 @@ class ModelSpec:
                 assert is_mlp_axis(axis), "all other axes belong to MLPs"
                 return mlp_axis_size(axis, self.layers[layer].mlp)
 
-    def attention(self, layer: int) -> Attention:
+    def attention(self, layer: int) -> TargetAttention:
         mixer = self.layers[layer].mixer
-        assert isinstance(mixer, Attention), "the layer has no attention"
+        assert isinstance(mixer, TargetAttention), "the layer has no attention"
         return mixer
 
     def delta_net(self, layer: int) -> DeltaNet:

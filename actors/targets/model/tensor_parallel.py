@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import ConfigError
-from ....cluster.pages.kv_cache_groups import KVGeometry
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.kv_cache_groups import KVCacheSpec
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Backend, Projection
-from .attention import Attention
+from .attention import TargetAttention
 from .delta_net import DeltaNet, delta_slices, is_delta_axis
 from .mlp_spec import RoutedMLP
 from .model_spec import Axis, LayerSpec, ModelSpec
@@ -103,16 +103,18 @@ class Sharding:
     def num_kv_heads(self, layer: int) -> int:
         return _length(self.kv_heads(layer))
 
-    def kv_geometries(self) -> list[KVGeometry]:
+    def kv_geometries(self) -> list[KVCacheSpec]:
         """Return the K/V sizes of each layer with attention; equal on all ranks."""
         mixers = [(i, layer.mixer) for i, layer in enumerate(self.spec.layers)]
         return [
-            KVGeometry(self.num_kv_heads(i), mixer.head_dim, mixer.value_dim, v_in_k=mixer.latent is not None)
+            KVCacheSpec(
+                self.num_kv_heads(i), mixer.head_dim, mixer.value_dim, v_in_k=mixer.latent is not None
+            )
             for i, mixer in mixers
-            if isinstance(mixer, Attention)
+            if isinstance(mixer, TargetAttention)
         ]
 
-    def state_geometry(self, layer: int) -> StateGeometry:
+    def state_geometry(self, layer: int) -> RecurrentStateSpec:
         """Return a rank's state sizes of a recurrent layer; equal on all ranks."""
         return self.spec.delta_net(layer).geometry.rank(self.world_size)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.fp8_block_reader import Fp8Folder
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
-from .attention import Attention
+from .attention import TargetAttention
 from .delta_net import DeltaNet, DeltaTensors, read_delta
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .model_spec import ModelSpec, TensorRule
@@ -36,8 +36,8 @@ class LayerWeights:
 
     Query, key and value rows are in this order, as are a delta net's projections. Biases, norms, gates and
     sinks are None if the family has none; the bias of o is None except on rank 0. `q_norm` and `k_norm` are
-    of one head, or of all this rank's heads (`Attention.row_norm`). With latent attention `qkv_OH` makes the
-    latents, and the queries or their bottleneck.
+    of one head, or of all this rank's heads (`TargetAttention.row_norm`). With latent attention `qkv_OH`
+    makes the latents, and the queries or their bottleneck.
     """
 
     attention_norm_H: Tensor
@@ -220,7 +220,7 @@ _FP32_PARTS = frozenset({"router_correction", "expert_scale"})  # the router's c
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_up", "kv_down"})
 
 
-def _arrange_for_rope(rows: Tensor, part: str, mixer: Attention) -> Tensor:
+def _arrange_for_rope(rows: Tensor, part: str, mixer: TargetAttention) -> Tensor:
     """Return the rows in the order that rotation expects (`RopeConfig.arranged`)."""
     if mixer.rope is None:
         return rows

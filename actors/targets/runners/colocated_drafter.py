@@ -26,29 +26,29 @@ from ..model.tensor_parallel import Communicator
 from .runner_interface import Drafter
 
 
-class Proposer(Protocol):
+class DraftProposer(Protocol):
     """A drafter and its pages: that of `drafter/dflash/proposer.py` or `drafter/eagle3/proposer.py`."""
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals: ...
 
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None: ...
 
-    def with_drafter(self, drafter: Any) -> Proposer:  # Any: a drafter of its own kind
+    def with_drafter(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
         """Return a proposer with another drafter of the same shape, over the same pages."""
         ...
 
-    def beside(self, drafter: Any) -> Proposer:  # Any: a drafter of its own kind
+    def beside(self, drafter: Any) -> DraftProposer:  # Any: a drafter of its own kind
         """Return a proposer with a drafter of the same shape, with the same page ids in its own memory."""
         ...
 
 
-class LocalDrafts:
+class ColocatedDrafter:
     """Colocated drafters, whole on every rank; they use the target's sharded embedding and head."""
 
-    def __init__(self, proposer: Proposer, communicator: Communicator) -> None:
+    def __init__(self, proposer: DraftProposer, communicator: Communicator) -> None:
         self._proposer = proposer
         self._communicator = communicator
-        self._candidate: Proposer | None = None
+        self._candidate: DraftProposer | None = None
         self._on_trial: set[int] = set()  # slots
 
     def exchange(self, drafter: Drafter) -> None:

@@ -32,7 +32,7 @@ from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.step_ops import StepOperators
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
-from .colocated_drafter import LocalDrafts
+from .colocated_drafter import ColocatedDrafter
 from .runner_interface import Clock, Drafter, ReadsMeter
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class DraftSource(Protocol):
         ...
 
 
-class StepRunner:
+class CpuModelRunner:
     """A loaded rank whose steps the host drives.
 
     Args:
@@ -93,15 +93,15 @@ class StepRunner:
         return 0
 
     def exchange(self, drafter: Drafter) -> None:
-        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
         self.drafts.exchange(drafter)
 
     def begin_trial(self, candidate: Drafter) -> None:
-        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
         self.drafts.begin_trial(candidate)
 
     def end_trial(self, *, promoted: bool) -> None:
-        assert isinstance(self.drafts, LocalDrafts), "the drafter is colocated"
+        assert isinstance(self.drafts, ColocatedDrafter), "the drafter is colocated"
         self.drafts.end_trial(promoted=promoted)
 
     def submit(self, plan: SchedulerOutput) -> None:

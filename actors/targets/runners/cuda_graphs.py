@@ -35,10 +35,10 @@ from torch import Tensor
 from ....cluster.speculation.draft_lengths import draft_lengths
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.draft_trimming import TrimLists
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests
-from .draft_pass import Drafting
-from .step_output import Outcome
-from .target_pass import Iteration, MakeMasks, StepModels
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from .draft_pass import DraftPass
+from .step_output import StepOutput
+from .target_pass import MakeMasks, StepModels, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
@@ -66,7 +66,7 @@ class PassKind:
 
     @property
     def num_outcome_values(self) -> int:
-        return Outcome.num_values(self.num_requests, self.width)
+        return StepOutput.num_values(self.num_requests, self.width)
 
 
 class StepKinds:
@@ -195,7 +195,7 @@ class StepGraphs:
 
     def __init__(self, models: StepModels, lists_LW: Tensor, trim: TrimLists, outcome: Tensor) -> None:
         self._models, self._lists_LW, self._trim, self._outcome = models, lists_LW, trim, outcome
-        self._passes: dict[PassKind, Drafting | Iteration] = {}
+        self._passes: dict[PassKind, DraftPass | TargetPass] = {}
         self._graphs: dict[PassKind, torch.cuda.CUDAGraph] = {}
 
     def renew(self, models: StepModels) -> None:
@@ -207,7 +207,7 @@ class StepGraphs:
     def parts(self, kind: PassKind) -> tuple[str, ...]:
         """Return the timed parts of a step with this target pass, see `iteration.Iteration.parts`."""
         target = self._pass(kind)
-        assert isinstance(target, Iteration), "only the target's pass has parts"
+        assert isinstance(target, TargetPass), "only the target's pass has parts"
         return target.parts
 
     def replay(self, kind: PassKind) -> None:
@@ -247,16 +247,16 @@ class StepGraphs:
                 self._graphs[kind] = graph
         torch.cuda.synchronize(device)
 
-    def _pass(self, kind: PassKind) -> Drafting | Iteration:
+    def _pass(self, kind: PassKind) -> DraftPass | TargetPass:
         found = self._passes.get(kind)
         if found is None:
             found = self._passes[kind] = self._drafting(kind) if kind.drafts else self._iteration(kind)
         return found
 
-    def _drafting(self, kind: PassKind) -> Drafting:
+    def _drafting(self, kind: PassKind) -> DraftPass:
         return self._models.drafting(self._requests(kind), self._outcome_of(kind), filters=kind.filters)
 
-    def _iteration(self, kind: PassKind, masks: MakeMasks | None = None) -> Iteration:
+    def _iteration(self, kind: PassKind, masks: MakeMasks | None = None) -> TargetPass:
         return self._models.iteration(
             self._requests(kind),
             self._outcome_of(kind),
@@ -266,8 +266,8 @@ class StepGraphs:
             masks=masks,
         )
 
-    def _requests(self, kind: PassKind) -> StepRequests:
-        return StepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
+    def _requests(self, kind: PassKind) -> DeviceStepRequests:
+        return DeviceStepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
-    def _outcome_of(self, kind: PassKind) -> Outcome:
-        return Outcome.over(self._outcome, kind.num_requests, kind.width)
+    def _outcome_of(self, kind: PassKind) -> StepOutput:
+        return StepOutput.over(self._outcome, kind.num_requests, kind.width)

@@ -17,17 +17,22 @@ from torch import Tensor
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.weights import Selector
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests, StepRows, lay_out_block, place_drafts
+from ....drafter.step.gpu_triton.inputs.row_layout import (
+    DeviceStepRequests,
+    DeviceStepRows,
+    lay_out_block,
+    place_drafts,
+)
 from ....drafter.step.gpu_triton.inputs.timestamps import stamp
 from ....drafter.step.gpu_triton.ngram_lookup import look_up
 from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
 from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
-from .eagle3_chains import DeviceChains
+from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
-from .tp_sampling import Choosers, candidates_of_ranks, choose_drafts, first_rank_s
+from .tp_sampling import TPSampler, candidates_of_ranks, choose_drafts, first_rank_s
 
 
-class Drafters(Choosers, Protocol):
+class Drafters(TPSampler, Protocol):
     """The parts of a loaded rank that drafting needs.
 
     One of these drafts: a drafter with its pages, EAGLE-3 chains, a remote drafter, or prompt lookup.
@@ -43,13 +48,13 @@ class Drafters(Choosers, Protocol):
     def remote(self) -> RemoteDrafter | None: ...
 
     @property
-    def chains(self) -> DeviceChains | None: ...
+    def chains(self) -> Eagle3Chains | None: ...
 
     @property
     def lookup_lengths(self) -> tuple[int, int] | None: ...
 
 
-class Drafting:
+class DraftPass:
     """A drafting pass over given inputs.
 
     Args:
@@ -58,7 +63,9 @@ class Drafting:
         filters: see `iteration.Iteration`.
     """
 
-    def __init__(self, models: Drafters, requests: StepRequests, times: Tensor, *, filters: bool) -> None:
+    def __init__(
+        self, models: Drafters, requests: DeviceStepRequests, times: Tensor, *, filters: bool
+    ) -> None:
         self._models, self._requests, self._times, self._filters = models, requests, times, filters
 
     def run(self) -> None:
@@ -84,14 +91,16 @@ class Drafting:
         models.workspace.margins_N[: len(margins_N)].copy_(margins_N)
         stamp(self._times, 1)
 
-    def _choose(self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: DeviceStepRows
+    ) -> tuple[Tensor, Tensor]:
         if drafter.selector is not None:
             return self._select(drafter, drafter.selector, hidden_NH, rows)
         head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
         return choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
 
     def _select(
-        self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: StepRows
+        self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: DeviceStepRows
     ) -> tuple[Tensor, Tensor]:
         """Return a draft and margin per row, chosen along each request's path, equal on all ranks.
 

@@ -22,17 +22,17 @@ from torch import Tensor
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.eagle3.model import Eagle3Drafter
 from ....drafter.step.gpu_triton.inputs.row_layout import (
+    DeviceStepRequests,
+    DeviceStepRows,
     SlotTables,
-    StepRequests,
-    StepRows,
     lay_out_rows,
     place_drafts,
 )
-from .tp_sampling import Choosers, choose_drafts
+from .tp_sampling import TPSampler, choose_drafts
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceChains:
+class Eagle3Chains:
     """An EAGLE-3 drafter, its pages, and the newest feature stored for each page.
 
     Attributes:
@@ -44,11 +44,11 @@ class DeviceChains:
     features_PH: Tensor
 
     @classmethod
-    def of(cls, drafter: Eagle3Drafter, cache: PagedKVCache) -> DeviceChains:
+    def of(cls, drafter: Eagle3Drafter, cache: PagedKVCache) -> Eagle3Chains:
         shape = cache.num_pages + 1, drafter.config.hidden_size
         return cls(drafter, cache, torch.zeros(shape, dtype=drafter.dtype, device=drafter.device))
 
-    def draft(self, models: Choosers, requests: StepRequests, *, filters: bool) -> None:
+    def draft(self, models: TPSampler, requests: DeviceStepRequests, *, filters: bool) -> None:
         """Write drafts after the known tokens, and their margins into the workspace."""
         tables, num_requests = models.states.tables, len(requests.slots_R)
         first_R, begins_R = requests.cu_rows_R1[:-1], _slots(requests)
@@ -75,8 +75,8 @@ class DeviceChains:
 
     def inject(
         self,
-        requests: StepRequests,
-        rows: StepRows,
+        requests: DeviceStepRequests,
+        rows: DeviceStepRows,
         taps_NmH: Tensor,
         num_tokens_R: Tensor,
         tables: SlotTables,
@@ -95,7 +95,7 @@ class DeviceChains:
         self.drafter.write_entries(rows.token_ids_N, before_NH[:-1], rows, self.cache)
         self._store_features(g_NH, requests, rows, num_tokens_R)
 
-    def _previous_features(self, tables: SlotTables, requests: StepRequests, first_R: Tensor) -> Tensor:
+    def _previous_features(self, tables: SlotTables, requests: DeviceStepRequests, first_R: Tensor) -> Tensor:
         """Return the features [R, H] of the position before each request's first row; zeros at the start."""
         before_R, pages = first_R.long() - 1, tables.page_tables[self.cache.group(0)]
         pages_R = pages[_slots(requests), before_R.clamp(min=0) // tables.page_size]
@@ -103,7 +103,7 @@ class DeviceChains:
         return found_RH.masked_fill((before_R < 0).unsqueeze(1), 0.0)
 
     def _store_features(
-        self, g_NH: Tensor, requests: StepRequests, rows: StepRows, num_tokens_R: Tensor
+        self, g_NH: Tensor, requests: DeviceStepRequests, rows: DeviceStepRows, num_tokens_R: Tensor
     ) -> None:
         """Store the feature of each page's newest committed position among these rows."""
         num_verified_R = requests.samples_R * (1 + requests.num_drafts_R)
@@ -133,7 +133,7 @@ class _WholeHead:
         raise AssertionError("only split heads have local logits")
 
 
-def _requests_at_depth(requests: StepRequests, depth: int) -> StepRequests:
+def _requests_at_depth(requests: DeviceStepRequests, depth: int) -> DeviceStepRequests:
     """Return requests with one row for each that has more than `depth` drafts, and none for the others."""
     is_real_R = requests.cu_rows_R1.diff() > 0
     drafts_on_R = (is_real_R & (requests.num_drafts_R > depth)).int()
@@ -141,12 +141,12 @@ def _requests_at_depth(requests: StepRequests, depth: int) -> StepRequests:
     return replace(requests, cu_rows_R1=cu_rows_R1, num_rows=len(drafts_on_R), max_rows=1)
 
 
-def _owners(requests: StepRequests) -> Tensor:
+def _owners(requests: DeviceStepRequests) -> Tensor:
     """Return the index of each row's request, int64 [N]; R for padding."""
     rows_N = torch.arange(requests.num_rows, device=requests.slots_R.device, dtype=torch.int32)
     return torch.searchsorted(requests.cu_rows_R1[1:].contiguous(), rows_N, right=True)
 
 
-def _slots(requests: StepRequests) -> Tensor:
+def _slots(requests: DeviceStepRequests) -> Tensor:
     """Return the requests' slots, int64 [R]; slot 0 for padding."""
     return requests.slots_R.long().clamp(min=0)

@@ -34,16 +34,16 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.draft_trimming import TrimLists
-from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, StepRequests, pack
+from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepRequests, pack
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
 from ....drafter.step.sampling.logprobs import num_told
 from ..model.decoder import Decoder
 from .cuda_graphs import StepGraphs, StepKinds
 from .grammar_masks import DeviceGuide
-from .logprobs import Computed, Told
+from .logprobs import Computed, RequestedLogprobs
 from .runner_interface import Drafter, ReadsMeter
-from .step_output import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
+from .step_output import MAX_IN_FLIGHT, PendingResult, ResultCopier, StepOutput
 from .target_pass import DeviceModels, MakeMasks, StepModels
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ class _Share:
 
     @property
     def num_values(self) -> int:
-        return Outcome.num_values(self.num_requests, self.width)
+        return StepOutput.num_values(self.num_requests, self.width)
 
-    def over(self, values: Tensor) -> Outcome:
+    def over(self, values: Tensor) -> StepOutput:
         """Return a view of the outcome at the beginning of `values`."""
-        return Outcome.over(values, self.num_requests, self.width)
+        return StepOutput.over(values, self.num_requests, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class _Pending:
 
     plan: SchedulerOutput
     shares: Sequence[_Share]
-    logprob_rows: Told | None
-    arrival: Arrival
+    logprob_rows: RequestedLogprobs | None
+    arrival: PendingResult
 
 
-class DeviceSteps:
+class GpuStepRunner:
     """Runs steps over any models with request state on the device.
 
     Args:
@@ -107,7 +107,7 @@ class DeviceSteps:
     ) -> None:
         self._models, self._guide = models, guide
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
-        self._capacity, self._num_drafts = StepRequests.room(max_requests), num_drafts
+        self._capacity, self._num_drafts = DeviceStepRequests.room(max_requests), num_drafts
         states, lists = models.states, (2, NUM_LISTS, self._capacity)
         num_values = 2 * NUM_LISTS * self._capacity
         num_trim_values = TrimLists.num_values(self._capacity, num_drafts)
@@ -123,8 +123,8 @@ class DeviceSteps:
         max_outcome = max(kind.num_outcome_values for kind in self._kinds.all())
         self._vocab_size = models.target.spec.vocab_size
         max_logprobs = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
-        self._outcomes = Homeward(
-            max_outcome + Outcome.num_values(max_requests, 1) + max_logprobs, models.device
+        self._outcomes = ResultCopier(
+            max_outcome + StepOutput.num_values(max_requests, 1) + max_logprobs, models.device
         )
         self._graphs = StepGraphs(models, self._decoding, trim, self._outcomes.values)
         self._pending: deque[_Pending] = deque()
@@ -166,7 +166,7 @@ class DeviceSteps:
             rows_RW1 = share.over(values[num_values:]).rows_RW1
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None))
             num_values += share.num_values
-        logprob_rows = Told.of(plan, models.states, self._vocab_size)
+        logprob_rows = RequestedLogprobs.of(plan, models.states, self._vocab_size)
         if logprob_rows is not None:
             place = values[num_values : num_values + logprob_rows.num_values]
             place.copy_(logprob_rows.tell(plan, passes, models.target, models.states))
@@ -241,8 +241,8 @@ class DeviceSteps:
         num_requests, num_sampled = len(requests_G), int(plan.samples[requests_G].sum())
         first_G, rows_G = plan.num_computed[requests_G], plan.num_rows[requests_G]
         assert (first_G >= 0).all(), "a prompt's position is known on the host"
-        requests = StepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
-        outcome = Outcome.over(self._outcomes.values[offset:], num_requests, 1)
+        requests = DeviceStepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
+        outcome = StepOutput.over(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         masks = self._masks(plan, requests_G)
         saves = None if plan.saves is None or self._models.recurrent is None else self._saves[1]
@@ -262,11 +262,11 @@ class DeviceSteps:
         return self._models.states.filters(plan.slots[requests_G])
 
 
-class DeviceRunner(DeviceSteps):
+class GpuModelRunner(GpuStepRunner):
     """A loaded rank whose steps the device drives.
 
     Args:
-        models, max_requests, num_drafts, max_rows, guide: see `DeviceSteps`.
+        models, max_requests, num_drafts, max_rows, guide: see `GpuStepRunner`.
         captures: whether decoding steps are captured as CUDA graphs.
     """
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....cluster.step.scheduler_output import SchedulerOutput
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 
@@ -49,7 +49,9 @@ class DeviceGuide:
         """Return whether a grammar restricts any of these requests of a plan in this step."""
         return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
 
-    def masks(self, plan: SchedulerOutput, requests_G: Places, verified: StepRequests) -> DeviceMasks | None:
+    def masks(
+        self, plan: SchedulerOutput, requests_G: Places, verified: DeviceStepRequests
+    ) -> DeviceMasks | None:
         """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device."""
         tables = self.states.tables
         arrays = (plan.slots, plan.num_rows, plan.num_drafts)

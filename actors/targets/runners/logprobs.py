@@ -55,7 +55,7 @@ class Computed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestedLogprobs:
     """The rows of a step whose log probabilities were requested: of sampled tokens, and of prompt tokens."""
 
     chosen: AskedRows | None
@@ -63,7 +63,7 @@ class Told:
     vocab_size: int
 
     @classmethod
-    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> Told | None:
+    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> RequestedLogprobs | None:
         """Return the requested rows, counted within their request; None if there are none."""
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)

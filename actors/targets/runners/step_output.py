@@ -22,7 +22,7 @@ NUM_TIMES = 5  # the start, and the ends of at most four parts
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutput:
     """Views of consecutive int32 values.
 
     Attributes:
@@ -46,7 +46,7 @@ class Outcome:
         return 2 * (NUM_TIMES + 1) + (num_requests * (2 * width + 1) + 3) // 4 * 4
 
     @classmethod
-    def over(cls, values: Tensor, num_requests: int, width: int) -> Outcome:
+    def over(cls, values: Tensor, num_requests: int, width: int) -> StepOutput:
         """Return views of the first of these values."""
         r, most, begin = num_requests, width - 1, 2 * (NUM_TIMES + 1)
         head, rows, drafts, margins, _ = values.split(
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PendingResult:
     """Host memory that values are copied to; `copied` is None where copies are synchronous."""
 
     values: Tensor
@@ -73,7 +73,7 @@ class Arrival:
         return self.values
 
 
-class Homeward:
+class ResultCopier:
     """Copies outcomes to the host.
 
     Args:
@@ -87,7 +87,7 @@ class Homeward:
         on_gpu = device.type == "cuda"
         self.values = torch.zeros(num_values, dtype=torch.int32, device=device)
         self._arrivals = [
-            Arrival(
+            PendingResult(
                 torch.empty(num_values, dtype=torch.int32, pin_memory=on_gpu),
                 torch.cuda.Event() if on_gpu else None,
             )
@@ -95,7 +95,7 @@ class Homeward:
         ]
         self._next = 0
 
-    def bring(self, num_values: int) -> Arrival:
+    def bring(self, num_values: int) -> PendingResult:
         """Start to copy the first values. Their host memory is reused after `MAX_IN_FLIGHT` steps."""
         arrival = self._arrivals[self._next]
         self._next = (self._next + 1) % MAX_IN_FLIGHT

@@ -23,7 +23,7 @@ from torch import Tensor
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.draft_trimming import TrimLists, trim_drafts
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests, StepRows, lay_out_rows
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, DeviceStepRows, lay_out_rows
 from ....drafter.step.gpu_triton.inputs.timestamps import stamp
 from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
 from ....drafter.step.gpu_triton.request_states import DeviceStates
@@ -32,13 +32,13 @@ from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
-from .draft_pass import Drafting
-from .eagle3_chains import DeviceChains
+from .draft_pass import DraftPass
+from .eagle3_chains import Eagle3Chains
 from .runner_interface import RemoteDrafter
-from .step_output import Outcome
+from .step_output import StepOutput
 from .tp_sampling import choose
 
-MakeMasks = Callable[[StepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
+MakeMasks = Callable[[DeviceStepRequests], DeviceMasks | None]  # takes the requests with the drafts to verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DeviceModels:
     hidden: Tensor
     remote: RemoteDrafter | None = None
     lookup_lengths: tuple[int, int] | None = None
-    chains: DeviceChains | None = None
+    chains: Eagle3Chains | None = None
     recurrent: DeviceRecurrent | None = None
 
     @property
@@ -77,28 +77,28 @@ class DeviceModels:
     def device(self) -> torch.device:
         return self.target.device
 
-    def drafting(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Drafting:
-        return Drafting(self, requests, outcome.times, filters=filters)
+    def drafting(self, requests: DeviceStepRequests, outcome: StepOutput, *, filters: bool) -> DraftPass:
+        return DraftPass(self, requests, outcome.times, filters=filters)
 
     def iteration(
         self,
-        requests: StepRequests,
-        outcome: Outcome,
+        requests: DeviceStepRequests,
+        outcome: StepOutput,
         trim: TrimLists | None = None,
         *,
         filters: bool,
         writes_context: bool,
         masks: MakeMasks | None = None,
         saves: Tensor | None = None,
-    ) -> Iteration:
+    ) -> TargetPass:
         has_drafter = any(each is not None for each in (self.drafter, self.remote, self.chains))
         injects = writes_context and has_drafter
-        return Iteration(
+        return TargetPass(
             self, requests, outcome, trim, filters=filters, injects=injects, masks=masks, saves=saves
         )
 
 
-class Iteration:
+class TargetPass:
     """A target's pass over given inputs.
 
     Args:
@@ -116,8 +116,8 @@ class Iteration:
     def __init__(
         self,
         models: DeviceModels,
-        requests: StepRequests,
-        outcome: Outcome,
+        requests: DeviceStepRequests,
+        outcome: StepOutput,
         trim: TrimLists | None,
         *,
         filters: bool,
@@ -162,7 +162,7 @@ class Iteration:
             self._outcome.reads_1.copy_(reads_1)
         return hidden_NH
 
-    def _verified(self) -> StepRequests:
+    def _verified(self) -> DeviceStepRequests:
         """Return the requests with as many of their drafts as fit the pass."""
         requests, outcome = self._requests, self._outcome
         if not requests.max_drafts:
@@ -174,7 +174,7 @@ class Iteration:
         )
 
     def _sample(
-        self, requests: StepRequests, rows: StepRows, hidden_NH: Tensor, masks: DeviceMasks | None
+        self, requests: DeviceStepRequests, rows: DeviceStepRows, hidden_NH: Tensor, masks: DeviceMasks | None
     ) -> Tensor:
         """Sample the target's tokens, accept drafts and advance the requests; returns the tokens."""
         models, index_X = self._models, requests.sampled_X
@@ -188,7 +188,7 @@ class Iteration:
         return chosen_X
 
     def _inject(
-        self, requests: StepRequests, rows: StepRows, chosen_X: Tensor, taps_NmH: Tensor | None
+        self, requests: DeviceStepRequests, rows: DeviceStepRows, chosen_X: Tensor, taps_NmH: Tensor | None
     ) -> None:
         """Write the drafter's context from the target's taps."""
         drafter, cache, remote = self._models.drafter, self._models.draft_cache, self._models.remote
@@ -223,16 +223,16 @@ class StepModels(Protocol):
     @property
     def tells_margins(self) -> bool: ...
 
-    def drafting(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Drafting: ...
+    def drafting(self, requests: DeviceStepRequests, outcome: StepOutput, *, filters: bool) -> DraftPass: ...
 
     def iteration(
         self,
-        requests: StepRequests,
-        outcome: Outcome,
+        requests: DeviceStepRequests,
+        outcome: StepOutput,
         trim: TrimLists | None = None,
         *,
         filters: bool,
         writes_context: bool,
         masks: MakeMasks | None = None,
         saves: Tensor | None = None,
-    ) -> Iteration: ...
+    ) -> TargetPass: ...

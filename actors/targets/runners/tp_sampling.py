@@ -33,7 +33,7 @@ class Head(Protocol):
     def local_logits(self, hidden_XH: Tensor, /) -> tuple[Tensor, int]: ...
 
 
-class Choosers(Protocol):
+class TPSampler(Protocol):
     """The parts of a loaded rank that choosing needs."""
 
     @property
@@ -47,7 +47,7 @@ class Choosers(Protocol):
 
 
 def choose(
-    rank: Choosers,
+    rank: TPSampler,
     head: Head,
     hidden_XH: Tensor,
     slots_X: Tensor,
@@ -77,7 +77,7 @@ def choose(
 
 
 def choose_drafts(
-    rank: Choosers,
+    rank: TPSampler,
     head: Head,
     hidden_NH: Tensor,
     slots_N: Tensor,

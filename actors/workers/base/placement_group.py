@@ -28,7 +28,7 @@ PLACEMENT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WorkerPlacement:
     """A ready group whose bundle i holds worker i."""
 
     group: PlacementGroup
@@ -54,7 +54,7 @@ def node_resources() -> dict[str, float]:
 
 def place(
     topology: Topology, group: PlacementGroup | None = None, timeout_s: float = PLACEMENT_TIMEOUT_S
-) -> Placement:
+) -> WorkerPlacement:
     """Return a placement for the workers. Raises PlacementError if there is no room in time."""
     if group is not None and not topology.fits(group.bundle_specs):
         raise PlacementError(
@@ -67,7 +67,7 @@ def place(
     return _make(topology, timeout_s)
 
 
-def _borrow(group: PlacementGroup, topology: Topology, timeout_s: float) -> Placement:
+def _borrow(group: PlacementGroup, topology: Topology, timeout_s: float) -> WorkerPlacement:
     if not group.wait(timeout_s):
         raise PlacementError(f"The placement group for {topology} is still pending after {timeout_s:g} s.")
     here = ray.get_runtime_context().get_node_id()
@@ -77,10 +77,10 @@ def _borrow(group: PlacementGroup, topology: Topology, timeout_s: float) -> Plac
             "The placement group's bundles are not all on the engine's node, and plans travel through shared "
             "memory. Make the group with strategy STRICT_PACK, and run the engine in its first bundle."
         )
-    return Placement(group, owned=False)
+    return WorkerPlacement(group, owned=False)
 
 
-def _make(topology: Topology, timeout_s: float) -> Placement:
+def _make(topology: Topology, timeout_s: float) -> WorkerPlacement:
     topology.check_node(node_resources())
     bundles = topology.worker_bundles()
     this_node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -97,4 +97,4 @@ def _make(topology: Topology, timeout_s: float) -> Placement:
             f"{topology} found no room within {timeout_s:g} s: {missing or 'resources'} not free on the "
             "engine's node. Stop other work there, or use a smaller topology."
         )
-    return Placement(group, owned=True)
+    return WorkerPlacement(group, owned=True)

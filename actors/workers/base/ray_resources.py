@@ -24,7 +24,15 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import placement_group_table
 
 from ....cluster.errors import PlacementError
-from ....cluster.fleet.placement import Bundle, Demand, NodeRoom, check_ever, check_free, lacking_now, total
+from ....cluster.fleet.placement import (
+    Bundle,
+    DeploymentDemand,
+    NodeRoom,
+    check_ever,
+    check_free,
+    lacking_now,
+    total,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +45,7 @@ REPORT_WAIT_S = 10.0
 POLL_S = 0.2
 
 
-def check_room(demands: Sequence[Demand]) -> None:
+def check_room(demands: Sequence[DeploymentDemand]) -> None:
     """Raise PlacementError unless all replicas fit, or the cluster may add nodes.
 
     Resources held by replicas of these deployments count as free, as Serve frees them when it replaces the
@@ -112,7 +120,7 @@ def may_grow() -> bool:
     return True
 
 
-def warn_of_this_machine(demands: Sequence[Demand]) -> None:
+def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
     """Warn if this machine cannot hold the replicas, when no Ray is running. Ray may be started elsewhere."""
     machine = machine_resources()
     try:
@@ -127,7 +135,7 @@ def machine_resources() -> dict[str, float]:
     return {"CPU": float(get_num_cpus()), "GPU": float(gpus)}
 
 
-def _await_free(demands: Sequence[Demand]) -> None:
+def _await_free(demands: Sequence[DeploymentDemand]) -> None:
     def is_replaced(group: Group) -> bool:
         return any(_is_replica(group, each.deployment) for each in demands)
 

@@ -24,7 +24,7 @@ from ....cluster.fleet.placement import Topology
 from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepResult
 from ...system.log_setup import LogSettings, log_to_stderr
-from ..shm.endpoint import PeerLostError, Waiter, spin_budget_s
+from ..shm.endpoint import PeerLostError, SpinWaiter, spin_budget_s
 from ..shm.step_channel import WorkerChannel, knock
 from .control_messages import Order
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...system.torch_threads import TorchThreads
-    from ..comm.process_group import Communicator, Store
+    from ..comm.process_group import ProcessGroupCommunicator, Store
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class Worker:
 
     setting: WorkerSetup
     device: torch.device
-    ranks: Communicator
-    waiter: Waiter
+    ranks: ProcessGroupCommunicator
+    waiter: SpinWaiter
     _threads: TorchThreads
     max_in_flight = 1
 
@@ -98,7 +98,7 @@ class Worker:
         if setting.log is not None:
             log_to_stderr(setting.log.of(process="worker", rank=setting.rank))
         # The worker waits for the engine's host work, which is short and runs on one core.
-        self.waiter = Waiter(spin_budget_s(setting.topology.num_workers + 1))
+        self.waiter = SpinWaiter(spin_budget_s(setting.topology.num_workers + 1))
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
         try:

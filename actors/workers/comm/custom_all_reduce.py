@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 512 * 1024
 
 
-class PeerSum:
+class CustomAllReduce:
     """Sums over one group. Use `of`: the constructor fails where peer memory is missing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class PeerSum:
         symmetric_memory.rendezvous(self._buffer, self._group_name)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> PeerSum | None:
+    def of(cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> CustomAllReduce | None:
         """Return a working instance on all ranks, or None on all ranks. Collective."""
         if device.type != "cuda":
             return None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from .custom_all_reduce import PeerSum
+from .custom_all_reduce import CustomAllReduce
 
 Store = TCPStore
 LOOPBACK = "127.0.0.1"
@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT_S = 300.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Communicator:
+class ProcessGroupCommunicator:
     """The collectives of one group, on contiguous tensors of `device`. With one rank they do nothing."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -35,12 +35,12 @@ class Communicator:
         self._group = group
         self.rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
-        self._peers: PeerSum | None = None
+        self._peers: CustomAllReduce | None = None
 
     def use_peer_memory(self, dtype: torch.dtype) -> None:
         """Sum small tensors of this dtype through GPU peer memory from now on, if it works."""
         if self._group:
-            self._peers = PeerSum.of(self._group, self.device, dtype)
+            self._peers = CustomAllReduce.of(self._group, self.device, dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._peers and self._peers.takes(tensor):
@@ -67,10 +67,10 @@ class Communicator:
         return tensor
 
 
-def joined() -> Communicator:
+def joined() -> ProcessGroupCommunicator:
     """Return the group that another library, such as Ray Train, has set up, or a single rank."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Communicator(device, dist.group.WORLD if dist.is_initialized() else None)
+    return ProcessGroupCommunicator(device, dist.group.WORLD if dist.is_initialized() else None)
 
 
 def open_store(num_ranks: int) -> Store:
@@ -97,11 +97,11 @@ def connect(
     store: Store | int,
     host: str = LOOPBACK,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
-) -> Communicator:
+) -> ProcessGroupCommunicator:
     """Join the group and wait for all ranks. `store` is rank 0's own, or for the others its port."""
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
-        return Communicator(device)
+        return ProcessGroupCommunicator(device)
     if host == LOOPBACK:
         # otherwise gloo uses the address of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -115,4 +115,4 @@ def connect(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Communicator(device, dist.group.WORLD)
+    return ProcessGroupCommunicator(device, dist.group.WORLD)

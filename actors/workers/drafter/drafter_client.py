@@ -26,10 +26,20 @@ from torch import Tensor
 from ....cluster.errors import MantaError
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput
 from ..shm import abstract_sockets as doors
-from ..shm.endpoint import End, PeerLostError, Waiter, nothing
-from ..shm.ring_buffer import Ring, SharedMemory
-from ..shm.tensor_mailbox import Mailbox, Rounds, padded
-from .drafter_protocol import LAYOUT, MAX_OPEN, Ask, Done, Drafted, Hello, Refusal, Told, Welcome
+from ..shm.endpoint import PeerLostError, ShmEndpoint, SpinWaiter, nothing
+from ..shm.ring_buffer import SharedMemory, ShmRing
+from ..shm.tensor_mailbox import Mailbox, RoundRobinBuffer, padded
+from .drafter_protocol import (
+    LAYOUT,
+    MAX_OPEN,
+    Drafted,
+    DrafterRefusal,
+    DraftRequest,
+    Hello,
+    StepReport,
+    StepReportDone,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +73,11 @@ class _Step:
 class _Unsent:
     """A message to send once the device has written its data; built with the time of sending, in seconds."""
 
-    message: Callable[[float], Told]
+    message: Callable[[float], StepReport]
     written: torch.cuda.Event | None
 
 
-class DrafterLink(End):
+class DrafterClient(ShmEndpoint):
     """A connection to one seat of one drafter, from the target's side.
 
     Args:
@@ -80,7 +90,7 @@ class DrafterLink(End):
         PeerLostError: there is no drafter at this address.
     """
 
-    def __init__(self, address: str, hello: Hello, device: torch.device, waiter: Waiter) -> None:
+    def __init__(self, address: str, hello: Hello, device: torch.device, waiter: SpinWaiter) -> None:
         sock, proof = doors.knock(address)
         rings = os.memfd_create("manta-drafter")
         os.ftruncate(rings, LAYOUT.size_bytes)
@@ -97,11 +107,11 @@ class DrafterLink(End):
         for file in files:
             os.close(file)
         super().__init__(memory, 0, waiter)
-        self._down, self._up = Ring.down(memory, LAYOUT), Ring.up(memory, LAYOUT, 0)
+        self._down, self._up = ShmRing.down(memory, LAYOUT), ShmRing.up(memory, LAYOUT, 0)
         # the drafter sends it as soon as it accepts the connection
         self._add_peer(0, sock, LAYOUT.line(0, 0), proof)
         self._sizes, self._on_gpu = sizes, device.type == "cuda"
-        self._told = Rounds(sizes.told_at, sizes.told_bytes)
+        self._told = RoundRobinBuffer(sizes.told_at, sizes.told_bytes)
         self._steps: dict[int, _Step] = {}
         self._unsent: deque[_Unsent] = deque()
         self._num_plans = 0
@@ -172,7 +182,7 @@ class DrafterLink(End):
         place, now_s = self._num_plans % MAX_OPEN, time.monotonic()
         self._num_plans += 1
         self._steps[plan.step] = _Step(place, now_s, plan.num_draft_tokens > 0)
-        self._send(Ask(plan, place, now_s))
+        self._send(DraftRequest(plan, place, now_s))
 
     def is_answered(self, step: int) -> bool:
         """Return whether `drafts` would return for this step without waiting."""
@@ -233,7 +243,7 @@ class DrafterLink(End):
         if self._on_gpu:
             written = torch.cuda.Event()
             written.record()
-        self._unsent.append(_Unsent(partial(Told, step, part, offset, followed, num_drafts), written))
+        self._unsent.append(_Unsent(partial(StepReport, step, part, offset, followed, num_drafts), written))
         for other in self._steps.values():
             other.since_s = max(other.since_s, time.monotonic())
         self.hear()
@@ -248,7 +258,7 @@ class DrafterLink(End):
         match message:
             case Welcome():
                 self._has_seat = True
-            case Refusal(error):
+            case DrafterRefusal(error):
                 self.refusal = error
                 self._lose(error.message)
             case Drafted(step, at_s, use):
@@ -256,7 +266,7 @@ class DrafterLink(End):
                 open_step = self._steps[step]
                 open_step.is_drafted = True
                 self._draft_times_s.append(max(at_s - open_step.since_s, 0.0))
-            case Done(step, _, use):
+            case StepReportDone(step, _, use):
                 self._use += use
                 open_step = self._steps[step]
                 open_step.num_told -= 1

@@ -25,7 +25,7 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import MantaError, PlacementError
 from ....cluster.fleet.placement import Topology
 from ...system.log_setup import in_force
-from ..base.placement_group import PLACEMENT_TIMEOUT_S, Placement
+from ..base.placement_group import PLACEMENT_TIMEOUT_S, WorkerPlacement
 from ..base.ray_resources import this_node
 from ..base.worker_base import forwarded_environment
 from .drafter_worker import DrafterFacts, DrafterSetup, DrafterWorker
@@ -76,7 +76,7 @@ class DrafterSource:
         topology, placement: those of the engine.
     """
 
-    def __init__(self, topology: Topology, placement: Placement) -> None:
+    def __init__(self, topology: Topology, placement: WorkerPlacement) -> None:
         self._topology, self._placement = topology, placement
 
     @property

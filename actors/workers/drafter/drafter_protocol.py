@@ -88,14 +88,14 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class DrafterRefusal:
     """The drafter cannot create a seat."""
 
     error: MantaError
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """Draft for this plan, into a place of the mailbox; `sent_s` is the machine's monotonic clock."""
 
     plan: SchedulerOutput
@@ -113,14 +113,14 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepReport:
     """Results of a part of a step's rows are in the mailbox.
 
     Attributes:
         followed: whether the drafts were verified; if they came too late, tokens of id 0 were verified
             instead.
         num_drafts: int32 [R], verified drafts, if the target's host knows that they are fewer than planned.
-        sent_s: see `Ask`.
+        sent_s: see `DraftRequest`.
     """
 
     step: int
@@ -132,7 +132,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepReportDone:
     """The results have been taken in. `use` is the drafter's since its last message."""
 
     step: int

@@ -26,11 +26,20 @@ import torch
 from ....cluster.errors import EngineDeadError, MantaError
 from ....cluster.step.scheduler_output import DrafterUse, SchedulerOutput
 from ..shm import abstract_sockets as doors
-from ..shm.endpoint import End, PeerLostError, Waiter, nothing, spin_budget_s
-from ..shm.ring_buffer import Ring, SharedMemory
+from ..shm.endpoint import PeerLostError, ShmEndpoint, SpinWaiter, nothing, spin_budget_s
+from ..shm.ring_buffer import SharedMemory, ShmRing
 from ..shm.tensor_mailbox import Mailbox
-from .drafter_protocol import LAYOUT, Ask, Done, Drafted, Hello, Refusal, Told, Welcome
-from .drafter_session import Seat
+from .drafter_protocol import (
+    LAYOUT,
+    Drafted,
+    DrafterRefusal,
+    DraftRequest,
+    Hello,
+    StepReport,
+    StepReportDone,
+    Welcome,
+)
+from .drafter_session import DrafterSession
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +55,13 @@ class _Step:
     num_told: int = 0
 
 
-class Guest(End):
+class DrafterSessionQueue(ShmEndpoint):
     """An engine's connection and seat, with its messages in order."""
 
-    def __init__(self, sock: socket.socket, hello: Hello, files: list[int], waiter: Waiter) -> None:
+    def __init__(self, sock: socket.socket, hello: Hello, files: list[int], waiter: SpinWaiter) -> None:
         memory = SharedMemory(files[0], LAYOUT.size_bytes)
         super().__init__(memory, LAYOUT.line(0, 0), waiter)
-        self._down, self._up = Ring.down(memory, LAYOUT), Ring.up(memory, LAYOUT, 0)
+        self._down, self._up = ShmRing.down(memory, LAYOUT), ShmRing.up(memory, LAYOUT, 0)
         self._add_peer(0, sock, 0)
         ticket = files[1] if len(files) > 1 else hello.mailbox
         self._mailbox, self._sizes = Mailbox.open(ticket, hello.sizes.total_bytes), hello.sizes
@@ -61,17 +70,17 @@ class Guest(End):
         self._use = DrafterUse()  # not yet reported
         # when its last work, and the drafter's last rest, ended; see `work`
         self._free_s = self._awake_s = 0.0
-        self._seat: Seat | None = None
-        self._asked: deque[Ask] = deque()
-        self._told: dict[int, deque[Told]] = {}
+        self._seat: DrafterSession | None = None
+        self._asked: deque[DraftRequest] = deque()
+        self._told: dict[int, deque[StepReport]] = {}
         self._open: deque[_Step] = deque()
         self._pages_of_slot: dict[int, set[int]] = {}
 
-    def sit(self, seat: Seat) -> None:
+    def sit(self, seat: DrafterSession) -> None:
         self._seat = seat
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> DrafterSession:
         assert self._seat is not None, "the guest has no seat yet"
         return self._seat
 
@@ -85,7 +94,7 @@ class Guest(End):
     def take_mail(self) -> None:
         while self._down.has_next(0):
             message = self._read(self._down, 0, _ANSWER_WITHIN_S, nothing)
-            if isinstance(message, Ask):
+            if isinstance(message, DraftRequest):
                 self._asked.append(message)
             else:
                 self._told.setdefault(message.step, deque()).append(message)
@@ -115,7 +124,7 @@ class Guest(End):
         self.rank_s += self._free_s - begin_s
 
     @torch.inference_mode()
-    def _begin(self, ask: Ask, begin_s: float) -> None:
+    def _begin(self, ask: DraftRequest, begin_s: float) -> None:
         plan = ask.plan
         self.seat.begin(plan)
         self._record_pages(plan)
@@ -133,7 +142,7 @@ class Guest(End):
         self.answer(Drafted(plan.step, at_s, self._take_use()))
 
     @torch.inference_mode()
-    def _take_in(self, step: _Step, results: Told, begin_s: float) -> None:
+    def _take_in(self, step: _Step, results: StepReport, begin_s: float) -> None:
         plan = step.plan
         num_parts = self.seat.num_parts(plan)
         verified = plan if results.num_drafts is None else plan.verifying(results.num_drafts)
@@ -145,7 +154,7 @@ class Guest(End):
             self._open.popleft()
             self._told.pop(plan.step)
         self._record_use(results.sent_s, begin_s)
-        self.answer(Done(plan.step, results.part, self._take_use()))
+        self.answer(StepReportDone(plan.step, results.part, self._take_use()))
 
     def _record_use(self, sent_s: float, begin_s: float, *, num_drafted: int = 0) -> float:
         """Record work that was requested at `sent_s`, began at `begin_s` and ends now; returns the time.
@@ -185,13 +194,13 @@ class DrafterServer:
         make_seat: creates a seat for a hello; raises a MantaError if it cannot.
     """
 
-    def __init__(self, make_seat: Callable[[Hello], Seat]) -> None:
+    def __init__(self, make_seat: Callable[[Hello], DrafterSession]) -> None:
         self._make_seat = make_seat
-        self._door = doors.Door(backlog=64)
+        self._door = doors.AbstractListener(backlog=64)
         self.address = self._door.address
-        self._waiter = Waiter(spin_budget_s(4))  # engine, target and drafter all compute
+        self._waiter = SpinWaiter(spin_budget_s(4))  # engine, target and drafter all compute
         self._waiter.listen(self._door.listener)
-        self._guests: list[Guest] = []
+        self._guests: list[DrafterSessionQueue] = []
 
     def serve(self, linger_s: float = math.inf) -> None:
         """Serve until there has been no guest for `linger_s` seconds."""
@@ -234,16 +243,17 @@ class DrafterServer:
             sock.close()
             return
         hello: Hello = pickle.loads(data)
-        guest = Guest(sock, hello, files, self._waiter)
+        guest = DrafterSessionQueue(sock, hello, files, self._waiter)
         os.close(files[0])
         try:
             guest.sit(self._make_seat(hello))
         except MantaError as error:
-            self._refuse(guest, Refusal(error))
+            self._refuse(guest, DrafterRefusal(error))
         except Exception as error:  # one engine's failure must not end the other engines' sessions
             logger.exception("no seat for %s", hello.name)
             self._refuse(
-                guest, Refusal(EngineDeadError(f"The drafter failed ({type(error).__name__}: {error})."))
+                guest,
+                DrafterRefusal(EngineDeadError(f"The drafter failed ({type(error).__name__}: {error}).")),
             )
         else:
             guest.rank_s = min((other.rank_s for other in self._guests), default=0.0)
@@ -251,12 +261,12 @@ class DrafterServer:
             self._run_for(guest, lambda: guest.answer(Welcome()))
             logger.info("%s has connected; there are now %d", hello.name, len(self._guests))
 
-    def _refuse(self, guest: Guest, refusal: Refusal) -> None:
+    def _refuse(self, guest: DrafterSessionQueue, refusal: DrafterRefusal) -> None:
         with contextlib.suppress(PeerLostError, TimeoutError):
             guest.answer(refusal)
         guest.close()
 
-    def _run_for(self, guest: Guest, work: Callable[[], None]) -> None:
+    def _run_for(self, guest: DrafterSessionQueue, work: Callable[[], None]) -> None:
         """Do work for a guest; an exception ends only this guest's session."""
         try:
             work()
@@ -271,7 +281,7 @@ class DrafterServer:
             if guest.has_gone:
                 self._remove(guest, "it disconnected")
 
-    def _remove(self, guest: Guest, reason: str) -> None:
+    def _remove(self, guest: DrafterSessionQueue, reason: str) -> None:
         if guest in self._guests:
             self._guests.remove(guest)
             guest.close()

@@ -2,8 +2,8 @@
 
     begin: take in the plan ─▶ draft: propose ─▶ ... ─▶ take_in: append accepted tokens, write context
 
-The host drives the steps of a `HostSeat`, the device those of a `device_drafter.DeviceSeat`. The drafter's
-weights are shared by all seats of a process. Created and called by `drafter_server.py`.
+The host drives the steps of a `CpuDrafterSession`, the device those of a `device_drafter.DeviceSeat`. The
+drafter's weights are shared by all seats of a process. Created and called by `drafter_server.py`.
 
 A seat may be newer than its engine's requests. It has neither tokens nor pages of those, and their values are
 written to unused memory.
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ....cluster.errors import ConfigError
 from ....cluster.pages.page_pool import pages_for
-from ....cluster.step.dummy_steps import made_up_plan
+from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.compute.backend import Backend
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.dflash.proposer import Proposer
+from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.step.request_states import RequestStates
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
@@ -35,7 +35,7 @@ from ...targets.loading.rank_loader import Checkpoints, lent_weights, pages_of, 
 from ..shm.tensor_mailbox import Kinds
 
 
-class Seat(Protocol):
+class DrafterSession(Protocol):
     """A drafter's session for one engine. Plans come in order; two open plans have no request in common."""
 
     def begin(self, plan: SchedulerOutput) -> None:
@@ -80,7 +80,7 @@ class LoadedDrafter:
         return self.plan.device
 
     @torch.inference_mode()
-    def seat(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> Seat:
+    def seat(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
         """Create a seat for an engine with these pages per pool. Raises ConfigError if they do not fit."""
         own_plan = self.plan
         if (plan.pages.drafter, plan.dtype) != (own_plan.pages.drafter, own_plan.dtype) or (
@@ -96,13 +96,13 @@ class LoadedDrafter:
         assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
         cache = drafter.new_cache(pages_of(plan.pages, plan.pages.drafter, num_pages), plan.page_size)
         if runs_on_device(plan):
-            from .gpu_drafter_session import DeviceSeat
+            from .gpu_drafter_session import GpuDrafterSession
 
-            return DeviceSeat(plan, drafter, cache, num_pages)
+            return GpuDrafterSession(plan, drafter, cache, num_pages)
         operators = make_step_operators(plan)
         state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states = RequestStates(*state_args, plan.device, self._backend.attention_batch, operators, plan.pages)
-        return HostSeat(Proposer(drafter, cache, operators), states)
+        return CpuDrafterSession(DFlashProposer(drafter, cache, operators), states)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -115,8 +115,8 @@ class LoadedDrafter:
         pages = pages_for(tokens + drafts + 1, plan.page_size)
         seat = self.seat(plan, (pages * len(groups),) * plan.pages.num_pools)
         prompt = np.zeros(tokens, np.int32)
-        prefill = made_up_plan([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
-        for step in (prefill, made_up_plan([tokens], [drafts + 1], [drafts])):
+        prefill = dummy_step([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
+        for step in (prefill, dummy_step([tokens], [drafts + 1], [drafts])):
             seat.begin(step)
             if step.num_draft_tokens:
                 seat.draft(step)
@@ -126,10 +126,10 @@ class LoadedDrafter:
                 seat.take_in(step, part, values, followed=True)
 
 
-class HostSeat:
+class CpuDrafterSession:
     """A seat whose steps the host drives."""
 
-    def __init__(self, proposer: Proposer, states: RequestStates) -> None:
+    def __init__(self, proposer: DFlashProposer, states: RequestStates) -> None:
         self._proposer, self._states = proposer, states
 
     def begin(self, plan: SchedulerOutput) -> None:

@@ -29,7 +29,7 @@ ANSWER_WITHIN_S = 20.0  # a drafter that does not answer within this time is kil
 _START_ATTEMPTS = 3  # at the first start: a shared drafter may be about to exit
 
 
-class DrafterKeeper:
+class DrafterSupervisor:
     """Keeps the drafter of one engine running.
 
     Args:

@@ -1,4 +1,4 @@
-"""A drafter's session for one engine whose steps the device drives: the counterpart of `HostSeat`.
+"""A drafter's session for one engine whose steps the device drives: the counterpart of `CpuDrafterSession`.
 
 It gets the plans that the target gets, so it has the same passes with the same rows, including padding, and
 the sizes of all messages are known. The target sends the numbers of verified drafts and its choices, and the
@@ -22,8 +22,8 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import (
     NUM_LISTS,
+    DeviceStepRequests,
     Ints,
-    StepRequests,
     lay_out_block,
     lay_out_rows,
     pack,
@@ -46,12 +46,12 @@ class _Open:
     """A plan in progress: the requests to draft for, and those of each of the target's passes, in order."""
 
     plan: SchedulerOutput
-    block: StepRequests | None
-    passes: Sequence[StepRequests]
+    block: DeviceStepRequests | None
+    passes: Sequence[DeviceStepRequests]
     filters: bool
 
 
-class DeviceSeat:
+class GpuDrafterSession:
     """A drafter's session for one engine on a device, see the module's docstring.
 
     Args:
@@ -67,7 +67,7 @@ class DeviceSeat:
         self._states = DeviceStates(*size, plan.device, plan.pages)
         self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
         self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
-        self._room = StepRequests.room(max_requests)
+        self._room = DeviceStepRequests.room(max_requests)
         num_values = 2 * NUM_LISTS * self._room
         self._upload = Upload(self._states.arena, num_values, self._states.most_changes)
         self._open: dict[int, _Open] = {}
@@ -79,16 +79,16 @@ class DeviceSeat:
         self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
         decoding_lists, prompt_lists = self._upload.values.clone().view(2, NUM_LISTS, self._room).unbind(0)
-        passes: list[StepRequests] = []
+        passes: list[DeviceStepRequests] = []
         filters = bool(len(decoding)) and self._states.filters(plan.slots[decoding])
-        block: StepRequests | None = None
+        block: DeviceStepRequests | None = None
         if len(decoding):
             drafters, targets = self._kinds.of(plan, decoding, filters=filters)
             passes.append(_requests_of(targets, decoding_lists))
             block = None if drafters is None else _requests_of(drafters, decoding_lists)
         if len(prompts):
             spans = (plan.num_computed[prompts], plan.num_rows[prompts])
-            passes.append(StepRequests.prompts(prompt_lists, *spans, int(plan.samples[prompts].sum())))
+            passes.append(DeviceStepRequests.prompts(prompt_lists, *spans, int(plan.samples[prompts].sum())))
         self._open[plan.step] = _Open(plan, block, passes, filters)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:
@@ -168,11 +168,11 @@ class DeviceSeat:
         return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._room)
 
 
-def _requests_of(kind: PassKind, lists_LW: Tensor) -> StepRequests:
-    return StepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
+def _requests_of(kind: PassKind, lists_LW: Tensor) -> DeviceStepRequests:
+    return DeviceStepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
 
 
-def _with_num_drafts(requests: StepRequests, num_drafts_R: Tensor) -> StepRequests:
+def _with_num_drafts(requests: DeviceStepRequests, num_drafts_R: Tensor) -> DeviceStepRequests:
     """Return the requests with these numbers of drafts."""
     known_R = requests.cu_rows_R1.diff() - requests.num_drafts_R
     cu_rows_R1 = torch.nn.functional.pad((known_R + num_drafts_R).cumsum(0, dtype=torch.int32), (1, 0))

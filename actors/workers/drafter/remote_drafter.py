@@ -38,8 +38,8 @@ from ...targets.loading.rank_loader import runs_on_device
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import share
 from ...targets.runners.runner_interface import Runner
-from ..shm.endpoint import Waiter
-from .drafter_client import DrafterLink
+from ..shm.endpoint import SpinWaiter
+from .drafter_client import DrafterClient
 from .drafter_protocol import Hello, Sizes
 
 # The engine's next plan follows a result within about this time; its drafting overlaps the current step.
@@ -47,7 +47,7 @@ GRACE_S = 2e-3
 WELCOME_WITHIN_S = 60.0
 
 
-class RemoteDrafts:
+class DrafterOfOtherDevice:
     """A target rank's source of drafts: a `host.DraftSource` and a `runner.RemoteDrafter`.
 
     Args:
@@ -58,17 +58,17 @@ class RemoteDrafts:
         self._plan, self._backend, self._communicator = plan, backend, communicator
         self._device = plan.device
         self._features = _context_features(plan, backend) if communicator.rank == 0 else None
-        self._link: DrafterLink | None = None
+        self._link: DrafterClient | None = None
         self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
         self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
         self._followed = False
 
     @property
-    def link(self) -> DrafterLink | None:
+    def link(self) -> DrafterClient | None:
         """Rank 0's connection to the drafter; None before the first one, and after it was lost."""
         return self._link
 
-    def connect(self, address: str, name: str, info: ExecutorInfo, waiter: Waiter) -> None:
+    def connect(self, address: str, name: str, info: ExecutorInfo, waiter: SpinWaiter) -> None:
         """Connect to a drafter, closing the previous connection. Raises PeerLostError."""
         if self._features is None:
             return
@@ -78,7 +78,7 @@ class RemoteDrafts:
         config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
         sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
-        self._link = DrafterLink(address, hello, plan.device, waiter)
+        self._link = DrafterClient(address, hello, plan.device, waiter)
 
     def load(self, plan: LoadPlan) -> None:
         """Load this rank's part of another drafter, next to that of the current one."""
@@ -170,7 +170,7 @@ class RemoteDrafts:
 class SplitRunner:
     """Wraps a rank's `runner.Runner`, and adds drafts from another process."""
 
-    def __init__(self, runner: Runner, drafts: RemoteDrafts, plan: LoadPlan) -> None:
+    def __init__(self, runner: Runner, drafts: DrafterOfOtherDevice, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
         self._on_device = runs_on_device(plan)
         # driven by the host: plans and the times of their requests

@@ -24,7 +24,7 @@ KNOCK_WITHIN_S = 1.0  # a connecting process must prove itself within this time
 STRANGERS = 16  # unknown connections that may be queued before expected ones
 
 
-class Door:
+class AbstractListener:
     """A listening socket.
 
     Attributes:

@@ -1,11 +1,11 @@
 """Waiting, waking and messages for both ends of a shared-memory connection.
 
-An `End` is one side of rings (`ring_buffer.py`) shared with its peers. A socket to each peer wakes a sleeper
-(one byte) and reports immediately when the process at its other end has died. A `Waiter` waits on several
-ends together: it first spins briefly with `sched_yield`, then sleeps on their sockets. The step channel
-(`step_channel.py`) and the connection to a drafter (`actors/workers/drafter/drafter_client.py`) are built on
-this. An end belongs to one thread, as do ends that share a waiter. Messages are pickles, which may execute
-code, so nothing is read from a peer before it has proven itself (`abstract_sockets.py`).
+An `ShmEndpoint` is one side of rings (`ring_buffer.py`) shared with its peers. A socket to each peer wakes a
+sleeper (one byte) and reports immediately when the process at its other end has died. A `SpinWaiter` waits on
+several ends together: it first spins briefly with `sched_yield`, then sleeps on their sockets. The step
+channel (`step_channel.py`) and the connection to a drafter (`actors/workers/drafter/drafter_client.py`) are
+built on this. An end belongs to one thread, as do ends that share a waiter. Messages are pickles, which may
+execute code, so nothing is read from a peer before it has proven itself (`abstract_sockets.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .ring_buffer import Ring, SharedMemory
+from .ring_buffer import SharedMemory, ShmRing
 
 PATIENCE_S = 60.0  # timeout for a peer that must answer at once
 POLL_S = 0.1  # polling interval of sleepers, which bounds the cost of a lost wake-up
@@ -35,7 +35,7 @@ def nothing() -> None:
     """Do nothing, for waits without a callback."""
 
 
-class Waiter:
+class SpinWaiter:
     """Waits until something happens on one of several ends.
 
     Args:
@@ -45,12 +45,12 @@ class Waiter:
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
         self._poller = select.poll()
-        self._ends: list[End] = []
+        self._ends: list[ShmEndpoint] = []
 
-    def add(self, end: End) -> None:
+    def add(self, end: ShmEndpoint) -> None:
         self._ends.append(end)
 
-    def remove(self, end: End) -> None:
+    def remove(self, end: ShmEndpoint) -> None:
         if end in self._ends:
             self._ends.remove(end)
 
@@ -101,7 +101,7 @@ class Waiter:
                 end.take_wakeups()
 
 
-class End:
+class ShmEndpoint:
     """One side of a shared-memory connection.
 
     Args:
@@ -109,7 +109,7 @@ class End:
         waiter: waits for it, possibly together with others.
     """
 
-    def __init__(self, memory: SharedMemory, own_line: int, waiter: Waiter) -> None:
+    def __init__(self, memory: SharedMemory, own_line: int, waiter: SpinWaiter) -> None:
         self._memory = memory
         self._own_line = own_line
         self._waiter = waiter
@@ -138,7 +138,7 @@ class End:
         """Return a peer's name for errors."""
         return f"peer {number}"
 
-    def _write(self, ring: Ring, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
+    def _write(self, ring: ShmRing, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
         pieces = ring.fragments(pickle.dumps(message, protocol=5))
         for index, piece in enumerate(pieces):
             self._wait(ring.has_room, timeout_s, alive)
@@ -146,7 +146,7 @@ class End:
             self._wake_sleepers()
 
     # Any: the messages; both ends are our own code.
-    def _read(self, ring: Ring, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
+    def _read(self, ring: ShmRing, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
         """Return the next message, whose first fragment has arrived."""
         if self._proofs:  # the peer sends its proof before the message
             self.take_wakeups()
@@ -168,7 +168,7 @@ class End:
             self._wait(lambda: ring.has_next(reader), timeout_s, alive)
             fragment, last = ring.peek(reader)
 
-    def _drop(self, ring: Ring, reader: int) -> None:
+    def _drop(self, ring: ShmRing, reader: int) -> None:
         ring.drop(reader)
         self._wake_sleepers()
 

@@ -72,17 +72,17 @@ class SharedMemory:
         self._map.close()
 
 
-class Ring:
+class ShmRing:
     """A ring of fragments from one writer to its readers. Only its owner writes a counter."""
 
     @classmethod
-    def down(cls, memory: SharedMemory, layout: Layout) -> Ring:
+    def down(cls, memory: SharedMemory, layout: Layout) -> ShmRing:
         """Return the ring from the engine to all workers."""
         tails = [layout.line(rank, 1) for rank in range(layout.num_workers)]
         return cls(memory, layout.slots_offset, layout.down_slots, layout.down_slot_bytes, 1, tails)
 
     @classmethod
-    def up(cls, memory: SharedMemory, layout: Layout, rank: int) -> Ring:
+    def up(cls, memory: SharedMemory, layout: Layout, rank: int) -> ShmRing:
         """Return the ring from a worker to the engine."""
         head, tails = layout.line(rank, 2), [layout.line(rank, 3)]
         return cls(memory, layout.up_offset(rank), layout.up_slots, layout.up_slot_bytes, head, tails)

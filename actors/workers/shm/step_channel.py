@@ -33,15 +33,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from . import abstract_sockets as doors
-from .endpoint import PATIENCE_S, End, PeerLostError, Waiter, nothing, spin_budget_s
-from .ring_buffer import Layout, Ring, SharedMemory
+from .endpoint import PATIENCE_S, PeerLostError, ShmEndpoint, SpinWaiter, nothing, spin_budget_s
+from .ring_buffer import Layout, SharedMemory, ShmRing
 
 TICK_S = 1e-3  # polling interval for events that wake no sleeper
 NUM_LANES = 2  # per worker
 _HELLO = struct.Struct("<q")  # rank
 
 
-class StepChannel(End):
+class StepChannel(ShmEndpoint):
     """The engine's end. Create it, pass `address` to the workers, `accept` them, then send and receive.
 
     Args:
@@ -53,17 +53,17 @@ class StepChannel(End):
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
-        self._door = doors.Door(num_workers)
+        self._door = doors.AbstractListener(num_workers)
         self.address = self._door.address
         self._layout = layout = layout or Layout(num_workers)
         self._file = os.memfd_create("manta-steps")
         os.ftruncate(self._file, layout.size_bytes)
         # The engine waits for a model's step, which uses all the cores it can get.
-        waiter = Waiter(spin_budget_s(2 * (num_workers + 1)))
+        waiter = SpinWaiter(spin_budget_s(2 * (num_workers + 1)))
         memory = SharedMemory(self._file, layout.size_bytes)
         super().__init__(memory, 0, waiter)
-        self._down = Ring.down(memory, layout)
-        self._ups = [Ring.up(memory, layout, rank) for rank in range(num_workers)]
+        self._down = ShmRing.down(memory, layout)
+        self._ups = [ShmRing.up(memory, layout, rank) for rank in range(num_workers)]
         self._is_door_open = True
         self.lanes: dict[int, tuple[Connection, ...]] = {}
 
@@ -117,7 +117,7 @@ class StepChannel(End):
         super().close()
 
 
-class WorkerChannel(End):
+class WorkerChannel(ShmEndpoint):
     """A worker's end. It gets the shared memory from the engine, which must call `accept` soon.
 
     Args:
@@ -133,7 +133,7 @@ class WorkerChannel(End):
         self,
         knocked: tuple[socket.socket, bytes],
         rank: int,
-        waiter: Waiter | None = None,
+        waiter: SpinWaiter | None = None,
         timeout_s: float = PATIENCE_S,
     ) -> None:
         sock, proof = knocked
@@ -150,11 +150,11 @@ class WorkerChannel(End):
         os.close(files[0])
         self.lanes = tuple(map(Connection, files[1:]))
         # The worker waits for the engine's host work, which is short and runs on one core.
-        waiter = waiter or Waiter(spin_budget_s(layout.num_workers + 1))
+        waiter = waiter or SpinWaiter(spin_budget_s(layout.num_workers + 1))
         super().__init__(memory, layout.line(rank, 0), waiter)
         self._rank = rank
-        self._down = Ring.down(memory, layout)
-        self._up = Ring.up(memory, layout, rank)
+        self._down = ShmRing.down(memory, layout)
+        self._up = ShmRing.up(memory, layout, rank)
         self._add_peer(-1, sock, 0)
 
     def receive(self) -> Any:

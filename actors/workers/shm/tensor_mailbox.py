@@ -80,7 +80,7 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Rounds:
+class RoundRobinBuffer:
     """A ring of byte ranges, allocated in turn and freed in the same order.
 
     Args:

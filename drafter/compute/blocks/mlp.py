@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backend import Backend, Beside, BlockWeights, DenseMLP, Normed, Routed
+from ..backend import Backend, BlockWeights, DenseMLP, Normed, ParallelMLP, RoutedExperts
 from ..layers.linear import RMSNorm
 
 
@@ -37,9 +37,9 @@ def make_mlp(operators: Backend, weights: BlockWeights) -> Mlp:
     match weights.mlp:
         case DenseMLP():
             return _Dense(operators, weights.mlp, *ends)
-        case Routed():
+        case RoutedExperts():
             return _Routed(operators, weights.mlp, *ends)
-        case Beside():
+        case ParallelMLP():
             return _Beside(operators, weights.mlp, *ends)
 
 
@@ -62,7 +62,7 @@ class _Routed:
     __slots__ = ("_operators", "_out_norm", "_scalar", "_sum")
 
     def __init__(
-        self, operators: Backend, weights: Routed, out_norm: RMSNorm | None, scalar: float | None
+        self, operators: Backend, weights: RoutedExperts, out_norm: RMSNorm | None, scalar: float | None
     ) -> None:
         self._operators, self._sum = operators, _RoutedSum(operators, weights)
         self._out_norm, self._scalar = out_norm, scalar
@@ -76,7 +76,7 @@ class _Beside:
     __slots__ = ("_operators", "_out_norm", "_routed", "_scalar", "_weights")
 
     def __init__(
-        self, operators: Backend, weights: Beside, out_norm: RMSNorm | None, scalar: float | None
+        self, operators: Backend, weights: ParallelMLP, out_norm: RMSNorm | None, scalar: float | None
     ) -> None:
         self._operators, self._weights = operators, weights
         self._out_norm, self._scalar = out_norm, scalar
@@ -95,7 +95,7 @@ class _RoutedSum:
 
     __slots__ = ("_operators", "_weights")
 
-    def __init__(self, operators: Backend, weights: Routed) -> None:
+    def __init__(self, operators: Backend, weights: RoutedExperts) -> None:
         self._operators, self._weights = operators, weights
 
     def __call__(self, u_NH: Tensor, x_NH: Tensor) -> Tensor:

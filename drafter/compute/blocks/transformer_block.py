@@ -50,7 +50,7 @@ class BlockStack:
     ) -> None:
         self._operators = operators
         self._tap_ids = tuple(tap_ids)
-        self._blocks = [Block(operators, shape, weights) for shape, weights in blocks]
+        self._blocks = [TransformerBlock(operators, shape, weights) for shape, weights in blocks]
         self._cache_layers = _cache_layers([shape for shape, _ in blocks])
         self._first_norm = blocks[0][1].attention_norm
         self._next_norms = [*(weights.attention_norm for _, weights in blocks[1:]), final_norm]
@@ -68,7 +68,7 @@ class BlockStack:
         return hidden_NH, stack_taps([tapped[i] for i in self._tap_ids]) if tapped else None
 
 
-class Block:
+class TransformerBlock:
     """One block; used by itself for a model whose pass is not a stack."""
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")

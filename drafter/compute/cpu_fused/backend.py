@@ -11,22 +11,22 @@ from ..backend import (
     AttentionShape,
     BlockWeights,
     ContextWriter,
-    Machine,
+    DeviceCapabilities,
     MixerShape,
+    ModelStackSpec,
     Projection,
     Stack,
-    StackSpec,
 )
-from ..cpu_numba.backend import CpuBackend
+from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..layers.linear import Linear, RMSNorm
 from .attention import PagedContexts
-from .fused_forward import CompiledStack, can_compile, fits_pages
+from .fused_forward import FusedForward, can_compile, fits_pages
 from .packed_gemm import PackedLinear, can_pack
 from .qkv_heads import BlockedContextWriter
 
 
-def why_not(spec: StackSpec, machine: Machine) -> str | None:
+def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     """What this machine or a model lacks for passes in one call."""
     if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
         return "computes bfloat16 on CPUs"
@@ -41,7 +41,7 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     return spec.lacking(frozenset())
 
 
-class CompiledBackend(CpuBackend):
+class FusedCpuBackend(NumbaBackend):
     """A pass is one call (`fused_forward.py`); a step's rows come with `attention.PagedContexts`.
 
     Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work
@@ -69,7 +69,7 @@ class CompiledBackend(CpuBackend):
     ) -> Stack:
         attending = [(shape, weights) for shape, weights in blocks if isinstance(shape, AttentionShape)]
         assert len(attending) == len(blocks), "layers with states are another backend's"
-        return CompiledStack(attending, final_norm, tap_ids, self._num_threads)
+        return FusedForward(attending, final_norm, tap_ids, self._num_threads)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return BlockedContextWriter(k_norm_LD, eps, num_kv_heads)

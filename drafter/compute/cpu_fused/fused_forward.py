@@ -84,7 +84,7 @@ def can_compile(*sizes: int) -> bool:
     return all(size % 32 == 0 for size in sizes)
 
 
-class CompiledStack:
+class FusedForward:
     """`blocks.BlockStack` in one call; the weights are those of one rank that has them all."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`CpuBackend`: `TorchBackend` with compiled loops between its products and attention.
+"""`NumbaBackend`: `TorchBackend` with compiled loops between its products and attention.
 
 Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and in bf16 models with more than plain
 blocks. Chosen at load (`actors/targets/loading/operator_factory.py`).
@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    DeviceCapabilities,
+    ModelStackSpec,
+    PlacedRows,
+    Projection,
+)
 from ..eager.attention import paged_attention
 from ..eager.attention_metadata import TorchPass
 from ..eager.backend import TorchBackend, norm_values
@@ -24,14 +32,14 @@ from . import layers
 from .gated_delta_net import CpuDeltaNet
 
 
-def why_not(spec: StackSpec, machine: Machine) -> str | None:
+def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     """Return what this machine lacks for compiled loops, which know every feature of models."""
     if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
         return "computes float32 and bfloat16 on CPUs"
     return None
 
 
-class CpuBackend(TorchBackend):
+class NumbaBackend(TorchBackend):
     """Computes fp32 and bf16 in compiled loops; operators without one are `TorchBackend`'s."""
 
     def attention(self, shape: AttentionShape) -> Attention:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..layers.linear import in_fp32
 from ..memory.kv_cache import PagedKVCache
-from .attention_metadata import AttentionBatch, Group, Seen, pad_rows
+from .attention_metadata import AttentionBatch, Group, VisibleKeys, pad_rows
 
 # How the CPU kernel's products round by the number of query rows (measured, AVX-512, MKL): few otherwise than
 # more (1 to 3; in fp32 fewer than 8 with heads of 128, than 16 with heads of 192 to 512), where query rows
@@ -52,7 +52,7 @@ def paged_attention(
     Returns:
         [N, Q * F], ready for the output projection.
     """
-    groups, seen = batch.groups, Seen(causal, window, first_key)
+    groups, seen = batch.groups, VisibleKeys(causal, window, first_key)
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _flat(_attend(q_NQD, cache, layer, groups[0], scale, seen, sinks_Q), cache, layer)
     out_NQD = torch.empty_like(q_NQD)
@@ -82,7 +82,7 @@ def _attend(
     layer: int,
     group: Group,
     scale: float,
-    seen: Seen,
+    seen: VisibleKeys,
     sinks_Q: Tensor | None,
 ) -> Tensor:
     """M rows of one group -> [M, Q, D]."""

@@ -40,7 +40,7 @@ class PaddedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleKeys:
     """Which keys a row sees, of its request's: as of `paged_attention`."""
 
     causal: bool
@@ -73,10 +73,10 @@ class Group:
     begins_G: Tensor
     positions_GW: Tensor
     lengths_G: Tensor
-    masks: dict[tuple[Seen, torch.dtype, int, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[VisibleKeys, torch.dtype, int, int], Tensor] = field(default_factory=dict)
     views: dict[int, tuple[Tensor, list[tuple[Tensor, ...]]]] = field(default_factory=dict)
 
-    def mask(self, seen: Seen, dtype: torch.dtype, copies: int, width: int) -> Tensor:
+    def mask(self, seen: VisibleKeys, dtype: torch.dtype, copies: int, width: int) -> Tensor:
         """[G, 1, copies * width, T], or 1 for rows that all see the same: 0 where visible, else -inf."""
         key = (seen, dtype, copies, width)
         if key not in self.masks:
@@ -86,7 +86,7 @@ class Group:
             self.masks[key] = mask_G1WT
         return self.masks[key]
 
-    def _make_mask(self, seen: Seen, dtype: torch.dtype) -> Tensor:
+    def _make_mask(self, seen: VisibleKeys, dtype: torch.dtype) -> Tensor:
         keys_T = torch.arange(self.num_keys, device=self.positions_GW.device)
         keys_G1T, query_GW1 = keys_T + self.begins_G.view(-1, 1, 1), self.positions_GW.unsqueeze(-1)
         hidden_GWT = keys_G1T >= self.lengths_G.view(-1, 1, 1)

@@ -8,7 +8,15 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    DeviceCapabilities,
+    ModelStackSpec,
+    PlacedRows,
+    Projection,
+)
 from ..blocks.transformer_block import OperatorBackend
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, HeadNorm, RMSNorm, gate
@@ -24,7 +32,7 @@ from .moe import TorchExperts
 from .moe_routing import TorchRoute
 
 
-def why_not(spec: StackSpec, machine: Machine) -> str | None:
+def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     """Nothing: this is what every feature means."""
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backend import AttentionShape
 from ..layers.linear import Linear
-from ..layers.mla import Latents
+from ..layers.mla import MLALayer
 from ..layers.rope import Rotation
 from ..memory.kv_cache import PagedKVCache
 from .attention import paged_attention
@@ -67,7 +67,7 @@ class LatentAttention:
         return q_NJW
 
 
-def split_queries(qkv_NO: Tensor, parts: Latents, rope_dim: int) -> tuple[Tensor, Tensor]:
+def split_queries(qkv_NO: Tensor, parts: MLALayer, rope_dim: int) -> tuple[Tensor, Tensor]:
     """Queries [N, J, E + R], and latents with their keys [N, W], neither rotated yet."""
     width = parts.rank + rope_dim
     q_NO, latent_NW = qkv_NO[:, :-width], qkv_NO[:, -width:]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Projection
-from ..layers.moe import Router, RouterWeights
+from ..layers.moe import MoeRouter, RouterWeights
 
 _NO_DIVISION_BY_ZERO = 1e-20  # beside the sum of sigmoids
 
@@ -38,7 +38,10 @@ class TorchRoute:
 
 
 def choose(
-    logits_NE: Tensor, rule: Router, correction_E: Tensor | None = None, expert_scale_E: Tensor | None = None
+    logits_NE: Tensor,
+    rule: MoeRouter,
+    correction_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which experts, int32 [N, k], the best first, and how much of each, fp32 [N, k]."""
     logits_NE = logits_NE.float()
@@ -59,7 +62,7 @@ def choose(
     return ids_Nk.to(torch.int32), weights_Nk
 
 
-def _scores(logits: Tensor, rule: Router) -> Tensor:
+def _scores(logits: Tensor, rule: MoeRouter) -> Tensor:
     return logits.softmax(dim=-1) if rule.score == "softmax" else logits.sigmoid()
 
 
@@ -68,7 +71,7 @@ def _highest(scores_NE: Tensor, count: int) -> Tensor:
     return scores_NE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def _in_best_groups(scores_NE: Tensor, rule: Router) -> Tensor:
+def _in_best_groups(scores_NE: Tensor, rule: MoeRouter) -> Tensor:
     """The scores; minus infinity outside the groups whose two best have the highest sums."""
     scores_NGE = scores_NE.unflatten(1, (rule.groups, -1))
     two_best_NG2 = scores_NGE.sort(dim=-1, descending=True).values[..., :2]

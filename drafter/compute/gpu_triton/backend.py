@@ -22,11 +22,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    DeviceCapabilities,
+    ModelStackSpec,
+    PlacedRows,
+    Projection,
+)
 from ..blocks.transformer_block import OperatorBackend
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
-from ..layers.mla import Latents
+from ..layers.mla import MLALayer
 from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
@@ -113,7 +121,7 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
-def why_not(spec: StackSpec, machine: Machine) -> str | None:
+def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
@@ -195,7 +203,7 @@ class TritonBackend(OperatorBackend):
             return _TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
         return _TritonAttention(shape, self._attend)
 
-    def _room_to_expand(self, shape: AttentionShape, parts: Latents) -> ExpansionWorkspace | None:
+    def _room_to_expand(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
         """Which layers alike share; None where prompts stay absorbed."""
         fewest = parts.fewest_expanded
         if self._batch_invariant or not shape.causal or shape.window is not None or fewest is None:

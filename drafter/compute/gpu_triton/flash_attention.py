@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import Machine, StackSpec
+from ..backend import DeviceCapabilities, ModelStackSpec
 from . import backend
 from .attention.attention_tiles import AttentionKind, PagedRows
 
@@ -24,7 +24,7 @@ _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
 
 
-def why_not(spec: StackSpec, machine: Machine) -> str | None:
+def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     """What the package, this machine or a model lacks."""
     try:
         _load()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ..memory.kv_cache import PagedKVCache
 from ..memory.recurrent_state_cache import DeviceStateRows, StateMemory, StateRows
 
@@ -32,7 +32,7 @@ class DeltaNetShape:
         eps: of that norm.
     """
 
-    geometry: StateGeometry
+    geometry: RecurrentStateSpec
     kernel_CT: Tensor
     rate_V: Tensor
     dt_bias_V: Tensor
@@ -40,7 +40,7 @@ class DeltaNetShape:
     eps: float
 
 
-class Mixed(NamedTuple):
+class DeltaNetInputs(NamedTuple):
     """A layer's product, told apart: views of it."""
 
     x_NC: Tensor
@@ -49,9 +49,9 @@ class Mixed(NamedTuple):
     a_NV: Tensor
 
 
-def tell_apart(mixed_NO: Tensor, kind: StateGeometry) -> Mixed:
+def tell_apart(mixed_NO: Tensor, kind: RecurrentStateSpec) -> DeltaNetInputs:
     sizes = [kind.channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads, kind.num_value_heads]
-    return Mixed(*mixed_NO.split(sizes, dim=1))
+    return DeltaNetInputs(*mixed_NO.split(sizes, dim=1))
 
 
 def states_of(

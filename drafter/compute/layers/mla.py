@@ -11,7 +11,7 @@ their own, and a key r that is rotated and the same in all heads.
 is V_h of the sum over p c: so it is attention of [q_n K_h, q_r] over one K/V head whose keys are the cached
 vectors and whose values are their first C, and V_h multiplies behind it. That reads a token once for all
 heads, which is what decoding waits for. Many rows of one request are less work expanded
-(`Latents.fewest_expanded`), in other last bits: so a GPU computes prompts where bits are not promised, and
+(`MLALayer.fewest_expanded`), in other last bits: so a GPU computes prompts where bits are not promised, and
 nobody else does (docs/decisions/latent-attention.md, expanded-latents.md).
 
 `AttentionShape` has the sizes of that form. Made by the target's decoder.
@@ -30,7 +30,7 @@ from .linear import RMSNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latents:
+class MLALayer:
     """Norms and products of a layer's latent attention, on one rank.
 
     Attributes:

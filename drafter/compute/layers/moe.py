@@ -28,7 +28,7 @@ ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
+class MoeRouter:
     """Which experts a row goes to, and how much of each.
 
     Attributes:
@@ -69,7 +69,7 @@ class RouterWeights:
         norm: of the raw residual, where the rule says `normed_input`.
     """
 
-    rule: Router
+    rule: MoeRouter
     weight_EH: Tensor
     bias_E: Tensor | None = None
     correction_E: Tensor | None = None

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....cluster.pages.kv_cache_groups import KVGeometry, LayerPlace, plane_width
+from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width
 from .recurrent_state_cache import StateMemory
 
 
@@ -52,7 +52,7 @@ class PagedKVCache:
         places: Sequence[LayerPlace] | int,
         num_pages: int,
         page_size: int,
-        geometry: KVGeometry | Sequence[KVGeometry],
+        geometry: KVCacheSpec | Sequence[KVCacheSpec],
         dtype: torch.dtype,
         device: torch.device | str,
         states: StateMemory | None = None,
@@ -60,7 +60,7 @@ class PagedKVCache:
         self.states = states
         if isinstance(places, int):
             places = [LayerPlace(0, layer) for layer in range(places)]
-        if isinstance(geometry, KVGeometry):
+        if isinstance(geometry, KVCacheSpec):
             geometry = [geometry] * len(places)
         self.num_layers, self.num_pages, self.page_size = len(places), num_pages, page_size
         self.places, self.geometries, self.dtype = tuple(places), tuple(geometry), dtype
@@ -146,7 +146,7 @@ class PagedKVCache:
         return num_planes * page_size * width * dtype.itemsize
 
 
-def _pairs(kv_APSw: Tensor, kind: KVGeometry) -> Tensor | None:
+def _pairs(kv_APSw: Tensor, kind: KVCacheSpec) -> Tensor | None:
     """[A, P + 1, S, 2, K, D] where values are as long as keys."""
     if kind.head_dim != kind.v_head_dim or kind.v_in_k:
         return None

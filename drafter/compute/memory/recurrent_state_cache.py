@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 
 Ints = NDArray[np.int64]
 
@@ -133,7 +133,7 @@ class StateMemory:
     def __init__(
         self,
         num_layers: int,
-        geometry: StateGeometry,
+        geometry: RecurrentStateSpec,
         num_slots: int,
         max_drafts: int,
         dtype: torch.dtype,
@@ -173,7 +173,9 @@ class StateMemory:
         return self.states_LZVDF, self.windows_LZWC, *records
 
     @staticmethod
-    def bytes_per_slot(num_layers: int, geometry: StateGeometry, max_drafts: int, dtype: torch.dtype) -> int:
+    def bytes_per_slot(
+        num_layers: int, geometry: RecurrentStateSpec, max_drafts: int, dtype: torch.dtype
+    ) -> int:
         """Records included."""
         size = dtype.itemsize
         return num_layers * (geometry.state_bytes(size) + max_drafts * geometry.record_bytes(size))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, size_of
 from ...compute.cpu_numba.lane_scans import lane_floor, next_reaching
 from ..inputs.gumbel_noise import GREATEST_NEGATIVE
-from ..inputs.sampling_metadata import SamplingBatch
+from ..inputs.sampling_metadata import SamplingMetadata
 from ..sampling.top_k_top_p import floors
 from .gumbel_noise import ROUNDING, hash_of, mixed_tokens, most_gumbel, negative_gumbel
 
@@ -30,7 +30,7 @@ _CUT = np.float32(GREATEST_NEGATIVE)
 _MOST_IF_CUT = ROUNDING - _CUT
 
 
-def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Tensor, Tensor]:
+def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
     """Logits are fp32 or bf16."""
     logits_XV = logits_XV.contiguous()
     num_rows, vocab_size = logits_XV.shape

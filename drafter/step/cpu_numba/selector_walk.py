@@ -21,14 +21,16 @@ from torch import Tensor
 from ...compute.cpu_numba.element_ops import LIKE, elements, float_of, pointer, sums
 from ..inputs.proposals import Proposals
 from ..inputs.row_layout import StepRows
-from ..sampling.selector_walk import Codebooks
+from ..sampling.selector_walk import SelectorCodebooks
 from .gumbel_noise import negative_gumbel
 
 _FLOAT, _INT = np.float32(0), np.int64(0)
 _NOTHING = np.float32(-np.inf)
 
 
-def walk(z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: Codebooks) -> Proposals:
+def walk(
+    z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
+) -> Proposals:
     """Gates and codebooks in fp32 or bf16."""
     num_requests, width, batch = len(block.counts_R), block.max_count, block.sampling
     drafts_RW = torch.empty(num_requests, width, dtype=torch.int64)

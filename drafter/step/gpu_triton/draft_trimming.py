@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.step.scheduler_output import Trim
-from .inputs.row_layout import Ints, StepRequests
+from .inputs.row_layout import DeviceStepRequests, Ints
 
 _REQUESTS = 128  # of one turn
 _ALIGNMENT = 4  # numbers: 16 bytes
@@ -78,13 +78,13 @@ class TrimLists:
 
 
 def trim_drafts(
-    drafted: StepRequests,
+    drafted: DeviceStepRequests,
     margins_N: Tensor,
     lists: TrimLists,
     num_rows: int,
     num_drafts_R: Tensor,
     margins_RD: Tensor,
-) -> StepRequests:
+) -> DeviceStepRequests:
     """The requests with the drafts that are verified, in a pass of `num_rows` rows.
 
     Args:

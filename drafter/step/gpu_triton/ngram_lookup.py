@@ -15,12 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .inputs.row_layout import SlotTables, StepRequests
+from .inputs.row_layout import DeviceStepRequests, SlotTables
 
 _PLACES = 1024  # looked at in one turn
 
 
-def look_up(requests: StepRequests, tables: SlotTables, shortest: int, longest: int) -> None:
+def look_up(requests: DeviceStepRequests, tables: SlotTables, shortest: int, longest: int) -> None:
     """Draft for requests that lack their newest token alone.
 
     Args:

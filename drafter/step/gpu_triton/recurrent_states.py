@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ...compute.memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
-from .inputs.row_layout import Ints, SlotTables, StepRequests
+from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
 _MOST_PROGRAMS, _BLOCK = 32, 1024  # that copy a layer's state; elements of a turn
 _NO_SOURCE = -1
@@ -82,7 +82,7 @@ class DeviceRecurrent:
                     *self._of_parts(), self._stands_Z, source, entry.state, entry.num_tokens, **self._sizes()
                 )
 
-    def place(self, requests: StepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
+    def place(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
         """What layers do in a pass; from now on states stand behind its known rows.
 
         Args:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....cluster.pages.kv_cache_groups import ONE_GROUP, PagePlan
+from ....cluster.pages.kv_cache_groups import ONE_GROUP, KVCacheLayout
 from ....cluster.pages.page_pool import pages_for
 from ....cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from ...compute.memory.kv_cache import skip_slot
@@ -28,7 +28,7 @@ from ..sampling.logprobs import AskedSlots
 from .inputs.arena import Arena
 from .inputs.row_layout import Ints, SlotTables
 from .sampling.logits_processor_tables import RuleTables, rule_entries
-from .sampling.sampling_metadata import SamplingState
+from .sampling.sampling_metadata import DeviceSamplingMetadata
 
 MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
 _SAMPLING = {  # a number of each slot
@@ -63,7 +63,7 @@ class DeviceStates:
         num_pages: Sequence[int],
         page_size: int,
         device: torch.device | str,
-        pages: PagePlan = ONE_GROUP,
+        pages: KVCacheLayout = ONE_GROUP,
     ) -> None:
         skipped = [num_pages[group.pool] for group in pages.groups]
         self._no_page_G = np.array(skipped, dtype=np.int32)
@@ -95,7 +95,7 @@ class DeviceStates:
                 [skip_slot(count, page_size) for count in skipped], dtype=torch.int64, device=device
             ),
         )
-        self.sampling = SamplingState(
+        self.sampling = DeviceSamplingMetadata(
             **{name: tables[name] for name in _SAMPLING},
             stop_ids=tables["stop_ids"],
             rules=RuleTables.of(self._arena),

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .inputs.row_layout import SlotTables, StepRequests
+from .inputs.row_layout import DeviceStepRequests, SlotTables
 
 _WARP = 32
 
 
 def accept_and_advance(
-    chosen_X: Tensor, requests: StepRequests, tables: SlotTables, outcome_RW1: Tensor
+    chosen_X: Tensor, requests: DeviceStepRequests, tables: SlotTables, outcome_RW1: Tensor
 ) -> None:
     """Judge the drafts, write the step's new tokens behind the known ones, and advance `num_computed`.
 

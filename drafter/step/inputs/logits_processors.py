@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....cluster.request.logits_processors import TokenRules
+from ....cluster.request.logits_processors import LogitsProcessorParams
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRules:
+class LogitsRules:
     """What holds in all rows of a request; None where it has none.
 
     Attributes:
@@ -39,7 +39,7 @@ class FixedRules:
     bias_B: Tensor | None
 
     @classmethod
-    def of(cls, rules: TokenRules, device: torch.device) -> FixedRules:
+    def of(cls, rules: LogitsProcessorParams, device: torch.device) -> LogitsRules:
         banned = [word[0] for word in rules.bad_words if len(word) == 1]
         biased, bias = [[*each] for each in zip(*rules.logit_bias, strict=True)] or [[], []]
         return cls(
@@ -51,7 +51,7 @@ class FixedRules:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenTokens:
+class TokenCounts:
     """The tokens before each of a request's rows.
 
     Attributes:
@@ -78,10 +78,10 @@ class RuledRows:
 
     begin: int
     end: int
-    rules: TokenRules
-    fixed: FixedRules
+    rules: LogitsProcessorParams
+    fixed: LogitsRules
     impossible_2F: Tensor | None
-    seen: SeenTokens | None
+    seen: TokenCounts | None
     forced_2F: Tensor | None
 
 
@@ -114,7 +114,7 @@ def _apply(logits_WV: Tensor, rows: RuledRows) -> None:
         logits_WV[rows.forced_2F[0], rows.forced_2F[1]] = 0.0
 
 
-def penalized(logits_WU: Tensor, seen: SeenTokens, rules: TokenRules) -> Tensor:
+def penalized(logits_WU: Tensor, seen: TokenCounts, rules: LogitsProcessorParams) -> Tensor:
     """The logits [W, U] of seen tokens after the three penalties, fp32. One formula for every row."""
     repeated_WU = torch.where(logits_WU > 0, logits_WU / rules.repetition, logits_WU * rules.repetition)
     logits_WU = torch.where(seen.seen_WU, repeated_WU, logits_WU)

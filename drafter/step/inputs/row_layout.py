@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ...compute.backend import PlacedRows
-from .sampling_metadata import SamplingBatch
+from .sampling_metadata import SamplingMetadata
 
 Ints = NDArray[np.int64]
 Layout = tuple[Tensor, Ints, Ints, Ints, Ints]
@@ -74,7 +74,7 @@ class StepRows(PlacedRows):
     sampled_X: Tensor
     counts_R: Tensor
     max_count: int
-    sampling: SamplingBatch
+    sampling: SamplingMetadata
     num_rows_R: Ints
 
     def owners(self) -> Tensor:

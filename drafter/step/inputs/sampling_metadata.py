@@ -21,7 +21,7 @@ from .logits_processors import RuledRows
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingMetadata:
     """How to choose one token for each of N rows.
 
     Attributes:
@@ -60,7 +60,7 @@ class SamplingBatch:
         forbidden: NDArray[np.int64] | None,
         device: torch.device | str,
         ruled: tuple[RuledRows, ...] = (),
-    ) -> SamplingBatch:
+    ) -> SamplingMetadata:
         """Rows that all take the likeliest token; see `build`."""
         forbidden_F = _put(forbidden, device) if forbidden is not None else None
         return cls(num_rows, forbidden_F=forbidden_F, ruled=ruled)
@@ -78,7 +78,7 @@ class SamplingBatch:
         forbidden: NDArray[np.int64] | None = None,
         device: torch.device | str = "cpu",
         ruled: tuple[RuledRows, ...] = (),
-    ) -> SamplingBatch:
+    ) -> SamplingMetadata:
         """From host arrays [N], one entry per row.
 
         Args:

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.request.logits_processors import TokenRules
-from ..inputs.logits_processors import FixedRules, RuledRows, SeenTokens
+from ....cluster.request.logits_processors import LogitsProcessorParams
+from ..inputs.logits_processors import LogitsRules, RuledRows, TokenCounts
 from ..inputs.row_layout import Ints
-from .thinking_budget import Thoughts
+from .thinking_budget import ThinkingBudgetState
 
 Endings = dict[int, list[tuple[tuple[int, ...], int]]]
 
@@ -36,7 +36,7 @@ class RuleStates:
         self._device = device
         self._slots: dict[int, _SlotRules] = {}
 
-    def admit(self, slot: int, rules: TokenRules | None) -> None:
+    def admit(self, slot: int, rules: LogitsProcessorParams | None) -> None:
         """A request enters a slot, new or back; what stood there is forgotten."""
         self._slots.pop(slot, None)
         if rules is not None:
@@ -73,24 +73,24 @@ class _SlotRules:
             are there where they are penalized.
     """
 
-    rules: TokenRules
-    fixed: FixedRules
+    rules: LogitsProcessorParams
+    fixed: LogitsRules
     endings: Endings
     longest: int
-    thoughts: Thoughts | None
+    thoughts: ThinkingBudgetState | None
     counts: dict[int, int] = field(default_factory=dict[int, int])
     num_counted: int = 0
 
     @classmethod
-    def of(cls, rules: TokenRules, device: torch.device) -> _SlotRules:
+    def of(cls, rules: LogitsProcessorParams, device: torch.device) -> _SlotRules:
         endings: Endings = {}
         for *before, last in rules.bad_words:
             if before:
                 endings.setdefault(before[-1], []).append((tuple(before), last))
         longest = max((len(word) - 1 for word in rules.bad_words), default=0)
         thinking = rules.thinking
-        thoughts = None if thinking is None else Thoughts.at_start(thinking, rules.prompt_length)
-        return cls(rules, FixedRules.of(rules, device), endings, longest, thoughts)
+        thoughts = None if thinking is None else ThinkingBudgetState.at_start(thinking, rules.prompt_length)
+        return cls(rules, LogitsRules.of(rules, device), endings, longest, thoughts)
 
     def rows(self, begin: int, end: int, tokens_T: Tensor, num_before_W: Ints) -> RuledRows:
         """What holds in rows `begin` to `end`."""
@@ -112,7 +112,7 @@ class _SlotRules:
         ]
         return _pairs(pairs, tokens_T.device)
 
-    def _forced(self, thoughts: Thoughts, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+    def _forced(self, thoughts: ThinkingBudgetState, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
         """Rows in whose place reasoning must end, and with which token."""
         num_before = num_before_W.tolist()
         self.thoughts = thoughts = thoughts.behind(tokens_T[thoughts.num_read : num_before[0]].tolist())
@@ -124,7 +124,7 @@ class _SlotRules:
                 pairs.append((row, token))
         return _pairs(pairs, tokens_T.device)
 
-    def _seen(self, tokens_T: Tensor, num_before_W: Ints) -> SeenTokens:
+    def _seen(self, tokens_T: Tensor, num_before_W: Ints) -> TokenCounts:
         first = int(num_before_W[0])
         self._count(tokens_T[self.num_counted : first])
         drafts = tokens_T[first : int(num_before_W[-1])].tolist()
@@ -139,7 +139,7 @@ class _SlotRules:
             counts_WU[row:, columns[draft]] += 1.0
             seen_WU[row:, columns[draft]] = True
         ids_U = np.fromiter(columns, np.int64, len(columns))
-        return SeenTokens(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
+        return TokenCounts(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
 
     def _count(self, new: Tensor) -> None:
         """Take in the tokens behind those counted."""

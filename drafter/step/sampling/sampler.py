@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ..inputs.logits_processors import apply_rules
-from ..inputs.sampling_metadata import SamplingBatch
+from ..inputs.sampling_metadata import SamplingMetadata
 from .step_ops import DEFINITION, StepOperators
 from .top_k_top_p import filter_logits
 
 
-def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperators = DEFINITION) -> Tensor:
+def sample_rows(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION) -> Tensor:
     """Token ids [N] (int64), ties to the lowest id. `logits` may be edited in place.
 
     Args:
@@ -37,7 +37,7 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
 
 
 def sample_with_margins(
-    logits_NV: Tensor, batch: SamplingBatch, operators: StepOperators = DEFINITION
+    logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION
 ) -> tuple[Tensor, Tensor]:
     """The same ids, and each one's margin [N] (fp32)."""
     logits_NV = edit_logits(logits_NV, batch, operators)
@@ -50,7 +50,7 @@ def sample_with_margins(
     return ids_N.index_copy_(0, batch.noisy_M, ids_M), margins_N.index_copy_(0, batch.noisy_M, margins_M)
 
 
-def edit_logits(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperators) -> Tensor:
+def edit_logits(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators) -> Tensor:
     """The logits, perhaps in place, as requests' rules and grammars want them."""
     if batch.forbidden_F is not None:
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
@@ -59,7 +59,9 @@ def edit_logits(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
     return logits_NV if batch.masks is None else operators.mask_tokens(logits_NV, batch.masks)
 
 
-def _sample_noisy(logits_MV: Tensor, batch: SamplingBatch, operators: StepOperators) -> tuple[Tensor, Tensor]:
+def _sample_noisy(
+    logits_MV: Tensor, batch: SamplingMetadata, operators: StepOperators
+) -> tuple[Tensor, Tensor]:
     """Over what the filters keep; see the module's text."""
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
     kept_MV = filter_logits(logits_MV, batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..inputs.proposals import Proposals
 from ..inputs.row_layout import StepRows
 from .sampler import edit_logits
-from .selector_walk import Codebooks
+from .selector_walk import SelectorCodebooks
 from .step_ops import DEFINITION, StepOperators
 
 
@@ -23,7 +23,7 @@ def select_paths(
     logits_XV: Tensor,
     gates_XE: Tensor,
     block: StepRows,
-    codebooks: Codebooks,
+    codebooks: SelectorCodebooks,
     operators: StepOperators = DEFINITION,
 ) -> Proposals:
     """Drafts [R, W]; a margin is that of the scores behind who was chosen before.

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..inputs.gumbel_noise import GREATEST_NEGATIVE, negative_gumbel
-from ..inputs.sampling_metadata import SamplingBatch
+from ..inputs.sampling_metadata import SamplingMetadata
 from .top_k_top_p import floors
 
 
-def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Tensor, Tensor]:
+def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
     """Logits (fp32) and ids (int64) of the candidates, [X, K], ids ascending: later ties go to the lowest.
 
     Args:
@@ -37,7 +37,7 @@ def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Ten
     return logits_XV.gather(-1, ids_XK).float(), ids_XK
 
 
-def _noised(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
+def _noised(logits_MV: Tensor, batch: SamplingMetadata) -> Tensor:
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
     negative_g_MV = negative_gumbel(batch.key_2M1, logits_MV.shape[-1])
     if (floor_M1 := floors(logits_MV, batch)) is not None:

@@ -22,13 +22,13 @@ from torch import Tensor
 from ..inputs.gumbel_noise import negative_gumbel_of
 from ..inputs.proposals import Proposals
 from ..inputs.row_layout import StepRows
-from ..inputs.sampling_metadata import SamplingBatch
+from ..inputs.sampling_metadata import SamplingMetadata
 from .gumbel_argmax import with_margin
 from .top_k_top_p import filter_logits
 
 
 @dataclass(frozen=True, slots=True)
-class Codebooks:
+class SelectorCodebooks:
     """What a token says of the next one, and the next one of it.
 
     Attributes:
@@ -41,7 +41,9 @@ class Codebooks:
     top_k: int
 
 
-def walk(z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: Codebooks) -> Proposals:
+def walk(
+    z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
+) -> Proposals:
     """Drafts [R, W]; a margin is that of the scores behind who was chosen before.
 
     Args:
@@ -67,13 +69,13 @@ def _before(ids_XK: Tensor, block: StepRows) -> Tensor:
     return torch.where(is_first_X.unsqueeze(1), anchors_X1, ids_XK.roll(1, dims=0))
 
 
-def _pair_scores(before_XP: Tensor, gates_XE: Tensor, ids_XK: Tensor, codebooks: Codebooks) -> Tensor:
+def _pair_scores(before_XP: Tensor, gates_XE: Tensor, ids_XK: Tensor, codebooks: SelectorCodebooks) -> Tensor:
     """[X, P, K], fp32."""
     gated_XPE = codebooks.predecessor_VE[before_XP].float() * gates_XE.float().unsqueeze(1)
     return gated_XPE @ codebooks.successor_VE[ids_XK].float().transpose(1, 2)
 
 
-def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """Places [M, P] of the best candidates by filters and noise, and their margins; those behind one are
     filtered like a row."""
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
@@ -87,7 +89,7 @@ def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingBatch) -> tup
     return places_MP, margins_MP
 
 
-def _repeated(batch: SamplingBatch, times: int) -> SamplingBatch:
+def _repeated(batch: SamplingMetadata, times: int) -> SamplingMetadata:
     """Every noisy row's filters so many times."""
     names = ("temperature_M1", "top_k_M", "top_p_M1", "min_p_M1")
     values = {name: getattr(batch, name) for name in names}

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....cluster.request.logits_processors import ThinkingRule
+from ....cluster.request.logits_processors import ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
-class Thoughts:
+class ThinkingBudgetState:
     """Where a request's reasoning stands behind some of its tokens.
 
     Attributes:
@@ -26,17 +26,17 @@ class Thoughts:
         recent: the last tokens, as many as one of the marks has.
     """
 
-    rule: ThinkingRule
+    rule: ThinkingBudget
     num_read: int = 0
     begin: int | None = None
     recent: tuple[int, ...] = ()
 
     @classmethod
-    def at_start(cls, rule: ThinkingRule, prompt_length: int) -> Thoughts:
+    def at_start(cls, rule: ThinkingBudget, prompt_length: int) -> ThinkingBudgetState:
         """Before any token. Without a mark for its start reasoning begins with the answer."""
         return cls(rule, begin=None if rule.start else prompt_length)
 
-    def behind(self, tokens: Sequence[int]) -> Thoughts:
+    def behind(self, tokens: Sequence[int]) -> ThinkingBudgetState:
         """Behind further tokens."""
         rule, begin, num_read, recent = self.rule, self.begin, self.num_read, self.recent
         longest = max(len(rule.start), len(rule.end))

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..inputs.sampling_metadata import SamplingBatch
+from ..inputs.sampling_metadata import SamplingMetadata
 
 _NUCLEUS_FIRST_LOOK = 256
 
 
-def floors(logits_MV: Tensor, batch: SamplingBatch) -> Tensor | None:
+def floors(logits_MV: Tensor, batch: SamplingMetadata) -> Tensor | None:
     """The least logit that is kept of each row, fp32 [M, 1]; None if nothing is filtered."""
     if not batch.narrows:
         return None
@@ -25,7 +25,7 @@ def floors(logits_MV: Tensor, batch: SamplingBatch) -> Tensor | None:
     return kept_MV.masked_fill_(kept_MV == float("-inf"), float("inf")).amin(dim=-1, keepdim=True)
 
 
-def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
+def filter_logits(logits_MV: Tensor, batch: SamplingMetadata) -> Tensor:
     """Logits before temperature, -inf where min-p, top-k or top-p cut. Log p = log_softmax(this / T)."""
     if not batch.narrows:
         return logits_MV

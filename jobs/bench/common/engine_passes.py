@@ -15,7 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from ....actors.batch.dataset.row_requests import Layout, category_of, parse_line, row_id, row_seed
+from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, row_id, row_seed
 from ....actors.batch.dataset.source import open_source
 from ....actors.engine.output_processor import RequestOutput
 from ....actors.llm import LLM
@@ -117,7 +117,7 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     some = len(lines) if count is None else min(count, len(lines))
     records = [parse_line(lines[i * len(lines) // (count or some)]) for i in range(some)]
-    layout = Layout(category_column="category")
+    layout = RowSchema(category_column="category")
     return [
         PromptRow(row_id(record, layout), category_of(record, layout) or "all", _prompt_of(record, path))
         for record in records
@@ -172,7 +172,7 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
     return ("bfloat16",) if on_gpu else ("float32", "bfloat16")
 
 
-class EngineRun:
+class EnginePass:
     """Prompts and their sampling parameters for one engine; a call runs a slice of them.
 
     Args:

@@ -23,7 +23,7 @@ from ....actors.targets.loading.memory_budget import page_bytes
 from ....actors.targets.loading.rank_loader import start_runner
 from ....actors.targets.runners.runner_interface import Runner
 from ....cluster.errors import ConfigError
-from ....cluster.step.dummy_steps import made_up_plan
+from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SchedulerOutput
 from .idle_check import Idleness, Watch
 from .random_weights import PairShape, RandomModels
@@ -35,7 +35,7 @@ PARTS = ("draft", "verify", "sample", "inject")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class StepPoint:
     """`batch` requests with `context` tokens each."""
 
     batch: int
@@ -43,7 +43,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMedians:
     """Medians over equal steps, in seconds; `step_s` is wall time, `host_s` the rest that no part covers."""
 
     parts_s: dict[str, float]
@@ -52,11 +52,11 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PointSteps:
     """Times at one point: steps with all drafts, steps with none, and whether the machine was idle."""
 
-    drafting: Measured
-    plain: Measured
+    drafting: StepMedians
+    plain: StepMedians
     idleness: Idleness
 
 
@@ -77,14 +77,16 @@ class Memory:
         """Return the pages per group for the context, the last known token and its drafts."""
         return -(-(context + 1 + self._num_drafts) // self._page_size)
 
-    def num_pages(self, point: Point) -> int:
+    def num_pages(self, point: StepPoint) -> int:
         return point.batch * self.pages_per_request(point.context) * self._most_groups
 
-    def fits(self, point: Point) -> bool:
+    def fits(self, point: StepPoint) -> bool:
         return self.num_pages(point) <= self._most_pages
 
 
-def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int) -> dict[Point, Seen]:
+def measure_points(
+    points: Sequence[StepPoint], plan: LoadPlan, memory: Memory, steps: int
+) -> dict[StepPoint, PointSteps]:
     """Measure steps with all drafts and with none at every point.
 
     Raises:
@@ -102,23 +104,23 @@ def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, step
     runner, _ = start_runner(plan, RandomModels())
     with torch.inference_mode():
         runner.cache.kv.normal_()
-    found: dict[Point, Seen] = {}
+    found: dict[StepPoint, PointSteps] = {}
     for point in points:
         _say(f"batch {point.batch}, context {point.context}")
         admission = _admission(point, memory.pages_per_request(point.context), plan)
         watch = Watch()
         with watch.open():
             drafting, plain = _take_turns(runner, admission, plan.num_speculative_tokens, steps)
-        found[point] = Seen(drafting, plain, watch.found)
+        found[point] = PointSteps(drafting, plain, watch.found)
     return found
 
 
 def _take_turns(
     runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
-) -> tuple[Measured, Measured]:
+) -> tuple[StepMedians, StepMedians]:
     """Alternate between steps with and without drafts, so that disturbances affect both."""
     batch = len(admission.slots)
-    plans = [made_up_plan(*_decoding(batch, -1, drafts)) for drafts in (num_drafts, 0)]
+    plans = [dummy_step(*_decoding(batch, -1, drafts)) for drafts in (num_drafts, 0)]
     kinds = [_Steps(runner, admission, plan) for plan in plans]
     for kind in kinds:
         kind.run(WARM_UP_STEPS, counted=False)
@@ -147,19 +149,19 @@ class _Steps:
                 for part, seconds in self._parts.items():
                     seconds.append(getattr(timings, f"{part}_s"))
 
-    def measured(self) -> Measured:
+    def measured(self) -> StepMedians:
         gaps = [wall - sum(parts) for wall, *parts in zip(self._walls, *self._parts.values(), strict=True)]
         medians = {part: statistics.median(seconds) for part, seconds in self._parts.items()}
-        return Measured(medians, statistics.median(gaps), statistics.median(self._walls))
+        return StepMedians(medians, statistics.median(gaps), statistics.median(self._walls))
 
 
-def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
+def _admission(point: StepPoint, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
     """Return requests with one token less than the context (the step adds it) and pages in random order."""
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"
     tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
     scattered = random.permutation(load.config.num_pages)
-    return made_up_plan(
+    return dummy_step(
         *_decoding(point.batch, point.context - 1, 0),
         prompts=list(tokens),
         num_pages=[pages_per_request] * point.batch,

@@ -23,7 +23,7 @@ CURVE_PERCENTILES = (*range(0, 95, 5), *range(95, 101))
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class RequestLatencies:
     """Latencies of one finished request in seconds; `tpot_s` is None for a single token."""
 
     ttft_s: float
@@ -32,14 +32,14 @@ class Waits:
     itl_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, asked_s: float, times_s: Sequence[float], num_tokens: int) -> Waits:
+    def of(cls, asked_s: float, times_s: Sequence[float], num_tokens: int) -> RequestLatencies:
         """Compute the latencies from the arrival time and the times of events with tokens (at least one)."""
         ttft_s, e2el_s = times_s[0] - asked_s, times_s[-1] - asked_s
         tpot_s = (e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
         return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))
 
 
-def describe(waits: Sequence[Waits]) -> dict[str, Any]:  # Any: JSON
+def describe(waits: Sequence[RequestLatencies]) -> dict[str, Any]:  # Any: JSON
     """Return mean and percentiles of each latency in milliseconds; None without values."""
     values = {
         "ttft": [each.ttft_s for each in waits],
@@ -50,7 +50,7 @@ def describe(waits: Sequence[Waits]) -> dict[str, Any]:  # Any: JSON
     return {f"{name}_ms": _describe(found) for name, found in values.items()}
 
 
-def curves(waits: Sequence[Waits]) -> dict[str, list[float]]:
+def curves(waits: Sequence[RequestLatencies]) -> dict[str, list[float]]:
     """Return ttft and itl in milliseconds at each of CURVE_PERCENTILES, for charts."""
     gaps = [gap for one in waits for gap in one.itl_s]
     return {"ttft_ms": _curve([one.ttft_s for one in waits]), "itl_ms": _curve(gaps)}

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 
 from ....cluster.config import EngineConfig
-from ....cluster.engine.engine_core import Engine
+from ....cluster.engine.engine_core import EngineCore
 from ....cluster.request.request import Request
 from ....cluster.step.executor import Executor
 from ..common.arrivals import Arrivals
 from ..load.request_source import RequestSource
-from .load_records import Answer, Block, LoadPass
+from .load_records import AnswerRecord, DraftBlock, LoadPass
 
 
 class Driver:
@@ -31,7 +31,7 @@ class Driver:
         self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.info = executor.info
-        self.engine = Engine(config, executor, clock)
+        self.engine = EngineCore(config, executor, clock)
         self._clock = clock
 
     def closed(self, source: RequestSource, part: range, at_once: int) -> LoadPass:
@@ -96,8 +96,8 @@ class _LoadRun:
     def __init__(self, driver: Driver) -> None:
         self._engine, self._clock = driver.engine, driver._clock
         self._before = self._engine.stats().step_seconds
-        self._answers: dict[str, Answer] = {}
-        self._open: dict[str, Answer] = {}
+        self._answers: dict[str, AnswerRecord] = {}
+        self._open: dict[str, AnswerRecord] = {}
         self.begin_s = self._clock()
 
     @property
@@ -107,7 +107,7 @@ class _LoadRun:
     def submit(self, source: RequestSource, number: int, asked_s: float) -> None:
         request = source[number]
         name = str(number)
-        self._answers[name] = self._open[name] = Answer(number, request.category, asked_s)
+        self._answers[name] = self._open[name] = AnswerRecord(number, request.category, asked_s)
         self._engine.add_request(
             Request(
                 request_id=name,
@@ -126,7 +126,7 @@ class _LoadRun:
             if (answer := self._open.get(update.request_id)) is None:
                 continue  # aborted
             count = len(update.token_ids)
-            answer.blocks.append(Block(now_s, count, update.num_drafted, update.num_accepted))
+            answer.blocks.append(DraftBlock(now_s, count, update.num_drafted, update.num_accepted))
             answer.token_ids += update.token_ids
             if update.finish_reason is not None:
                 answer.ended_s = now_s
@@ -153,11 +153,13 @@ class _LoadRun:
 
     def between(self, begin_s: float, end_s: float) -> LoadPass:
         """Return the result for a part of the time; answers are cut to it."""
-        parts: list[Answer] = []
+        parts: list[AnswerRecord] = []
         for answer in self._answers.values():
             if (answer.ended_s or end_s) <= begin_s:
                 continue
             blocks = [block for block in answer.blocks if begin_s <= block.at_s <= end_s]
             asked_s = max(answer.asked_s, begin_s)
-            parts.append(Answer(answer.number, answer.category, asked_s, blocks, ended_s=answer.ended_s))
+            parts.append(
+                AnswerRecord(answer.number, answer.category, asked_s, blocks, ended_s=answer.ended_s)
+            )
         return LoadPass(begin_s, end_s, parts, {})

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ..load.latencies import Waits
+from ..load.latencies import RequestLatencies
 
 
-class Block(NamedTuple):
+class DraftBlock(NamedTuple):
     """Output of a step for a request: `num_tokens` at time `at_s`; `num_accepted` of them were drafts."""
 
     at_s: float
@@ -25,20 +25,20 @@ class Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerRecord:
     """Answer to one request; `ended_s` is None while it runs, or if it was aborted."""
 
     number: int
     category: str
     asked_s: float
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[DraftBlock] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     ended_s: float | None = None
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> RequestLatencies:
         """Return the latencies; the answer must have tokens."""
-        return Waits.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
+        return RequestLatencies.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LoadPass:
 
     begin_s: float
     end_s: float
-    answers: Sequence[Answer]
+    answers: Sequence[AnswerRecord]
     step_seconds: dict[str, float]
 
     @property
@@ -81,7 +81,7 @@ class LoadPass:
         return self.tokens / max(self.request_seconds, 1e-9)
 
     @property
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[DraftBlock]:
         return [block for answer in self.answers for block in answer.blocks]
 
     def sums(self) -> Sums:
@@ -105,7 +105,7 @@ class Sums:
     accepted: tuple[int, ...]
 
     @classmethod
-    def of(cls, blocks: Sequence[Block]) -> Sums:
+    def of(cls, blocks: Sequence[DraftBlock]) -> Sums:
         """Sum over blocks, including each request's first block, which ends the prefill and has no drafts."""
         most = max((block.num_drafted for block in blocks), default=0)
         drafted, accepted = [0] * most, [0] * most
@@ -137,14 +137,14 @@ class Sums:
         return [hits / tries for hits, tries in zip(self.accepted, self.drafted, strict=True)]
 
 
-def by_category(answers: Sequence[Answer]) -> dict[str, Sums]:
-    blocks: dict[str, list[Block]] = defaultdict(list)
+def by_category(answers: Sequence[AnswerRecord]) -> dict[str, Sums]:
+    blocks: dict[str, list[DraftBlock]] = defaultdict(list)
     for answer in answers:
         blocks[answer.category] += answer.blocks
     return {name: Sums.of(found) for name, found in sorted(blocks.items())}
 
 
-def acceptance_json(answers: Sequence[Answer]) -> dict[str, Any]:  # Any: JSON
+def acceptance_json(answers: Sequence[AnswerRecord]) -> dict[str, Any]:  # Any: JSON
     """Return, by category, blocks with drafts and accepted share per position; {} without drafts."""
     return {
         name: {

@@ -25,7 +25,7 @@ PROBE_S = 1.0  # seconds of arrivals in the first, uncounted pass of an open loo
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """A load: `requests` in flight (closed loop), or `arrivals` (open loop)."""
 
     traffic: Traffic
@@ -57,18 +57,18 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PointPasses:
     """Passes of all sides, one per round; round i ran the requests of `parts[i]`."""
 
-    point: Point
+    point: SweepPoint
     parts: list[range]
     passes: dict[str, list[LoadPass]]
     watch: Watch
 
 
 def measure(
-    point: Point, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
-) -> Measured:
+    point: SweepPoint, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
+) -> PointPasses:
     """Measure all sides in at most `rounds` rounds.
 
     `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
@@ -87,7 +87,7 @@ def measure(
             say(f"{point}, round {number + 1}/{rounds}, {count} requests")
             for name in rotated(list(drivers), number):
                 passes[name].append(point.run(drivers[name], source, part))
-    return Measured(point, parts, passes, watch)
+    return PointPasses(point, parts, passes, watch)
 
 
 def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[
     return rounds, max(least, int(least * fit / rounds))
 
 
-def same_tokens(measured: Measured) -> dict[str, bool]:
+def same_tokens(measured: PointPasses) -> dict[str, bool]:
     """Return by side whether all requests have the same tokens as plain decoding."""
 
     def tokens(name: str) -> list[list[int]]:

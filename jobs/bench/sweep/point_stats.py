@@ -11,12 +11,12 @@ from ..load.latencies import curves, describe
 from .cold_start import WHEN
 from .engines import ADAPTIVE, PLAIN, RANDOM
 from .load_records import LoadPass, Sums, acceptance_json
-from .point import Measured, same_tokens
+from .point import PointPasses, same_tokens
 
 BEST_LEAST, PLAIN_LEAST, RANDOM_LEAST, MIXED_LEAST = 0.98, 1.0, 0.97, 1.0
 
 
-def point_figures(measured: Measured, fixed: Sequence[str]) -> Figures:
+def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
     """Return the figures of all sides. The *best* side is the fastest of plain and fixed lengths.
 
     Ratios compare tokens/s per request, which in closed loops equals the ratio of total tokens/s. Acceptance

@@ -23,7 +23,7 @@ from ..common.options import SweepOptions
 from ..load.request_source import RequestSource, Traffic, encode_rows
 from .cold_start import measure_starts
 from .engines import open_sides
-from .point import Point, measure
+from .point import SweepPoint, measure
 from .point_stats import point_figures, verdicts
 from .resume import MeasuredCells, read_cells
 
@@ -74,17 +74,17 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
     return figures
 
 
-def _points(options: SweepOptions) -> list[Point]:
+def _points(options: SweepOptions) -> list[SweepPoint]:
     """Return the points, mixed traffic directly after prompts at the same load, to be comparable."""
     loops: tuple[tuple[Traffic, tuple[int, ...]], ...]
     loops = (("prompts", options.concurrency), ("mixed", options.mixed))
     found = [
-        Point(traffic, requests)
+        SweepPoint(traffic, requests)
         for requests in sorted({*options.concurrency, *options.mixed})
         for traffic, loads in loops
         if requests in loads
     ]
-    return [*found, *(Point("prompts", None, arrivals) for arrivals in options.open_loops)]
+    return [*found, *(SweepPoint("prompts", None, arrivals) for arrivals in options.open_loops)]
 
 
 def _starts(

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .checks import Check, Outcome, off_by, within
-from .subject import Candidate, KernelInputs, Place, candidates
+from .checks import Check, CheckOutcome, off_by, within
+from .subject import BackendCandidate, KernelInputs, MachineKind, candidates
 
 REMEDY = (
     "serve with another backend (--attention-backend torch) until this is fixed, and report the line with "
@@ -38,17 +38,19 @@ class Case:
     fp32: float
     is_operator: bool = True
 
-    def check(self, group: str, place: Place, candidate: Candidate, dtype: torch.dtype) -> Check:
+    def check(self, group: str, place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Check:
         name = f"{self.name}, {str(dtype).removeprefix('torch.')}"
         return Check(group, name, partial(self._examine, place, candidate, dtype), REMEDY)
 
-    def _examine(self, place: Place, candidate: Candidate, dtype: torch.dtype) -> Outcome:
+    def _examine(self, place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> CheckOutcome:
         with torch.inference_mode():
             error = self.error(KernelInputs(place, candidate, dtype))
         return within(error, self.fp32 if dtype is torch.float32 else self.half)
 
 
-def checks_of_served(group: str, place: Place, cases: Iterable[Case], *, quick: bool) -> Iterator[Check]:
+def checks_of_served(
+    group: str, place: MachineKind, cases: Iterable[Case], *, quick: bool
+) -> Iterator[Check]:
     """Yield each case in each dtype of this device's preferred backend; only one 16-bit dtype if `quick`."""
     candidate, cases = candidates(place)[0], list(cases)
     for dtype in candidate.examined(quick=quick):

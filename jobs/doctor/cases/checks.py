@@ -1,7 +1,7 @@
 """Checks of the doctor and their results, one table line each.
 
-A check is a function that returns an `Outcome` or raises `NotHereError`. Any other exception is reported as a
-failure of that check; it never ends the run. The modules beside this one make checks,
+A check is a function that returns an `CheckOutcome` or raises `NotHereError`. Any other exception is reported
+as a failure of that check; it never ends the run. The modules beside this one make checks,
 `jobs/doctor/doctor_run.py` runs them.
 """
 
@@ -24,7 +24,7 @@ class NotHereError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """Result of a check.
 
     Attributes:
@@ -49,7 +49,7 @@ class Check:
 
     group: str
     name: str
-    look: Callable[[], Outcome]
+    look: Callable[[], CheckOutcome]
     remedy: str
 
 
@@ -80,10 +80,10 @@ def examine(check: Check) -> Finding:
         outcome = check.look()
         status = _status(outcome)
     except NotHereError as skip:
-        outcome, status = Outcome(str(skip)), "skipped"
+        outcome, status = CheckOutcome(str(skip)), "skipped"
     except Exception as error:  # a broken machine may raise anything
         words = " ".join(str(error).split())
-        outcome, status = Outcome(f"{type(error).__name__}: {words}"), "failed"
+        outcome, status = CheckOutcome(f"{type(error).__name__}: {words}"), "failed"
         trace = traceback.format_exc()
     if status == "failed":
         remedy = check.remedy
@@ -92,13 +92,13 @@ def examine(check: Check) -> Finding:
 
 
 def raising(group: str, name: str, error: Exception) -> Check:
-    def look() -> Outcome:
+    def look() -> CheckOutcome:
         raise error
 
     return Check(group, name, look, "report the line with its trace (-o FILE)")
 
 
-def _status(outcome: Outcome) -> Status:
+def _status(outcome: CheckOutcome) -> Status:
     if outcome.passed is None:
         return "fact"
     return "ok" if outcome.passed else "failed"
@@ -119,11 +119,11 @@ def off_by(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).abs() / size).max()) / torch.finfo(found.dtype).eps
 
 
-def within(units: float, bound: float) -> Outcome:
+def within(units: float, bound: float) -> CheckOutcome:
     """Return the outcome of an error in units of the last place."""
-    return Outcome(f"{units:.3g} ulp", f"{bound:g} ulp", units <= bound)
+    return CheckOutcome(f"{units:.3g} ulp", f"{bound:g} ulp", units <= bound)
 
 
-def none_differ(differing: int, among: int, what: str) -> Outcome:
+def none_differ(differing: int, among: int, what: str) -> CheckOutcome:
     """Return the outcome of a comparison that must be exact."""
-    return Outcome(f"{differing} of {among} {what} differ", "0", differing == 0)
+    return CheckOutcome(f"{differing} of {among} {what} differ", "0", differing == 0)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.pages.kv_cache_groups import KVGeometry
-from ....cluster.pages.recurrent_state_spec import StateGeometry
+from ....cluster.pages.kv_cache_groups import KVCacheSpec
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Backend, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.layers.gated_delta_net import DeltaNetShape
@@ -24,21 +24,21 @@ from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import DeviceStateRows, Save, StateMemory, StateRows
 from .case import Case, checks_of_served
 from .checks import Check, off_by
-from .subject import KernelInputs, Place
+from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 _KINDS = {
-    "two value heads a key": StateGeometry(16, 32, 128, 128, 4),  # Qwen3.5-9B, 35B-A3B, Coder-Next
-    "three value heads a key": StateGeometry(16, 48, 128, 128, 4),  # Qwen3.5-27B
+    "two value heads a key": RecurrentStateSpec(16, 32, 128, 128, 4),  # Qwen3.5-9B, 35B-A3B, Coder-Next
+    "three value heads a key": RecurrentStateSpec(16, 48, 128, 128, 4),  # Qwen3.5-27B
 }
 _SMALL = {
-    "two value heads a key": StateGeometry(1, 2, 16, 16, 4),
-    "three value heads a key": StateGeometry(1, 3, 16, 8, 4),
+    "two value heads a key": RecurrentStateSpec(1, 2, 16, 16, 4),
+    "three value heads a key": RecurrentStateSpec(1, 3, 16, 8, 4),
 }
 _PROMPT, _DRAFTS, _ACCEPTED, _REST = 40, 5, 3, 2
 
 
-def delta_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def delta_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     kinds = _KINDS if place.device.type == "cuda" else _SMALL
     cases = [Case(name, partial(_error, kind=kind), _HALF, _FP32) for name, kind in kinds.items()]
     yield from checks_of_served("own delta rule", place, cases, quick=quick)
@@ -66,7 +66,7 @@ class DeltaLayer:
         self._backend, self._attend = backend, backend.delta_net(shape)
         self._is_on_device = not isinstance(backend, TorchBackend)
         self._dtype, self._device = memory.windows_LZWC.dtype, memory.windows_LZWC.device
-        self._cache = PagedKVCache(1, 1, page_size, KVGeometry(1, 8, 8), self._dtype, self._device, memory)
+        self._cache = PagedKVCache(1, 1, page_size, KVCacheSpec(1, 8, 8), self._dtype, self._device, memory)
         self._layer, self._padding = layer, padding
         self.first_Z, self._pending_Z = np.zeros((2, memory.num_slots), dtype=np.int64)
 
@@ -100,7 +100,7 @@ class DeltaLayer:
         self.first_Z[slot] += count
 
 
-def _error(inputs: KernelInputs, kind: StateGeometry) -> float:
+def _error(inputs: KernelInputs, kind: RecurrentStateSpec) -> float:
     """Compare a sequence with rejected drafts in a block with one pass over the accepted rows."""
     definition = inputs.definition()
     (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (inputs, definition))
@@ -113,7 +113,7 @@ def _error(inputs: KernelInputs, kind: StateGeometry) -> float:
     return off_by(torch.cat(found), exact.run([(1, exact_NO, 0)]))
 
 
-def _random(inputs: KernelInputs, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
+def _random(inputs: KernelInputs, kind: RecurrentStateSpec) -> tuple[DeltaLayer, Tensor]:
     """Make a layer whose state decays within a few rows, and rows for it."""
     heads, wide = kind.num_value_heads, inputs.wide
     shape = DeltaNetShape(

@@ -19,25 +19,25 @@ from torch import Tensor
 from ....cluster.speculation.draft_trimming import trimmed
 from ....cluster.step.scheduler_output import SlotSampling, Trim
 from ....drafter.step.gpu_triton.draft_trimming import TrimLists, trim_drafts
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRequests, lay_out_block, pack
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, lay_out_block, pack
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from ....drafter.step.gpu_triton.sampling.selector_candidates import find_candidates
 from ....drafter.step.gpu_triton.sampling.selector_walk import walk_paths
 from ....drafter.step.sampling.selector import select_paths
-from ....drafter.step.sampling.selector_walk import Codebooks
+from ....drafter.step.sampling.selector_walk import SelectorCodebooks
 from ...bench.common.random_weights import PairShape
 from .case import REMEDY, Case
-from .checks import Check, Outcome, none_differ
+from .checks import Check, CheckOutcome, none_differ
 from .operators import attention_error
 from .steps import SAMPLINGS, StatePair, choose, exact_scores
-from .subject import Candidate, Place
+from .subject import BackendCandidate, MachineKind
 
 _HEAD_DIMS = (80, 96, 192)  # not powers of two: tiles are wider than heads
 _NEAR = 1e-4  # of margins: fp32 rounding of logits and of the noise of two scores
 _RANK, _TOP_K = 256, 16  # as in published selectors
 
 
-def draft_checks(place: Place) -> Iterator[Check]:
+def draft_checks(place: MachineKind) -> Iterator[Check]:
     for name in ("greedy", "temperature 1", "Qwen3's"):
         yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
         yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
@@ -47,11 +47,11 @@ def draft_checks(place: Place) -> Iterator[Check]:
     for head_dim in _HEAD_DIMS:
         shape = PairShape.of("odd heads", {**place.shape.target_json, "head_dim": head_dim})
         case = Case(f"attention, heads of {head_dim}", attention_of_blocks, 8, 128)
-        candidate = Candidate("triton", "triton", (dtype,))
+        candidate = BackendCandidate("triton", "triton", (dtype,))
         yield case.check("drafts", replace(place, shape=shape), candidate, dtype)
 
 
-def _margins(place: Place, sampling: SlotSampling) -> Outcome:
+def _margins(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     """Check the margin of the best score over the next kept one (the best logit if only one is kept)."""
     num_rows = 6 if place.interpreted else 32
     random = torch.Generator(place.device).manual_seed(1)
@@ -67,10 +67,10 @@ def _margins(place: Place, sampling: SlotSampling) -> Outcome:
         scores_NV = torch.where(alone_N1, logits_NV.double(), kept_scores_NV)
     best_N2 = scores_NV.topk(2).values
     off = float((margins_N - (best_N2[:, 0] - best_N2[:, 1])).abs().max())
-    return Outcome(f"off by {off:.1e}", f"{_NEAR:.0e}", off <= _NEAR)
+    return CheckOutcome(f"off by {off:.1e}", f"{_NEAR:.0e}", off <= _NEAR)
 
 
-def _cuts(place: Place) -> Outcome:
+def _cuts(place: MachineKind) -> CheckOutcome:
     """Check that the kernel keeps the same drafts as the host. Few distinct margins give ties."""
     rng = np.random.default_rng(2)
     count, most = (9, 7) if place.interpreted else (256, 15)
@@ -84,7 +84,7 @@ def _cuts(place: Place) -> Outcome:
     found, _ = cut(drafts_R, margins_RK, trim, num_rows, place.device)
     found_R = found.num_drafts_R.cpu().numpy()
     if found_R.sum() != expected_R.sum():
-        return Outcome(f"{found_R.sum()} drafts stay", f"{expected_R.sum()}", passed=False)
+        return CheckOutcome(f"{found_R.sum()} drafts stay", f"{expected_R.sum()}", passed=False)
     return none_differ(int((found_R != expected_R).sum()), count, "requests")
 
 
@@ -95,27 +95,27 @@ def cut(
     num_rows: int,
     device: torch.device,
     padding: int = 0,
-) -> tuple[StepRequests, Tensor]:
+) -> tuple[DeviceStepRequests, Tensor]:
     """Run the trimming kernel with a budget of rows; return its requests and the margins.
 
     Args:
         padding: requests without rows after the others.
     """
     count, most = margins_RK.shape
-    room, requests_R = StepRequests.room(count + padding), np.arange(count, dtype=np.int32)
+    room, requests_R = DeviceStepRequests.room(count + padding), np.arange(count, dtype=np.int32)
     lists = pack(requests_R, 1 + drafts_R, drafts_R, np.ones(count, bool), room)
     values = TrimLists.pack(trim, requests_R.astype(np.intp), room, most)
     blocks = [np.insert(of_one[:n], 0, 99.0) for of_one, n in zip(margins_RK, drafts_R, strict=True)]
     margins = np.concatenate([*blocks, np.full(5, 99.0)]).astype(np.float32)
     lists_LW, values_V, margins_N = (torch.from_numpy(x).to(device) for x in (lists, values, margins))
-    drafted = StepRequests.decoding(lists_LW, count + padding, most + 1, num_rows)
+    drafted = DeviceStepRequests.decoding(lists_LW, count + padding, most + 1, num_rows)
     home_RK = torch.full((count + padding, most), 5.0, device=device)
     num_drafts_R = torch.full((count + padding,), 77, dtype=torch.int32, device=device)
     found = trim_drafts(drafted, margins_N, TrimLists.over(values_V, room), num_rows, num_drafts_R, home_RK)
     return found, home_RK
 
 
-def _paths(place: Place, sampling: SlotSampling) -> Outcome:
+def _paths(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     """Check DFlash2's paths for ragged blocks followed by padding."""
     pair, filters = StatePair(place, sampling), sampling.top_k > 0
     block = lay_out_block(pair.requests, pair.device.tables, 0)
@@ -129,7 +129,7 @@ def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     num_rows = len(block.slots_N)
     logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
     predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
-    books = Codebooks(predecessor_VE, successor_VE, _TOP_K)
+    books = SelectorCodebooks(predecessor_VE, successor_VE, _TOP_K)
     drafting_N = torch.from_numpy(np.flatnonzero(np.repeat(pair.step.num_drafts > 0, pair.step.num_rows)))
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
@@ -146,4 +146,4 @@ def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     differing = int((chosen_N[mine_X] != theirs.drafts_RK[of_drafts]).sum())
     off = float((margins_N[mine_X] - theirs.margins_RK[of_drafts]).abs().max())
     measured = f"{differing} of {len(mine_X)} drafts differ, margins by {off:.1e}"
-    return Outcome(measured, f"0, {_NEAR:.0e}", not differing and off <= _NEAR)
+    return CheckOutcome(measured, f"0, {_NEAR:.0e}", not differing and off <= _NEAR)

@@ -23,7 +23,7 @@ from ....drafter.compute.quantization.mxfp4 import MXFP4
 from ....drafter.compute.quantization.packed_4bit import BLOCK, Packed
 from .case import Case, checks_of_served
 from .checks import Check, off_by
-from .subject import KernelInputs, Place
+from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 8, 256  # bounds in units of the last place
 _LIMIT = 1.0  # of the clamp; many values exceed it
@@ -49,7 +49,7 @@ class ExpertKind:
     activation: ExpertActivation
     packed: type[Packed] | None = None
 
-    def rows(self, place: Place) -> tuple[int, ...]:
+    def rows(self, place: MachineKind) -> tuple[int, ...]:
         """Return numbers of rows that use tiles of every height."""
         return _GPU_ROWS[self.places] if place.device.type == "cuda" else _SMALL_ROWS
 
@@ -61,7 +61,7 @@ KIMI_K2 = ExpertKind("INT4, SiLU", 7168, 2048, 48, 8, "silu", Int4)  # the share
 _SMALL = {"hidden": 192, "inner": 64, "experts": 4, "places": 2}
 
 
-def expert_kinds(place: Place) -> list[ExpertKind]:
+def expert_kinds(place: MachineKind) -> list[ExpertKind]:
     kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2]
     return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
 
@@ -72,7 +72,7 @@ def bytes_of(weight: Tensor | Packed) -> int:
     return weight.blocks_EOBJ.nbytes + weight.scales_EOB.nbytes
 
 
-def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield a case for each kind; fewer tile heights if `quick`."""
     cases = [
         Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)

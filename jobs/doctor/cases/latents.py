@@ -16,13 +16,13 @@ from functools import partial
 
 from torch import Tensor
 
-from ....cluster.pages.kv_cache_groups import KVGeometry
+from ....cluster.pages.kv_cache_groups import KVCacheSpec
 from ....drafter.compute.backend import AttentionShape, PlacedRows
 from ....drafter.compute.layers.linear import RMSNorm
-from ....drafter.compute.layers.mla import Latents
+from ....drafter.compute.layers.mla import MLALayer
 from .case import Case, checks_of_served, error_of
 from .checks import Check
-from .subject import Contexts, KernelInputs, Place
+from .subject import Contexts, KernelInputs, MachineKind
 
 _HALF, _FP32 = 16, 512  # bounds in units of the last place
 
@@ -45,7 +45,7 @@ _KIMI = _Sizes(8, 128, 64, 128, 512, prompts=(2100, 171), block=16)
 _SMALL = _Sizes(3, 20, 8, 12, 32, prompts=(50, 33), block=5)
 
 
-def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def latent_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     sizes = _KIMI if place.device.type == "cuda" else _SMALL
     counts = {
         "long prompts, expanded": sizes.prompts,
@@ -63,7 +63,7 @@ def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> li
     """Attend with `rows` of each request after its prompt; return the written K/V and the results."""
     width, rank = sizes.rank + sizes.rotated, sizes.rank
     requests = tuple(zip(sizes.prompts, rows, strict=True))
-    contexts = Contexts(inputs, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
+    contexts = Contexts(inputs, requests, 1, KVCacheSpec(1, width, rank, v_in_k=True))
     shape = AttentionShape(
         num_heads=sizes.heads,
         num_kv_heads=1,
@@ -74,7 +74,7 @@ def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> li
         eps=inputs.eps,
         rope=inputs.rope(contexts.length, sizes.rotated),
         scale=(sizes.nope + sizes.rotated) ** -0.5,
-        latent=Latents(
+        latent=MLALayer(
             q_norm=None,
             q_up=None,
             kv_norm=RMSNorm(inputs.norm_weight(rank), inputs.eps),

@@ -21,14 +21,14 @@ from ....drafter.compute.layers.linear import Activation, RMSNorm
 from .case import Case, error_of
 from .checks import Check, NotHereError, raising
 from .passes import draft_pass, target_pass
-from .subject import Contexts, KernelInputs, Place, Requests, candidates
+from .subject import Contexts, KernelInputs, MachineKind, Requests, candidates
 
 _ROWS = 48  # for operators that work on single rows
 _KINDS = ((True, None), (False, None), (True, 100), (False, 40))  # causal, window
 _PADDING = 2  # rows without a request after the others, as in captured steps
 
 
-def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def operator_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield all cases of every backend for the device.
 
     Args:
@@ -45,7 +45,7 @@ def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
                     yield case.check(candidate.name, place, candidate, dtype)
 
 
-def operator_cases(place: Place) -> list[Case]:
+def operator_cases(place: MachineKind) -> list[Case]:
     def of(compute: Callable[..., list[Tensor]], **how: object) -> Callable[[KernelInputs], float]:
         return partial(error_of, compute=partial(compute, **how))
 

@@ -27,14 +27,14 @@ from ....drafter.compute.layers.linear import Activation
 from .case import Case, checks_of_served, error_of
 from .checks import Check
 from .operators import add_product, product_of_blocks
-from .subject import KernelInputs, Place
+from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 6, 256  # bounds in units of the last place
 _ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two tiles
 _FEW_ROWS = (16, 100)
 
 
-def product_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield all cases; fewer tile heights if `quick`."""
     rows = _FEW_ROWS if quick else _ROWS
     computed: dict[str, Callable[[KernelInputs, int], list[Tensor]]] = {

@@ -16,30 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.step.dummy_steps import made_up_plan
+from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SlotSampling
 from ....drafter.step.gpu_triton.inputs.row_layout import (
     NUM_LISTS,
-    StepRequests,
+    DeviceStepRequests,
     lay_out_block,
     lay_out_rows,
     pack,
     place_drafts,
 )
-from ....drafter.step.gpu_triton.inputs.row_layout import StepRows as DeviceRows
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from ....drafter.step.gpu_triton.inputs.upload import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
-from ....drafter.step.gpu_triton.sampling.sampling_metadata import SamplingState
+from ....drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ....drafter.step.inputs.gumbel_noise import noise_bits, noise_keys
 from ....drafter.step.inputs.row_layout import StepRows, by_request
 from ....drafter.step.request_states import RequestStates
 from ....drafter.step.sampling.verification import accept
 from .case import REMEDY, Case, checks_of_served, error_of
-from .checks import Check, Outcome, none_differ
+from .checks import Check, CheckOutcome, none_differ
 from .operators import attend
-from .subject import Place
+from .subject import MachineKind
 
 _PAGE, _LENGTH, _MASK = 16, 96, 4000
 _PROMPTS, _DRAFTS = (37, 5, 60), (5, 0, 15)
@@ -56,7 +56,7 @@ SAMPLINGS = {
 _NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last places of fp32
 
 
-def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield all checks; only fp32 logits if `quick`."""
     yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
     yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
@@ -74,7 +74,7 @@ def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 class StatePair:
     """The same requests in the host's states and in the device's states; all use `sampling`."""
 
-    def __init__(self, place: Place, sampling: SlotSampling = _GREEDY) -> None:
+    def __init__(self, place: MachineKind, sampling: SlotSampling = _GREEDY) -> None:
         self._device = place.device
         rng = np.random.default_rng(0)
         requests = len(_PROMPTS)
@@ -82,7 +82,7 @@ class StatePair:
         num_pages = requests * pages
         size = (requests, _LENGTH, (num_pages,), _PAGE, place.device)
         self.host, self.device = RequestStates(*size), DeviceStates(*size)
-        admission = made_up_plan(
+        admission = dummy_step(
             [0] * requests,
             _PROMPTS,
             [0] * requests,
@@ -95,14 +95,14 @@ class StatePair:
             for seed, request in enumerate(admission.admitted, -1)
         )
         admission = replace(admission, admitted=tuple(admitted))
-        self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
-        room = StepRequests.room(requests + _PADDING)
+        self.step = dummy_step([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
+        room = DeviceStepRequests.room(requests + _PADDING)
         upload = Upload(self.device.arena, NUM_LISTS * room, self.device.most_changes)
         for plan in (admission, self.step):
             self.host.apply(plan)
             lists_LW = pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, room)
             upload.send(lists_LW.ravel(), self.device.changes(plan))
-        self.requests = StepRequests.decoding(
+        self.requests = DeviceStepRequests.decoding(
             upload.values.view(NUM_LISTS, room),
             requests + _PADDING,
             width=1 + max(_DRAFTS),
@@ -154,14 +154,14 @@ def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
     return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
 
 
-def _rows(place: Place) -> Outcome:
+def _rows(place: MachineKind) -> CheckOutcome:
     pair = StatePair(place)
     *of_blocks, _ = pair.draft()
     of_rows = pair.rows()
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
-def _verdicts(place: Place) -> Outcome:
+def _verdicts(place: MachineKind) -> CheckOutcome:
     """Compare the results of verification and the states after the step."""
     pair = StatePair(place)
     *_, drafts_RK = pair.draft()
@@ -185,7 +185,7 @@ def _verdicts(place: Place) -> Outcome:
     return none_differ(*_count(pairs), "integers")
 
 
-def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome:
+def _tokens(place: MachineKind, sampling: SlotSampling, dtype: torch.dtype) -> CheckOutcome:
     """Check that filters keep the right tokens and each row's token has the best score, up to `_NEAR`."""
     num_rows = 6 if place.interpreted else 32
     random = torch.Generator(place.device).manual_seed(0)
@@ -206,10 +206,10 @@ def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome
             return none_differ(wrong, kept_NV.numel(), "tokens kept or cut")
     chosen_N1 = ids_N[:, None]
     if not bool(kept_NV.gather(1, chosen_N1).all()):
-        return Outcome("a filtered token was chosen", "none", passed=False)
+        return CheckOutcome("a filtered token was chosen", "none", passed=False)
     best_N1 = scores_NV.masked_fill(~kept_NV, -torch.inf).amax(-1, keepdim=True)
     short = float((best_N1 - scores_NV.gather(1, chosen_N1)).clamp_(min=0).max())
-    return Outcome(f"{short:.1e} below the best score", f"{_NEAR:.0e}", short <= _NEAR)
+    return CheckOutcome(f"{short:.1e} below the best score", f"{_NEAR:.0e}", short <= _NEAR)
 
 
 def exact_scores(
@@ -246,7 +246,7 @@ def choose(
         logits_NV,
         torch.arange(num_rows, dtype=torch.int32, device=device),
         torch.from_numpy(positions_N).to(device),
-        SamplingState(
+        DeviceSamplingMetadata(
             temperature=of_each(sampling.temperature, torch.float32),
             top_k=of_each(sampling.top_k, torch.int32),
             top_p=of_each(sampling.top_p, torch.float32),

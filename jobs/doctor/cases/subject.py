@@ -21,10 +21,10 @@ from torch import Tensor
 from ....actors.targets.loading.backend_selection import BackendName, why_not
 from ....actors.targets.loading.load_plan import plan_models
 from ....actors.targets.loading.operator_factory import make_backend
-from ....actors.targets.model.attention import Attention
+from ....actors.targets.model.attention import TargetAttention
 from ....cluster.config import EngineConfig
-from ....cluster.pages.kv_cache_groups import KVGeometry
-from ....drafter.compute.backend import AttentionShape, Backend, Machine, PlacedRows
+from ....cluster.pages.kv_cache_groups import KVCacheSpec
+from ....drafter.compute.backend import AttentionShape, Backend, DeviceCapabilities, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from ....drafter.compute.memory.kv_cache import PagedKVCache
@@ -59,7 +59,7 @@ _INTERPRETED: Mapping[str, Requests] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MachineKind:
     """A device with the sizes that are used on it.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place:
     interpreted: bool = False
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> MachineKind:
         """Return the place of this machine: its GPU if there is one, unless TRITON_INTERPRET is set."""
         interpreted = bool(os.environ.get("TRITON_INTERPRET"))
         if torch.cuda.is_available() and not interpreted:
@@ -90,7 +90,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BackendCandidate:
     """A backend to check.
 
     Attributes:
@@ -109,30 +109,30 @@ class Candidate:
         spared = torch.float16 if quick and torch.bfloat16 in self.dtypes else None
         return tuple(dtype for dtype in self.dtypes if dtype is not spared)
 
-    def why_not(self, place: Place, dtype: torch.dtype) -> str | None:
+    def why_not(self, place: MachineKind, dtype: torch.dtype) -> str | None:
         """Return why it does not run here, as text that follows its name; None if it runs."""
         shape = place.shape
-        machine = Machine(place.device, dtype, self.page_size, num_ranks=1)
+        machine = DeviceCapabilities(place.device, dtype, self.page_size, num_ranks=1)
         asked = "loops" if self.name == "loops" else self.setting or "torch"
         return why_not(asked, [shape.target.of_backend(), shape.drafter.of_backend()], machine)
 
 
-def candidates(place: Place) -> list[Candidate]:
+def candidates(place: MachineKind) -> list[BackendCandidate]:
     """Return the backends for this kind of device, whether or not they run on this machine."""
     both = (torch.float32, torch.bfloat16)
     if place.interpreted:  # the interpreter's bf16 products are wrong
-        return [Candidate("triton", "triton", (torch.float32, torch.float16))]
+        return [BackendCandidate("triton", "triton", (torch.float32, torch.float16))]
     if place.device.type == "cuda":
         return [
-            Candidate("triton", "triton", (*HALVES, torch.float32)),
-            Candidate("triton, pages of 64", "triton", (torch.bfloat16,), page_size=64),
-            Candidate("flash_attn", "flash_attn", HALVES, page_size=256),
-            Candidate("torch", "torch", (torch.bfloat16, torch.float32)),
+            BackendCandidate("triton", "triton", (*HALVES, torch.float32)),
+            BackendCandidate("triton, pages of 64", "triton", (torch.bfloat16,), page_size=64),
+            BackendCandidate("flash_attn", "flash_attn", HALVES, page_size=256),
+            BackendCandidate("torch", "torch", (torch.bfloat16, torch.float32)),
         ]
     return [
-        Candidate("compiled", "compiled", (torch.bfloat16,)),
-        Candidate("loops", "torch", both),
-        Candidate("torch", None, both),
+        BackendCandidate("compiled", "compiled", (torch.bfloat16,)),
+        BackendCandidate("loops", "torch", both),
+        BackendCandidate("torch", None, both),
     ]
 
 
@@ -144,7 +144,11 @@ class KernelInputs:
     """
 
     def __init__(
-        self, place: Place, candidate: Candidate, dtype: torch.dtype, backend: Backend | None = None
+        self,
+        place: MachineKind,
+        candidate: BackendCandidate,
+        dtype: torch.dtype,
+        backend: Backend | None = None,
     ) -> None:
         self.place, self.candidate, self.dtype = place, candidate, dtype
         self.backend = backend or _open(place, candidate, dtype)
@@ -153,7 +157,7 @@ class KernelInputs:
         dense = place.shape.target.layers[0].dense
         assert dense is not None, "shapes must be those of dense pairs"
         self.inner = dense.inner_size
-        self.attention: Attention = place.shape.target.attention(0)
+        self.attention: TargetAttention = place.shape.target.attention(0)
         self.is_examined = True  # False for the definition
         self._drawn_dtype = dtype
         self._random = torch.Generator(place.device).manual_seed(0)
@@ -222,7 +226,7 @@ class Contexts:
     """
 
     def __init__(
-        self, inputs: KernelInputs, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
+        self, inputs: KernelInputs, requests: Requests, num_layers: int, geometry: KVCacheSpec | None = None
     ) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
         self._backend = inputs.backend
@@ -231,7 +235,7 @@ class Contexts:
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
         of = inputs.attention
-        geometry = geometry or KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
+        geometry = geometry or KVCacheSpec(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
             num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.place.device
         )
@@ -289,7 +293,7 @@ class Contexts:
         return torch.from_numpy(values).to(self._device)
 
 
-def _open(place: Place, candidate: Candidate, dtype: torch.dtype) -> Backend:
+def _open(place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Backend:
     """Make the backend as in loading a model."""
     if candidate.setting is None:
         return TorchBackend()

@@ -24,7 +24,7 @@ _SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class RatioEstimate:
     """A ratio and its 95 % confidence interval; `low` and `high` are None with too few units."""
 
     value: float
@@ -41,7 +41,7 @@ class Estimate:
 
 def ratio_of_sums(
     above_U: Sequence[float], below_U: Sequence[float], least: float = -math.inf, most: float = math.inf
-) -> Estimate | None:
+) -> RatioEstimate | None:
     """Return the sum of `above_U` divided by that of `below_U`; None if that is 0.
 
     Args:
@@ -55,11 +55,11 @@ def ratio_of_sums(
         return None
     value = float(above.sum() / below.sum())
     if count < LEAST_UNITS:
-        return Estimate(value, None, None, count)
+        return RatioEstimate(value, None, None, count)
     residuals = above - value * below
     error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / float(below.sum())
     reach = student_t(count - 1) * error
-    return Estimate(value, max(value - reach, least), min(value + reach, most), count)
+    return RatioEstimate(value, max(value - reach, least), min(value + reach, most), count)
 
 
 def student_t(degrees: int) -> float:

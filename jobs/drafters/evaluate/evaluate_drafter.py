@@ -26,10 +26,10 @@ from ...bench.common.provenance import options_json, provenance
 from ...bench.load.request_source import RequestSource, encode_rows
 from ...bench.sweep.engine_driver import Driver
 from ...bench.sweep.engines import ADAPTIVE, PLAIN, open_sides
-from ...bench.sweep.load_records import Answer, LoadPass, Sums
+from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
-from .confidence_intervals import Estimate, ratio_of_sums
+from .confidence_intervals import RatioEstimate, ratio_of_sums
 from .eval_suites import Suite, open_suite
 
 OVERALL = "overall"
@@ -47,8 +47,8 @@ class Acceptance:
 
     num_prompts: int
     num_blocks: int
-    tokens_per_step: Estimate
-    by_position: tuple[Estimate, ...]
+    tokens_per_step: RatioEstimate
+    by_position: tuple[RatioEstimate, ...]
 
     def as_json(self) -> Figures:
         return {
@@ -144,14 +144,14 @@ def measure_acceptance(
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]
-    of: dict[str, list[Answer]] = defaultdict(list)
+    of: dict[str, list[AnswerRecord]] = defaultdict(list)
     for answer in answers:
         of[answer.category].append(answer)
     groups = {OVERALL: answers, **{name: of[name] for name in sorted(of)}}
     return {name: found for name, group in groups.items() if (found := _acceptance(group)) is not None}
 
 
-def _acceptance(answers: Sequence[Answer]) -> Acceptance | None:
+def _acceptance(answers: Sequence[AnswerRecord]) -> Acceptance | None:
     sums = [Sums.of(answer.blocks) for answer in answers]
     blocks = [one.num_verified for one in sums]
     length = ratio_of_sums([one.num_verified + sum(one.accepted) for one in sums], blocks, least=1.0)

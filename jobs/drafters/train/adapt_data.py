@@ -23,7 +23,7 @@ from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError, DatasetError
 from ...bench.common.engine_passes import read_rows
 from ...bench.load.request_source import encode_rows
-from ...training.data.continuations import SPOKEN_TEMPERATURES, Continuations, Question
+from ...training.data.continuations import SPOKEN_TEMPERATURES, ContinuationRequest, Continuations
 from ...training.data.target_answers import write_continuations
 from .train_data import completions_of_one_model
 
@@ -47,7 +47,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AdaptRunKey:
     """The inputs of a run. A work folder belongs to one set of inputs."""
 
     drafter: str
@@ -114,7 +114,9 @@ def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def prepare_text(asked: Asked, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> Text:
+def prepare_text(
+    asked: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]
+) -> Text:
     """Prepare the text of a run and store it, so that a continued run ignores traffic captured since.
 
     Raises:
@@ -142,7 +144,7 @@ def prepare_text(asked: Asked, folder: Path, tokenizer: Tokenizer, report: Calla
     return _load(asked, folder, kept)
 
 
-def _load(asked: Asked, folder: Path, kept: Path) -> Text:
+def _load(asked: AdaptRunKey, folder: Path, kept: Path) -> Text:
     content = json.loads(kept.read_text(encoding="utf-8"))
     if content["asked"] != asked.as_json():
         raise ConfigError(
@@ -181,7 +183,7 @@ def _answered(
     """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
     asked = [
-        Question(each.prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
+        ContinuationRequest(each.prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
         for number, each in enumerate(examples)
         if each.answer is None
     ]

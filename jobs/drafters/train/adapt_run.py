@@ -29,8 +29,8 @@ from ...training.loop.lr_schedule import Length, Schedule
 from ...training.train_drafter import Trained, train
 from ..common.options import AdaptOptions
 from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_whole
-from .adapt_data import Asked, Example, Text, prepare_text
-from .promotion_gate import Measured, Verdict, judge
+from .adapt_data import AdaptRunKey, Example, Text, prepare_text
+from .promotion_gate import GateLengths, Verdict, judge
 
 # Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
 RECIPE = DrafterSettings(
@@ -54,7 +54,7 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         torch.set_num_threads(options.num_threads)
     target = resolve_checkpoint(options.target, field="target")
     begun = resolve_checkpoint(options.drafter, field="drafter")
-    asked = Asked(str(begun), str(target), str(options.data), str(options.replay), options.minutes)
+    asked = AdaptRunKey(str(begun), str(target), str(options.data), str(options.replay), options.minutes)
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = prepare_text(asked, options.work, Tokenizer.load(target), report)
     report(
@@ -72,7 +72,7 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
     return figures
 
 
-def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> Measured:
+def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> GateLengths:
     """Measure tokens per step on new and old text by greedy decoding with whole blocks."""
     config = replace(engine_of(str(drafter), str(target)), enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
     with open_whole(config) as driver:
@@ -84,7 +84,7 @@ def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[E
             return {category: each.tokens_per_step.value for category, each in found.items()}
 
         of_new, of_old = of(new), of(old)
-    return Measured(of_new[OVERALL], {name: value for name, value in of_old.items() if name != OVERALL})
+    return GateLengths(of_new[OVERALL], {name: value for name, value in of_old.items() if name != OVERALL})
 
 
 def _train(text: Text, target: Path, begun: Path, folder: Path, report: Callable[[str], None]) -> Trained:
@@ -100,7 +100,7 @@ def _train(text: Text, target: Path, begun: Path, folder: Path, report: Callable
     )
 
 
-def _figures(asked: Asked, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
+def _figures(asked: AdaptRunKey, text: Text, trained: Trained, verdict: Verdict) -> dict[str, Any]:
     return {
         **verdict.as_json(),
         **asked.as_json(),

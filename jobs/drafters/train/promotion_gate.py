@@ -14,7 +14,7 @@ MAX_LOSS = 0.03  # accepted loss of tokens per step in a category of old text
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GateLengths:
     """Tokens per step on all new text, and on each category of old text."""
 
     new: float
@@ -29,8 +29,8 @@ class Verdict:
         complaints: reasons to reject the new drafter; empty if it passes.
     """
 
-    before: Measured
-    after: Measured
+    before: GateLengths
+    after: GateLengths
     complaints: tuple[str, ...]
 
     @property
@@ -57,7 +57,7 @@ class Verdict:
         }
 
 
-def judge(before: Measured, after: Measured, min_gain: float) -> Verdict:
+def judge(before: GateLengths, after: GateLengths, min_gain: float) -> Verdict:
     """Compare two drafters that were measured on the same text."""
     complaints: list[str] = []
     gained = gain(before.new, after.new)

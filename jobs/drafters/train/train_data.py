@@ -20,12 +20,12 @@ from typing import Any
 import tokenizers
 
 from ....actors.batch.dataset.row_requests import parse_line
-from ....actors.batch.dataset.source import Source, SourceFile, open_parquet, open_source
+from ....actors.batch.dataset.source import Dataset, SourceFile, open_parquet, open_source
 from ....actors.capture.records import CapturedRecord, is_captured, read_captured
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import DatasetError, RequestError, shown
-from ...training.data.continuations import SPOKEN_TEMPERATURES, Continuations, Question
+from ...training.data.continuations import SPOKEN_TEMPERATURES, ContinuationRequest, Continuations
 from ...training.data.corpus import library_files
 from ...training.data.prompts import all_prompts, select_prompts
 from ...training.data.target_answers import write_continuations
@@ -79,7 +79,7 @@ def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) 
         )
     pairs = [(prompt, answer[: asking.longest - len(prompt)]) for prompt, answer in pairs]
     asked = [
-        Question(prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
+        ContinuationRequest(prompt, SPOKEN_TEMPERATURES[number % len(SPOKEN_TEMPERATURES)], number)
         for number, prompt in enumerate(fitting)
     ]
     parts = [Continuations.of_pairs(pairs)]
@@ -140,7 +140,7 @@ def _library(tokenizer: Tokenizer | None) -> Iterator[Record]:
         yield {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
 
 
-def _rows(source: Source) -> Iterator[Record]:
+def _rows(source: Dataset) -> Iterator[Record]:
     """Yield the records of JSON lines or Parquet files."""
     for file in source.files:
         if source.format == "parquet":

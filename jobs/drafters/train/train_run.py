@@ -18,8 +18,8 @@ from ...training.data.continuations import Continuations
 from ...training.heads.recipes import RECIPES, DrafterSettings, Settings
 from ...training.loop.lr_schedule import Length
 from ...training.loop.training_loop import Report
-from ...training.model_cards import DrafterFacts, write_drafter_card
-from ...training.ray_train import DATA, HELD_OUT, Run, run_here, run_on_workers
+from ...training.model_cards import DrafterCardFacts, write_drafter_card
+from ...training.ray_train import DATA, HELD_OUT, TrainingRun, run_here, run_on_workers
 from ...training.train_drafter import Trained, machine, read_target
 from ..common.options import TrainOptions
 from .train_data import Asking, gather
@@ -39,7 +39,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     settings = _settings(options)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
     learned = _prepare_data(options, report)
-    run = Run(
+    run = TrainingRun(
         target=absolute_path(options.target),
         folder=options.folder.resolve(),
         length=_length(options, settings, len(learned)),
@@ -49,7 +49,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     )
     trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
     before, after = trained.held_out_before, trained.held_out_after
-    facts = DrafterFacts(
+    facts = DrafterCardFacts(
         head=options.head,
         target=options.target,
         initial=options.initial,
@@ -114,7 +114,7 @@ def _prepare_data(options: TrainOptions, report: Report) -> Continuations:
     return Continuations.load(data)
 
 
-def _on_ray(run: Run, num_workers: int) -> Trained:
+def _on_ray(run: TrainingRun, num_workers: int) -> Trained:
     import ray
 
     join_or_start_ray()

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .corpus import SourceFile
+from .corpus import CorpusFile
 
 Message = dict[str, str]
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -31,7 +31,7 @@ class Function:
     undocumented: str
 
 
-def chat_samples(file: SourceFile) -> Iterator[list[Message]]:
+def chat_samples(file: CorpusFile) -> Iterator[list[Message]]:
     """Yield conversations of one question and one answer; two of the three questions for every function."""
     for function in documented_functions(file):
         kinds = [_explain, _write, _document]
@@ -41,7 +41,7 @@ def chat_samples(file: SourceFile) -> Iterator[list[Message]]:
                 yield kind(function)
 
 
-def documented_functions(file: SourceFile) -> Iterator[Function]:
+def documented_functions(file: CorpusFile) -> Iterator[Function]:
     """Yield the documented functions and methods that are short enough, in file order."""
     try:
         tree = ast.parse(file.text)

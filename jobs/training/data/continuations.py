@@ -15,7 +15,7 @@ SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Question:
+class ContinuationRequest:
     """One request for a continuation."""
 
     prompt_ids: tuple[int, ...]
@@ -24,7 +24,7 @@ class Question:
 
 
 # Returns the token ids of the continuations, including the end token, in the order of the questions.
-Generate = Callable[[Sequence[Question]], list[list[int]]]
+Generate = Callable[[Sequence[ContinuationRequest]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Continuations:
         return len(self.first)
 
     @classmethod
-    def of(cls, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> "Continuations":
+    def of(
+        cls, questions: Sequence[ContinuationRequest], answers: Sequence[Sequence[int]]
+    ) -> "Continuations":
         return cls.of_pairs((q.prompt_ids, answer) for q, answer in zip(questions, answers, strict=True))
 
     @classmethod

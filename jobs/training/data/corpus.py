@@ -28,7 +28,7 @@ _HELD_OUT_BUCKETS = 12
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class CorpusFile:
     """A file of the library; `path` is relative, with forward slashes."""
 
     path: str
@@ -44,20 +44,20 @@ def is_held_out(path: str) -> bool:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % _HELD_OUT_BUCKETS == 0
 
 
-def library_files(root: Path | None = None) -> list[SourceFile]:
+def library_files(root: Path | None = None) -> list[CorpusFile]:
     """Return all files of the corpus, including held-out ones, in a stable order."""
     root = root or Path(sysconfig.get_path("stdlib"))
     return list(_read_files(root))
 
 
-def _read_files(root: Path) -> Iterator[SourceFile]:
+def _read_files(root: Path) -> Iterator[CorpusFile]:
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root).as_posix()
         if not _belongs(path):
             continue
         text = file.read_text(encoding="utf-8", errors="ignore")
         if len(text) >= 200:
-            yield SourceFile(path, text)
+            yield CorpusFile(path, text)
 
 
 def _belongs(path: str) -> bool:

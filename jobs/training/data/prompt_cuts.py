@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .corpus import SourceFile
+from .corpus import CorpusFile
 
 Category = Literal["function_body", "docstring", "prose_comment", "data_literal", "chat"]
 CATEGORIES: tuple[Category, ...] = ("function_body", "docstring", "prose_comment", "data_literal", "chat")
@@ -28,7 +28,7 @@ class Cut:
     offset: int
 
 
-def cuts(file: SourceFile) -> Iterator[Cut]:
+def cuts(file: CorpusFile) -> Iterator[Cut]:
     """Yield all cuts of a file, in no particular order."""
     try:
         tree = ast.parse(file.text)

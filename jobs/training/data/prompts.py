@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .chat_samples import Message, chat_samples, render_chat
-from .corpus import SourceFile
+from .corpus import CorpusFile
 from .prompt_cuts import CATEGORIES, Category, cuts
 
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 30, 250
@@ -27,7 +27,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
 
 
-def all_prompts(files: Iterable[SourceFile], tokenizer: Tokenizer, seed: int) -> Iterator[Prompt]:
+def all_prompts(files: Iterable[CorpusFile], tokenizer: Tokenizer, seed: int) -> Iterator[Prompt]:
     """Yield all prompts of the files, each with a random amount of text before the cut."""
     random = np.random.default_rng(seed)
     for file in files:

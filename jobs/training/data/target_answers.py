@@ -11,7 +11,7 @@ from ....actors.llm import LLM
 from ....cluster.request.request import SamplingParams
 from ..loop.lr_schedule import TimeBudget
 from ..loop.training_loop import Report
-from .continuations import Continuations, Generate, Question
+from .continuations import ContinuationRequest, Continuations, Generate
 
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
@@ -20,7 +20,7 @@ NUM_RUNNING = 64  # concurrent continuations
 
 def write_continuations(
     target_dir: str | Path,
-    asked: Sequence[Question],
+    asked: Sequence[ContinuationRequest],
     folder: Path,
     budget_s: float,
     report: Report,
@@ -52,7 +52,7 @@ def write_continuations(
 
 
 def generator(llm: LLM, max_new_tokens: int) -> Generate:
-    def generate(asked: Sequence[Question]) -> list[list[int]]:
+    def generate(asked: Sequence[ContinuationRequest]) -> list[list[int]]:
         params = [
             SamplingParams(
                 temperature=q.temperature, seed=q.seed, max_tokens=max_new_tokens, detokenize=False

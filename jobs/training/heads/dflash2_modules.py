@@ -42,7 +42,7 @@ class BlockConvolution(nn.Module):
         return kernels_xSTD[..., 0, :] * v_xSD + kernels_xSTD[..., 1, :] * earlier_xSD
 
 
-class Selector(nn.Module):
+class TrainableSelector(nn.Module):
     """Score of token b after token a, given the hidden state y: sum_r A[a]_r (H y)_r G[b]_r."""
 
     def __init__(self, width: int, vocab_size: int, size: SelectorSize) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ....cluster.errors import ConfigError
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.config import DrafterConfig, DraftLayer
-from .dflash2_modules import TAPS, BlockConvolution, Selector
+from .dflash2_modules import TAPS, BlockConvolution, TrainableSelector
 
 
 class TrainableDrafter(nn.Module):
@@ -37,7 +37,7 @@ class TrainableDrafter(nn.Module):
         self.layers = nn.ModuleList(_Layer(config, kind) for kind in config.layers)
         self.norm = RmsNorm(width, config.rms_norm_eps)
         self.candidate_selector = (
-            None if config.selector is None else Selector(width, config.vocab_size, config.selector)
+            None if config.selector is None else TrainableSelector(width, config.vocab_size, config.selector)
         )
         self.apply(_initialize)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ....actors.targets.model.mlp_weights import DenseTensors
-from ....actors.targets.model.model_spec import Attention, GatedMLP, ModelSpec
+from ....actors.targets.model.model_spec import GatedMLP, ModelSpec, TargetAttention
 from ....actors.targets.model.weights import TargetWeights
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
@@ -203,7 +203,7 @@ def _sizes(spec: ModelSpec) -> dict:
     }
 
 
-def _is_plain(mixer: Attention) -> bool:
+def _is_plain(mixer: TargetAttention) -> bool:
     return mixer.latent is None and mixer.value_dim == mixer.head_dim and not mixer.k_is_v
 
 
@@ -214,7 +214,7 @@ def _layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
         "input_layernorm.weight": weights.attention_norm_H,
         "post_attention_layernorm.weight": weights.mlp_norm_H,
     }
-    if isinstance(mixer, Attention) and _is_plain(mixer) and not mixer.gate:
+    if isinstance(mixer, TargetAttention) and _is_plain(mixer) and not mixer.gate:
         rows = [mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads]
         projections = weights.qkv_OH.split([count * mixer.head_dim for count in rows])
         parts |= {

@@ -13,18 +13,20 @@ import torch
 from torch.nn import functional as F
 
 from ....drafter.step.inputs.row_layout import StepRows
-from ....drafter.step.inputs.sampling_metadata import SamplingBatch
+from ....drafter.step.inputs.sampling_metadata import SamplingMetadata
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.selector import select_paths
-from ....drafter.step.sampling.selector_walk import Codebooks
-from ..data.continuations import Question
+from ....drafter.step.sampling.selector_walk import SelectorCodebooks
+from ..data.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
 from .eagle3_module import EagleHead
 from .frozen_target import FrozenTarget
 
 
-class Proposals(Protocol):
-    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+class OfflineProposals(Protocol):
+    def __call__(
+        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+    ) -> torch.Tensor:
         """Return drafts [A, N] for the positions after each anchor, sampled like `question`."""
         ...
 
@@ -36,7 +38,9 @@ class BlockProposals:
         self._target, self._drafter = target, drafter
 
     @torch.no_grad()
-    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+    ) -> torch.Tensor:
         drafter, device = self._drafter, tokens_T.device
         num_slots = drafter.config.max_drafts
         blocks_AS = torch.full((len(anchors_A), num_slots + 1), drafter.config.mask_token_id, device=device)
@@ -57,7 +61,7 @@ class BlockProposals:
         hidden_RD: torch.Tensor,
         logits_RV: torch.Tensor,
         blocks_AS: torch.Tensor,
-        batch: SamplingBatch,
+        batch: SamplingMetadata,
     ) -> torch.Tensor:
         selector = self._drafter.candidate_selector
         assert selector is not None
@@ -75,7 +79,7 @@ class BlockProposals:
             num_rows_R=np.full(len(blocks_AS), num_slots + 1),
         )
         gates_RE = F.linear(hidden_RD, selector.hidden_projection.weight.to(hidden_RD.dtype))
-        codebooks = Codebooks(
+        codebooks = SelectorCodebooks(
             selector.predecessor_codebook.to(hidden_RD.dtype),
             selector.successor_codebook.to(hidden_RD.dtype),
             selector.size.top_k,
@@ -90,7 +94,9 @@ class ChainProposals:
         self._target, self._head, self._num_drafts = target, head, num_drafts
 
     @torch.no_grad()
-    def __call__(self, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+    ) -> torch.Tensor:
         device, rows_A = tokens_T.device, anchors_A - 1
         features, _ = self._target.read(tokens_T[None])
         read_R = tokens_T[1:].clone()
@@ -107,7 +113,10 @@ class ChainProposals:
 
 
 def accepted_at(
-    proposals: Proposals, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+    proposals: OfflineProposals,
+    question: ContinuationRequest,
+    tokens_T: torch.Tensor,
+    anchors_A: torch.Tensor,
 ) -> list[int]:
     """Return the number of accepted drafts after each anchor."""
     device = tokens_T.device
@@ -120,10 +129,10 @@ def accepted_at(
     return (drafts_AN == truth_AN).long().cumprod(dim=-1).sum(dim=-1).tolist()
 
 
-def sampling(question: Question, positions: torch.Tensor) -> SamplingBatch:
+def sampling(question: ContinuationRequest, positions: torch.Tensor) -> SamplingMetadata:
     """Return sampling parameters for tokens at these absolute positions, [rows]."""
     count = len(positions)
-    return SamplingBatch.build(
+    return SamplingMetadata.build(
         temperature=np.full(count, question.temperature, dtype=np.float32),
         top_k=np.zeros(count, dtype=np.int64),
         top_p=np.ones(count, dtype=np.float32),

@@ -15,14 +15,14 @@ from torch import nn
 from ....actors.targets.model.model_spec import ModelSpec
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
-from ..data.continuations import ContinuationReader, Continuations, PaddedBatch, Question
+from ..data.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
 from .block_sampling import draw_anchors
 from .dflash_loss import block_loss
 from .eagle3_loss import chain_loss
 from .export import export_drafter, export_eagle_head
 from .frozen_target import FrozenTarget
 from .initialization import continued, drafter_config, eagle_config, facts_of, new_drafter, new_eagle_head
-from .offline_proposals import BlockProposals, ChainProposals, Proposals, accepted_at
+from .offline_proposals import BlockProposals, ChainProposals, OfflineProposals, accepted_at
 from .recipes import DrafterSettings, EagleSettings
 
 # (batch, step, seed) -> loss and figures.
@@ -42,7 +42,7 @@ class Trainable:
     target: FrozenTarget
     model: nn.Module
     loss: Loss
-    proposals: Proposals
+    proposals: OfflineProposals
     export: Callable[[Path], None]
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class Trainable:
         first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
         anchors_BA = draw_anchors(first_B, length_B, _HELD_OUT_PLACES, torch.Generator().manual_seed(0))
         tokens_BT = torch.from_numpy(batch.tokens).to(self.target.device)
-        greedy = Question((), 0.0, 0)
+        greedy = ContinuationRequest((), 0.0, 0)
         accepted: list[int] = []
         for tokens_T, anchors_A, length in zip(tokens_BT, anchors_BA, batch.length.tolist(), strict=True):
             places_A = anchors_A.to(tokens_T.device)

@@ -23,7 +23,7 @@ from manta.cluster.speculation.acceptance_length import geometric_survival
 from manta.jobs.bench.common.provenance import options_json, provenance
 from manta.jobs.common.tables import print_table
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import Drafting, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import DraftAssumptions, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 
 from ..options import FleetOptions
@@ -118,7 +118,7 @@ def _replica_model(options: FleetOptions) -> ReplicaModel:
     )
     method = Method.parse(options.method or ("plain" if options.drafter is None else "dflash"))
     length = options.acceptance_length
-    drafting = Drafting(dflash=length, eagle3=length, spread=options.spread)
+    drafting = DraftAssumptions(dflash=length, eagle3=length, spread=options.spread)
     gpu, tp = find_gpu(options.gpu), options.tp
     (node_engine,) = node_engines(read.pair, gpu, tp, (tp,), [method], drafting, workload)
     return replica_table(node_engine, workload, options.max_num_seqs, options.start_s)

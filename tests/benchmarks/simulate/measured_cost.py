@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
 from numpy.typing import NDArray
@@ -122,7 +122,7 @@ def _decoding(executor: Executor, batch: int, drafts: int, context: int) -> tupl
     admission = _plan(
         executor, [context - 1] * batch, [1] * batch, [0] * batch, list(tokens), context + drafts
     )
-    step = made_up_plan([-1] * batch, [1 + drafts] * batch, [drafts] * batch)
+    step = dummy_step([-1] * batch, [1 + drafts] * batch, [drafts] * batch)
     return _median([(admission, step)] * ROUNDS, executor)
 
 
@@ -144,7 +144,7 @@ def _plan(
     """Return a plan in which requests enter, each with pages for `num_tokens` + 1 tokens."""
     info = executor.info
     pages = -(-(num_tokens + 1) // info.page_size)
-    return made_up_plan(
+    return dummy_step(
         computed,
         rows,
         drafts,

@@ -17,7 +17,7 @@ from typing import Any
 from manta.actors.system.atomic_files import write_json
 from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import Gpu, find_gpu
-from manta.cluster.hardware.model_pair import Pair
+from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.request.request import Request
 from manta.cluster.simulation.load_generator import closed_loop
 from manta.cluster.speculation.draft_lengths import draft_lengths
@@ -26,7 +26,7 @@ from manta.jobs.bench.common.provenance import options_json, provenance
 from manta.jobs.common.tables import print_table
 from manta.jobs.simulate.assumptions import assumptions
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import Drafting, NodeEngine, node_engines, read_shapes
+from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
 
 from ..options import PolicyOptions
@@ -75,13 +75,13 @@ def _figures(
     }
 
 
-def _cells(options: PolicyOptions, pair: Pair, gpu: Gpu) -> Iterator[Figures]:
+def _cells(options: PolicyOptions, pair: ModelPair, gpu: Gpu) -> Iterator[Figures]:
     lengths = [f"{ADAPTIVE}-{drafts}" for drafts in draft_lengths(pair.num_drafts)[1:]]
     methods = [Method.parse(name) for name in (PLAIN, *lengths, ADAPTIVE)]
     for tp in options.tp:
         for acceptance in options.acceptance:
             for context in options.contexts:
-                drafting = Drafting(dflash=acceptance, spread=options.spread)
+                drafting = DraftAssumptions(dflash=acceptance, spread=options.spread)
                 work = Workload(
                     prompt_tokens=context,
                     output_tokens=options.output_tokens,
@@ -97,10 +97,10 @@ def _cells(options: PolicyOptions, pair: Pair, gpu: Gpu) -> Iterator[Figures]:
 
 def _at_loads(
     options: PolicyOptions,
-    pair: Pair,
+    pair: ModelPair,
     gpu: Gpu,
     methods: list[Method],
-    drafting: Drafting,
+    drafting: DraftAssumptions,
     work: Workload,
     where: Figures,
 ) -> Iterator[Figures]:

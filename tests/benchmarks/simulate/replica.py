@@ -17,7 +17,7 @@ from manta.cluster.hardware.step_time import Chunk
 from manta.cluster.simulation.load_generator import closed_loop
 from manta.cluster.simulation.simulated_executor import LinearCost
 from manta.cluster.speculation.acceptance_length import expected_acceptance_length
-from manta.cluster.step.dummy_steps import made_up_plan
+from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.node_engines import NodeEngine
 from manta.jobs.simulate.workload import Workload
 
@@ -68,7 +68,7 @@ def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple
     """Return seconds and tokens per request of the step with the most tokens/s."""
     steps: list[tuple[float, float]] = []
     for drafts in range(len(survival) + 1):
-        timings = cost(made_up_plan([1] * batch, [1 + drafts] * batch, [drafts] * batch))
+        timings = cost(dummy_step([1] * batch, [1 + drafts] * batch, [drafts] * batch))
         steps.append((timings.draft_s + timings.verify_s, expected_acceptance_length(survival, drafts + 1)))
     return max(steps, key=lambda step: step[1] / step[0])
 

@@ -18,10 +18,10 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.system.atomic_files import write_json
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import Engine
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
-from manta.cluster.simulation.acceptance_mix import Texts
-from manta.cluster.simulation.load_driver import DrivenEngine
+from manta.cluster.simulation.acceptance_mix import AcceptanceMix
+from manta.cluster.simulation.load_driver import LoadDriver
 from manta.cluster.simulation.load_generator import Observed, closed_loop
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.step.executor import Executor
@@ -46,11 +46,11 @@ def run_validate(config: EngineConfig, options: ValidateOptions) -> Figures:
         cost = measure_costs(executor, config.max_num_seqs)
         survival, host_s = _calibrate(config, executor, make, options)
         cost = replace(cost, host_s=cost.host_s + host_s)
-        texts = Texts(survival, options.spread)
+        texts = AcceptanceMix(survival, options.spread)
         points = [
             _point(
                 clients,
-                _drive(Engine(config, executor), time.monotonic, make, clients, options),
+                _drive(EngineCore(config, executor), time.monotonic, make, clients, options),
                 _simulate(config, executor, cost, texts, make, clients, options),
             )
             for clients in options.concurrency
@@ -94,7 +94,7 @@ def _calibrate(
     """Return the acceptance rate by position with full drafts, and the scheduler's seconds per step."""
     spec = config.speculative_config
     whole = config if spec is None else replace(config, speculative_config=replace(spec, adaptive=False))
-    driven = DrivenEngine(Engine(whole, executor), time.monotonic)
+    driven = LoadDriver(EngineCore(whole, executor), time.monotonic)
     observed = closed_loop(driven, make, min(4, config.max_num_seqs), options.requests, 0)
     driven.abort_all()
     stats = driven.engine.stats()
@@ -104,13 +104,13 @@ def _calibrate(
 
 
 def _drive(
-    engine: Engine,
+    engine: EngineCore,
     clock: Callable[[], float],
     make: Callable[[int, float], Request],
     clients: int,
     options: ValidateOptions,
 ) -> Observed:
-    driven = DrivenEngine(engine, clock)
+    driven = LoadDriver(engine, clock)
     observed = closed_loop(driven, make, clients, max(options.requests, clients))
     driven.abort_all()
     return observed
@@ -120,7 +120,7 @@ def _simulate(
     config: EngineConfig,
     executor: Executor,
     cost: MeasuredCost,
-    texts: Texts,
+    texts: AcceptanceMix,
     make: Callable[[int, float], Request],
     clients: int,
     options: ValidateOptions,
@@ -131,7 +131,7 @@ def _simulate(
         clock.advance(seconds + cost.host_s)
 
     simulated = SimulatedExecutor(executor.info, texts.survival, cost, spend, texts.hardness)
-    return _drive(Engine(config, simulated, clock), clock, make, clients, options)
+    return _drive(EngineCore(config, simulated, clock), clock, make, clients, options)
 
 
 def _point(clients: int, real: Observed, simulated: Observed) -> Figures:

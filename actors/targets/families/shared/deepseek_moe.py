@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .....drafter.compute.checkpoint.hf_config import Count, wrong
-from .....drafter.compute.layers.moe import Router
+from .....drafter.compute.layers.moe import MoeRouter
 from ...model.mlp_spec import GatedMLP, RoutedMLP
 from ...model.model_spec import TensorRule
 from .llama_like import TENSORS, PlainConfig
@@ -40,7 +40,7 @@ class SigmoidExpertsConfig(PlainConfig):
             raise wrong(file, "n_group", self.n_group, f"a divisor of n_routed_experts ({experts})")
         if self.topk_group > self.n_group:
             raise wrong(file, "topk_group", self.topk_group, f"at most {self.n_group} (n_group)")
-        router = Router(
+        router = MoeRouter(
             num_experts=experts,
             top_k=self.num_experts_per_tok,
             score="sigmoid",

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
 from .....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, wrong
 from .....drafter.compute.layers.rope import RopeConfig
-from ...model.attention import Attention
+from ...model.attention import TargetAttention
 from ...model.mlp_spec import GatedMLP
 from ...model.model_spec import CheckpointDType, LayerSpec, ModelSpec, TensorRule
 
@@ -156,7 +156,7 @@ def read_plain(
     mlp = GatedMLP(inner_size=config.intermediate_size, bias=mlp_bias)
     layers = [
         LayerSpec(
-            mixer=Attention(
+            mixer=TargetAttention(
                 num_heads=config.num_attention_heads,
                 num_kv_heads=config.kv_heads(file),
                 head_dim=size,

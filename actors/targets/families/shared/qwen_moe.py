@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import AliasChoices, Field
 
 from .....drafter.compute.checkpoint.hf_config import Count, wrong
-from .....drafter.compute.layers.moe import Router
+from .....drafter.compute.layers.moe import MoeRouter
 from ...model.mlp_spec import GatedMLP, RoutedMLP
 from ...model.model_spec import TensorRule
 from .llama_like import PlainConfig
@@ -43,7 +43,7 @@ class SoftmaxExpertsConfig(PlainConfig):
         top_k, num_experts = self.num_experts_per_tok, self.num_experts
         if top_k > num_experts:
             raise wrong(file, "num_experts_per_tok", top_k, f"at most num_experts ({num_experts})")
-        router = Router(
+        router = MoeRouter(
             num_experts=num_experts, top_k=top_k, score="softmax", renormalize=self.norm_topk_prob
         )
         shared = self.shared_expert_intermediate_size

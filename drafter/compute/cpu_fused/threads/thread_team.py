@@ -50,7 +50,7 @@ _system_call = types.ExternalFunction(
 _yield = types.ExternalFunction("sched_yield", signature(types.int32))
 
 
-class Team:
+class ThreadTeam:
     """The process's threads; they live as long as it does. Grows to what is asked of it."""
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class Team:
 
 
 @cache
-def process_team() -> Team:
+def process_team() -> ThreadTeam:
     """There are as many cores as there are, however many models: one team serves all."""
     _make_anew_in_children()
-    return Team()
+    return ThreadTeam()
 
 
 @cache

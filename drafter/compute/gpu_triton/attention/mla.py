@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...eager.mla import split_queries
-from ...layers.mla import Latents
+from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .attention_tiles import AttentionKind, PagedRows
@@ -59,7 +59,7 @@ def latent_kind(
 
 def attend_latents(
     qkv_NO: Tensor,
-    parts: Latents,
+    parts: MLALayer,
     rope: RotaryEmbedding,
     positions_N: Tensor,
     kv_slots_N: Tensor,
@@ -89,7 +89,7 @@ def attend_latents(
 
 
 def _attend_absorbed(
-    q_NJO: Tensor, parts: Latents, pages_PSW: Tensor, rows: PagedRows, work: WorkList, scale: float
+    q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, rows: PagedRows, work: WorkList, scale: float
 ) -> Tensor:
     """Rows that the work leaves out are of no meaning."""
     nope = parts.nope_dim
@@ -105,7 +105,7 @@ def _attend_absorbed(
 def norm_rotate_write_latents(
     q_NJO: Tensor,
     latent_NW: Tensor,
-    parts: Latents,
+    parts: MLALayer,
     rope: RotaryEmbedding,
     positions_N: Tensor,
     kv_slots_N: Tensor,

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layers.mla import Latents
+from ...layers.mla import MLALayer
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .attention_tiles import tile_width
 from .key_tiles import inside
@@ -44,7 +44,7 @@ _ADDING_WARPS = 16
 
 def attend_expanded(
     q_NJO: Tensor,
-    parts: Latents,
+    parts: MLALayer,
     pages_PSW: Tensor,
     expansion: Expansion,
     scale: float,
@@ -84,7 +84,7 @@ def _attend(
     q_NJO: Tensor,
     latents_TW: Tensor,
     heads_TJU: Tensor,
-    parts: Latents,
+    parts: MLALayer,
     expansion: Expansion,
     begin: int,
     scale: float,
@@ -130,7 +130,7 @@ def _attend(
 
 
 def _add_up(
-    parts: Latents, expansion: Expansion, sums: tuple[Tensor, Tensor, Tensor], out_NJF: Tensor
+    parts: MLALayer, expansion: Expansion, sums: tuple[Tensor, Tensor, Tensor], out_NJF: Tensor
 ) -> None:
     rows, (height, keys, _) = expansion.rows, expansion.workspace.tile
     _add_splits[(expansion.num_tiles * parts.num_heads,)](

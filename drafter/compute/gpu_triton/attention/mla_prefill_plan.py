@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layers.mla import Latents
+from ...layers.mla import MLALayer
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .attention_tiles import PagedRows
 
@@ -52,7 +52,7 @@ class ExpansionWorkspace:
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
 
-    def __init__(self, parts: Latents, width: int, fewest: int) -> None:
+    def __init__(self, parts: MLALayer, width: int, fewest: int) -> None:
         self.fewest, empty = fewest, parts.kv_up_JUC.new_empty
         self.latents_TW = empty(PIECE_KEYS, width)
         self.heads_TJU = empty(PIECE_KEYS, *parts.kv_up_JUC.shape[:2])

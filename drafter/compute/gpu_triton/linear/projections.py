@@ -163,7 +163,7 @@ class OwnProjection(LayerProjection):
         )
 
 
-class Choice(Protocol):
+class GemmChoice(Protocol):
     """Which of the two a call takes."""
 
     def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool:
@@ -176,7 +176,7 @@ class ChosenProjection(LayerProjection):
 
     __slots__ = ("_choice", "_other", "_own")
 
-    def __init__(self, own: OwnProjection, other: TorchProjection, choice: Choice) -> None:
+    def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:
         self._own, self._other, self._choice = own, other, choice
 
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...backend import Projection
-from ...layers.moe import Router, RouterWeights
+from ...layers.moe import MoeRouter, RouterWeights
 from ..common.launch import dependent_launch, wait_for_predecessor
 from ..linear.norms import rms_norm
 
@@ -47,7 +47,10 @@ class TritonRoute:
 
 
 def choose(
-    logits_NE: Tensor, rule: Router, correction_E: Tensor | None = None, expert_scale_E: Tensor | None = None
+    logits_NE: Tensor,
+    rule: MoeRouter,
+    correction_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `eager/routing.choose`: int32 [N, k] and fp32 [N, k].
 

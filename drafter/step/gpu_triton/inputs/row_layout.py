@@ -55,7 +55,7 @@ class SlotTables:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRequests:
+class DeviceStepRequests:
     """Who takes part in a pass; int32 tensors on the device, and what the host knows of them.
 
     Attributes:
@@ -86,12 +86,14 @@ class StepRequests:
         return (max_requests // 4 + 1) * 4
 
     @classmethod
-    def decoding(cls, lists_LW: Tensor, num_requests: int, width: int, num_rows: int) -> StepRequests:
+    def decoding(cls, lists_LW: Tensor, num_requests: int, width: int, num_rows: int) -> DeviceStepRequests:
         """Views of the lists of `pack` for requests that decode, of at most `width` rows each."""
         return cls(*_views(lists_LW, num_requests), num_rows=num_rows, max_rows=width, max_drafts=width - 1)
 
     @classmethod
-    def prompts(cls, lists_LW: Tensor, first_R: Ints, num_rows_R: Ints, num_sampled: int) -> StepRequests:
+    def prompts(
+        cls, lists_LW: Tensor, first_R: Ints, num_rows_R: Ints, num_sampled: int
+    ) -> DeviceStepRequests:
         """The same for requests without drafts, of which some choose a token in their last row; where they
         stand is known."""
         return cls(
@@ -136,7 +138,7 @@ def pack(
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows(PlacedRows):
+class DeviceStepRows(PlacedRows):
     """A model's rows in a step; each batch is a `PagedRows`. K and V of padding go to the skip slot.
 
     Attributes:
@@ -151,17 +153,17 @@ class StepRows(PlacedRows):
         return self.slots_N
 
 
-def lay_out_rows(requests: StepRequests, tables: SlotTables) -> StepRows:
+def lay_out_rows(requests: DeviceStepRequests, tables: SlotTables) -> DeviceStepRows:
     """The target's rows: known tokens and the drafts that `place_drafts` has put behind them."""
     return _lay_out(requests, tables, mask_id=None)
 
 
-def lay_out_block(requests: StepRequests, tables: SlotTables, mask_id: int) -> StepRows:
+def lay_out_block(requests: DeviceStepRequests, tables: SlotTables, mask_id: int) -> DeviceStepRows:
     """The drafter's rows: a request's first holds its anchor's token, the others `mask_id`."""
     return _lay_out(requests, tables, mask_id)
 
 
-def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) -> StepRows:
+def _lay_out(requests: DeviceStepRequests, tables: SlotTables, mask_id: int | None) -> DeviceStepRows:
     slots_R, cu_rows_R1, num_rows = requests.slots_R, requests.cu_rows_R1, requests.num_rows
     num_requests = len(slots_R)
     assert len(cu_rows_R1) == num_requests + 1, "one more than requests"
@@ -174,7 +176,7 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
     kv_slots_GN = empty(num_groups * kv_stride, torch.int64).view(num_groups, kv_stride)[:, :num_rows]
     kv_lengths_R = empty(num_requests, torch.int32)
     shared = slots_R, cu_rows_R1, kv_lengths_R
-    rows = StepRows(
+    rows = DeviceStepRows(
         positions_N=empty(num_rows, torch.int64),
         kv_slots=kv_slots_GN.unbind(0),
         batches=tuple(
@@ -212,7 +214,7 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
     return rows
 
 
-def place_drafts(chosen_N: Tensor, rows: StepRows, tables: SlotTables) -> None:
+def place_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> None:
     """Write the proposals behind the known tokens, where `lay_out_rows` reads them.
 
     Args:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .....cluster.request.logits_processors import RuleLimits, TokenRules
+from .....cluster.request.logits_processors import LogitsProcessorParams, RuleLimits
 from ..inputs.arena import Arena
 from ..inputs.row_layout import Ints
 
@@ -89,7 +89,7 @@ class RuleTables:
         return cls(**{name: arena.tables[name] for name in cls.shapes(0)})
 
 
-def rule_entries(arena: Arena, slot: int, rules: TokenRules | None) -> list[tuple[Ints, Ints]]:
+def rule_entries(arena: Arena, slot: int, rules: LogitsProcessorParams | None) -> list[tuple[Ints, Ints]]:
     """What an admission writes; of a request without rules one word."""
     if rules is None:
         return [arena.entries("is_ruled", (slot,), 0)]

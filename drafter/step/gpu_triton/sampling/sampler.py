@@ -38,7 +38,13 @@ from .....cluster.step.scheduler_output import NOT_A_NUMBER
 from .grammar_masks import DeviceMasks, end_where_nothing_is_left, mask_tokens
 from .gumbel_noise import negative_gumbel, noise_keys
 from .logits_processors import apply_rules
-from .sampling_metadata import SamplingState, has_filters, read_filters, read_raw_logits, read_temperature
+from .sampling_metadata import (
+    DeviceSamplingMetadata,
+    has_filters,
+    read_filters,
+    read_raw_logits,
+    read_temperature,
+)
 from .top_k_top_p import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 
 _BEHIND_ALL = tl.constexpr(2**31 - 1)
@@ -102,7 +108,7 @@ def sample_rows(
     logits_NV: Tensor,
     slots_N: Tensor,
     positions_N: Tensor,
-    state: SamplingState,
+    state: DeviceSamplingMetadata,
     *,
     filters: bool,
     workspace: SamplingWorkspace,

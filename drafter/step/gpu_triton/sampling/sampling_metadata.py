@@ -19,7 +19,7 @@ from .logits_processor_tables import RuleTables
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingState:
+class DeviceSamplingMetadata:
     """How each request slot samples; tensors [slots] on the device, read when the kernels run.
 
     Attributes:

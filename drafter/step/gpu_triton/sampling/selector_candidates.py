@@ -24,10 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...inputs.gumbel_noise import GREATEST_NEGATIVE
-from ..inputs.row_layout import StepRows
+from ..inputs.row_layout import DeviceStepRows
 from .gumbel_noise import negative_gumbel, noise_keys
 from .sampler import SamplingWorkspace, sample_rows
-from .sampling_metadata import SamplingState, has_filters, read_filters, read_logits, read_temperature
+from .sampling_metadata import (
+    DeviceSamplingMetadata,
+    has_filters,
+    read_filters,
+    read_logits,
+    read_temperature,
+)
 
 _CUT = tl.constexpr(GREATEST_NEGATIVE)
 _NOTHING = tl.constexpr(-(2**63))  # behind every token
@@ -51,8 +57,8 @@ class Candidates:
 
 def find_candidates(
     logits_NU: Tensor,
-    rows: StepRows,
-    state: SamplingState,
+    rows: DeviceStepRows,
+    state: DeviceSamplingMetadata,
     top_k: int,
     *,
     filters: bool,

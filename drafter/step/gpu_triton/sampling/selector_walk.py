@@ -19,20 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...sampling.selector_walk import Codebooks
-from ..inputs.row_layout import StepRows
+from ...sampling.selector_walk import SelectorCodebooks
+from ..inputs.row_layout import DeviceStepRows
 from .gumbel_noise import log, negative_gumbel, noise_keys
-from .sampling_metadata import SamplingState, has_filters, read_filters, read_temperature
+from .sampling_metadata import DeviceSamplingMetadata, has_filters, read_filters, read_temperature
 from .selector_candidates import Candidates
 
 
 def walk_paths(
     found: Candidates,
     gates_NE: Tensor,
-    rows: StepRows,
+    rows: DeviceStepRows,
     cu_rows_R1: Tensor,
-    state: SamplingState,
-    codebooks: Codebooks,
+    state: DeviceSamplingMetadata,
+    codebooks: SelectorCodebooks,
     *,
     filters: bool,
     margins_N: Tensor,
