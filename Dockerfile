@@ -5,7 +5,7 @@
 FROM python:3.11-slim AS build
 WORKDIR /source
 RUN pip install --no-cache-dir "build>=1.2" "setuptools>=77"
-COPY pyproject.toml README.md LICENSE __init__.py data.py version.py ./
+COPY pyproject.toml setup.py README.md LICENSE __init__.py data.py version.py ./
 COPY actors actors
 COPY cluster cluster
 COPY drafter drafter

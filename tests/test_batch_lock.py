@@ -22,7 +22,7 @@ from s3_outputs import make_bucket, s3_server, s3_url
 
 HOLD = """
 import sys, time
-from manta.actors.batch import lock as locks
+from manta.actors.batch.ledger import output_lock as locks
 from manta.actors.batch.dataset.storage import Storage
 locks.BEAT_S = 1.0
 held = locks.lock(Storage.open(sys.argv[1], field="output"), print)

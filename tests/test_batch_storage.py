@@ -197,10 +197,10 @@ print(open_source([{s3.where("bucket/ends")!r}]))
 
 READ_HUB = """
 from manta.actors.batch.dataset.row_reader import RowReader
-from manta.actors.batch.dataset.row_requests import Layout
+from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.row_index import index_rows
-source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), Layout(lines=True)
+source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), RowSchema(lines=True)
 found = index_rows(source, layout, duplicates="refuse")
 rows = RowReader(source, layout).read(found.spans(((2, 5),)))
 print(found.num_rows, [row.record["text"] for row in rows])

@@ -16,7 +16,7 @@ from manta.jobs.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "models", *FACES, *FLOORS)
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "models", *FACES, *FLOORS)
 
 IMPORT_ALL = """
 import importlib, sys

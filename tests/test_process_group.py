@@ -13,7 +13,7 @@ from manta.actors.workers.comm import process_group
 WORKER = """
 import json, os, signal, sys
 import torch
-from manta.actors.workers import process_group as pg
+from manta.actors.workers.comm import process_group as pg
 
 rank, ranks, port, fault = (int(a) for a in sys.argv[1:])
 store = port

@@ -36,7 +36,7 @@ def test_checkpoints_are_found_without_pytorch_and_ray() -> None:
 
 def test_fork_servers_import_all_but_ray() -> None:
     modules = modules_after(
-        "from manta.jobs import serve_imports as imports\n"
+        "from manta.jobs.serve import preloaded_imports as imports\n"
         "imports._import_first()\n"
         "imports._import((*imports.HTTP, *imports.TARGET))"
     )
@@ -45,7 +45,8 @@ def test_fork_servers_import_all_but_ray() -> None:
 
 
 def test_serve_does_without_pandas_and_others_have_it() -> None:
-    serve = "from manta.jobs.serve.preloaded_imports import ServeWithoutPandas as W\nW.install()\nimport ray.serve\n"
+    install = "from manta.jobs.serve.preloaded_imports import ServeWithoutPandas as W\nW.install()\n"
+    serve = install + "import ray.serve\n"
     assert "pandas" not in modules_after(serve)
     assert "pandas" in modules_after(serve + "import pandas")
 

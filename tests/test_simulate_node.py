@@ -45,8 +45,11 @@ WORK = Workload(prompt_tokens=200, output_tokens=60, sigma=0.3, max_tokens=4096)
 
 
 def node_engine(
-    method: str, gpu: Gpu = H200, tp: int = 1, drafting: DraftAssumptions = DraftAssumptions()
-) -> NodeEngine:  # noqa: B008
+    method: str,
+    gpu: Gpu = H200,
+    tp: int = 1,
+    drafting: DraftAssumptions = DraftAssumptions(),  # noqa: B008
+) -> NodeEngine:
     (found,) = node_engines(PAIR, gpu, tp, (tp,), [Method.parse(method)], drafting, WORK)
     return found
 

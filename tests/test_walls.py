@@ -121,7 +121,10 @@ def named_in(text: str, package: tuple[str, ...]) -> frozenset[str]:
 def test_torch_distributed_is_named_by_workers_alone() -> None:
     naming = {path for path in sources() if any(n.startswith("torch.distributed") for n in imported(path))}
     assert naming, "the look finds what it looks for"
-    assert {path.relative_to(ROOT).parent.as_posix() for path in naming} == {"actors/workers"}
+    assert {path.relative_to(ROOT).parent.as_posix() for path in naming} == {
+        "actors/workers/base",
+        "actors/workers/comm",
+    }
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
@@ -226,6 +229,42 @@ def test_a_circle_is_found_and_named(tmp_path: Path, how: str) -> None:
     assert circles(import_graph(tmp_path)) == [names]
 
 
+def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the graph of folders. `__init__.py` does not count, and a parent is a folder of its own."""
+    found: dict[str, set[str]] = {}
+    packages = {module_name(path.parent / "__init__.py") for path in sources()}
+    for module, imported_modules in graph.items():
+        if module in packages:
+            continue
+        folder = module.rpartition(".")[0]
+        others = {each.rpartition(".")[0] for each in imported_modules if each not in packages}
+        found.setdefault(folder, set()).update(others - {folder, "manta"})  # the version, which all may name
+        found |= {other: set() for other in others if other not in found}
+    return found
+
+
+def test_no_two_folders_import_each_other() -> None:
+    assert circles(folders(import_graph(ROOT))) == []
+
+
+def test_a_folder_holds_at_most_sixteen_modules_and_one_docstring() -> None:
+    for folder in {path.parent for path in sources()}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        limit = 17 if folder.name == "families" else 16
+        assert len(modules) <= limit, folder
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))), folder
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    names = [
+        node.name
+        for path in sources()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
 # Folders that name Numba or Triton, and what steps on a GPU: imported only where they are chosen.
 CHOSEN_LATE = (
     "drafter/compute/cpu_numba",
@@ -287,12 +326,12 @@ for name in sys.argv[1:]:
 
 IMPORTS = """
 import importlib, sys
-from manta.drafter.compute.cpu_numba import machine
+from manta.drafter.compute.cpu_numba import cpu_features
 
 def asked():
     raise AssertionError("an import asks which instructions there are")
 
-machine.bf16_instructions = asked
+cpu_features.bf16_instructions = asked
 before, compiled = sys.argv[1].split(), sys.argv[2].split()
 for name in before:  # what the others import, and what that opens
     importlib.import_module(name)
@@ -305,8 +344,8 @@ for name in compiled:
 
 def test_the_compiled_passes_modules_ask_and_open_nothing_when_they_are_imported() -> None:
     """Not even for leave to use AMX: who imports may never compile."""
-    compute, compiled = ROOT / "drafter" / "compute", ROOT / "drafter" / "compute" / "compiled"
-    before = [*compute.glob("*.py"), *(compute / "loops").glob("*.py")]
+    compute, compiled = ROOT / "drafter" / "compute", ROOT / "drafter" / "compute" / "cpu_fused"
+    before = [*compute.glob("*.py"), *(compute / "cpu_numba").glob("*.py")]
     modules = sorted(compiled.glob("*.py"))
     names = (" ".join(map(module_name, paths)) for paths in (before, modules))
     opened = {

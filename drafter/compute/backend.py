@@ -1,12 +1,13 @@
 """How a model's blocks are computed: the interface between models and the machines that run them.
 
     Backend          what models ask for at load: a stack of blocks, a norm, the drafter's context writer; and
-                     the operators of which `drafter/compute/blocks/transformer_block.py` makes a stack that Python drives
-      TorchBackend     PyTorch's operators, on any device; the definition      compute/eager/backend.py
-      CpuBackend       compiled loops around the products                      compute/cpu_numba/backend.py
-      CompiledBackend  a whole pass in one call, bf16 on a CPU                 compute/cpu_fused/backend.py
-      TritonBackend    fused kernels, on a GPU                                 compute/gpu_triton/backend.py
-    StackSpec, Machine  what `why_not(spec, machine)` of each of these files is asked before one is chosen
+                     the operators of which `blocks/transformer_block.py` makes a stack that Python drives
+      TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
+      NumbaBackend     compiled loops around PyTorch's products                cpu_numba/backend.py
+      FusedCpuBackend  a whole pass in one call, bf16 on a CPU                 cpu_fused/backend.py
+      TritonBackend    fused kernels, on a GPU                                 gpu_triton/backend.py
+    ModelStackSpec, DeviceCapabilities    what a backend's `why_not(spec, machine)` gets; it says what
+                     the backend lacks, before one is chosen
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T

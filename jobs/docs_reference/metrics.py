@@ -11,8 +11,8 @@ from ..common.markdown import cell, code, table
 
 _INTRODUCTION = """# Metrics
 
-All exported metrics, from the catalogue (`cluster/metrics/engine_metrics.py` and its neighbors), which also defines the
-[dashboards and alerts](../how-to/observe.md). Counters get `_total` on `/metrics`, histograms
+All exported metrics, from the catalogue (`cluster/metrics/engine_metrics.py` and its neighbors), which also
+defines the [dashboards and alerts](../how-to/observe.md). Counters get `_total` on `/metrics`, histograms
 `_bucket`, `_sum` and `_count`. Names with the prefix `vllm:` have vLLM's meaning.
 """
 _PLACES: tuple[tuple[str, str, Sequence[Metric]], ...] = (

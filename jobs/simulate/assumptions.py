@@ -22,9 +22,9 @@ def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
     return [
         "Acceptance is given, not derived; each draft has the same conditional acceptance probability. A "
         "shortened DFlash block is assumed to equal the beginning of the whole block, which it does not.",
-        f"Requests differ in hardness with a standard deviation of {spread:g} (cluster/simulation/acceptance_mix.py). A "
-        "draft's margin gives its acceptance probability exactly (cluster/simulation/simulated_drafts.py), which is the "
-        "most that a policy can know.",
+        f"Requests differ in hardness with a standard deviation of {spread:g} "
+        "(cluster/simulation/acceptance_mix.py). A draft's margin gives its acceptance probability exactly "
+        "(cluster/simulation/simulated_drafts.py), which is the most that a policy can know.",
         f"{device.name} moves {device.bytes_per_s / 1e9:,.0f} GB/s and computes {device.flops / 1e12:,.0f} "
         "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
         "rooflines.",

@@ -1,7 +1,8 @@
 """Failures as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}, ...}`.
 
 They arise in many places, all of which speak OpenAI's shape; on these routes their bodies are rewritten on
-the way out. The same layer takes that API's key and names its request id. Outermost, around `gate.py`.
+the way out. The same layer takes that API's key and names its request id. Outermost, around
+`request_gate.py`.
 """
 
 from __future__ import annotations

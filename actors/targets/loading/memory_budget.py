@@ -1,7 +1,8 @@
 """Computes how many K/V pages and recurrent states a rank can have, from the settings and the free memory.
 
 It also allocates the states. The page memory is `drafter/compute/memory/kv_cache.py`'s, and
-`cluster/kv_cache/kv_cache_manager.py` and `states.py` hand pages and states out. Called by `rank_loader.py`.
+`cluster/kv_cache/kv_cache_manager.py` and `recurrent_state_manager.py` hand pages and states out. Called by
+`rank_loader.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
 
-It is not the per-head norm (`AttentionShape.q_norm_D`). Made by `decoder.py`; `blocks.py` calls it on the
-fused product of queries, keys and values. Costs one small all-reduce per layer.
+It is not the per-head norm (`AttentionShape.q_norm_D`). Made by `decoder.py`; `transformer_block.py` calls it
+on the fused product of queries, keys and values. Costs one small all-reduce per layer.
 
 Legend: N rows, O outputs of a rank's product, Q and K widths of its queries and of its keys.
 """

@@ -5,8 +5,8 @@ The CPU's backend, and the fallback elsewhere: a handful of framework calls per 
 
 A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
 pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked. A
-row's result does not depend on its companions: measured bitwise on the CPUs tried (`invariance.py` repeats it
-at start), given the paddings of rows here and of keys there.
+row's result does not depend on its companions: measured bitwise on the CPUs tried (`batch_invariance.py`
+repeats it at start), given the paddings of rows here and of keys there.
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
 dim, F that of values, T context tokens (padded), P pages of a request, S page size, M rows of a group, A

@@ -1,6 +1,6 @@
 """Where a step's rows stand, and which tokens they carry: the integers of `../rows.py`, in one call each.
 
-Called by `states.py` and `dflash/proposer.py`.
+Called by `request_states.py` and `dflash/proposer.py`.
 
 Legend: N rows, X rows a token is chosen of, R requests, W values of a request, S slots, P pages of a request,
 T tokens, G page groups.

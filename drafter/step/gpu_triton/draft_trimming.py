@@ -32,7 +32,7 @@ from .inputs.row_layout import DeviceStepRequests, Ints
 
 _REQUESTS = 128  # of one turn
 _ALIGNMENT = 4  # numbers: 16 bytes
-_MOST_MARGIN = tl.constexpr(1e6)  # as of `choice.py`
+_MOST_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
 
 
 @dataclass(frozen=True, slots=True)

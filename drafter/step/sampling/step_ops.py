@@ -1,8 +1,9 @@
 """Operators of a step that the host drives: they lay out rows, choose tokens, trim and verify drafts.
 
-    StepOperators        NumPy and PyTorch, on any device: the definition, in `drafter/step/inputs/row_layout.py`, `grammar_masks.py`,
-                         `gumbel_argmax.py`, `selector_candidates.py`, `selector_walk.py`, `draft_trimming.py`, `verification.py`
-    LoopStepOperators    compiled loops, on a CPU: files of the same names in `cpu_numba/`. Integers are equal,
+    StepOperators        NumPy and PyTorch, on any device: the definition, in `inputs/row_layout.py` and this
+                         folder's `grammar_masks.py`, `gumbel_argmax.py`, `selector_candidates.py`,
+                         `selector_walk.py`, `draft_trimming.py` and `verification.py`
+    LoopStepOperators    compiled loops on a CPU: files of the same names in `cpu_numba/`. Integers are equal,
                          noise differs by units in the last place
 
 `actors/targets/loading/operator_factory.py` chooses one of them when a runner is made. Steps that a GPU
