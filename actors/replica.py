@@ -55,7 +55,7 @@ FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
 # What is imported beside the loading of the models.
-FRONT = (".http.app", ".http.first_request", ".ray_metrics", ".replica_life")
+FRONT = (".http.app", ".http.warmup_request", ".observability.ray_metrics", ".serve.replica_lifecycle")
 
 
 class Replica:

@@ -167,7 +167,7 @@ def test_no_sample_without_rows_for_it() -> None:
     assert num_plain_rows(2_559, 64) == 0, "more than 5 % of the rows"
     assert num_plain_rows(100, 8, asked=20) == 20
     assert num_plain_rows(10_000, 64, asked=0) == 0
-    with pytest.raises(ConfigError, match=r"plain_sample=15 .*Ask for 16 or more") as caught:
+    with pytest.raises(ConfigError, match=r"plain_sample=15 .*Set it to 16 or more") as caught:
         num_plain_rows(100, 8, asked=15)
     assert caught.value.param == "plain_sample"
 

@@ -232,7 +232,7 @@ def test_what_cannot_be_kept_is_refused_before_a_server_starts(
 def test_lines_that_are_none_of_ours_are_named(tmp_path: Path) -> None:
     path = tmp_path / "captured-00000001.jsonl"
     path.write_bytes(records_of([1])[0].line() + b'{"token_ids": ["a"]}\n')
-    with pytest.raises(DatasetError, match=r"captured-00000001.jsonl:2: .*no prompt_token_ids"):
+    with pytest.raises(DatasetError, match=r"captured-00000001.jsonl:2: .*prompt_token_ids is missing"):
         list(read_captured(tmp_path))
     with pytest.raises(DatasetError, match="--capture"):
         list(read_captured(tmp_path / "captured-00000002.jsonl"))

@@ -535,38 +535,38 @@ _ROW_ARGUMENTS = {
 
 
 VARIANTS: dict[str, list[Variant]] = {
-    "step.device.sampling": [
+    "step.gpu_triton.sampling.sampler": [
         _choose("bf16", filters=False),
         _choose("bf16", filters=True),
         _choose("bf16", filters=False, seconds=True),
         _choose("bf16", filters=True, seconds=True, vocab=262144),  # Gemma 3
         _choose("fp32", filters=True),
     ],
-    "step.device.rules": [
+    "step.gpu_triton.sampling.logits_processors": [
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
     ],
-    "step.device.candidates": [
+    "step.gpu_triton.sampling.selector_candidates": [
         _best_of_chunk("bf16", filters=False),
         _best_of_chunk("bf16", filters=True),
         _best_of_chunk("fp32", filters=True),
         _best_of_row("bf16"),
         _best_of_row("bf16", vocab=262144),
     ],
-    "step.device.paths": [
+    "step.gpu_triton.sampling.selector_walk": [
         _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
         _walk("bf16", filters=True),
         _walk("fp32", filters=True),
     ],
-    "step.device.lookup": [
+    "step.gpu_triton.ngram_lookup": [
         Variant(
             "_look_up",
             _STEP | _pointers(i32="num_drafts") | {"shortest": "i32", "longest": "i32"},
             {"PLACES": 1024, "LANES": 8},
         ),
     ],
-    "step.device.masks": [_mask("bf16"), _mask("fp32")],
-    "step.device.rows": [
+    "step.gpu_triton.sampling.grammar_masks": [_mask("bf16"), _mask("fp32")],
+    "step.gpu_triton.inputs.row_layout": [
         _lay_out(is_block=True),
         _lay_out(is_block=False),
         _lay_out(is_block=False, groups=3),
@@ -577,7 +577,7 @@ VARIANTS: dict[str, list[Variant]] = {
             1,
         ),
     ],
-    "step.device.verification": [
+    "step.gpu_triton.verification": [
         Variant(
             "_accept_and_advance",
             _STEP
@@ -587,7 +587,7 @@ VARIANTS: dict[str, list[Variant]] = {
             1,
         ),
     ],
-    "step.device.recurrent": [
+    "step.gpu_triton.recurrent_states": [
         Variant(
             "_place",
             _pointers(i32="slots cu_rows num_computed states stands")
@@ -599,14 +599,14 @@ VARIANTS: dict[str, list[Variant]] = {
         _copy_states("_enter", "stands", i32="source target num_tokens"),
         _copy_states("_save_stood", "stands num_computed states_of_slots slots saves", i32="saves_stride"),
     ],
-    "step.device.trimming": [_trim(256, 15, budget=2048), _trim(1, 15, budget=16)],
-    "step.device.upload": [
+    "step.gpu_triton.draft_trimming": [_trim(256, 15, budget=2048), _trim(1, 15, budget=16)],
+    "step.gpu_triton.inputs.upload": [
         Variant("_write_words", _pointers(i32="changes arena") | {"count": "i32"}, {"CHANGES": 1024}),
     ],
-    "step.device.stamps": [
+    "step.gpu_triton.inputs.timestamps": [
         Variant("_stamp", _pointers(i64="times") | {"index": "i32"}, {}, 1),
     ],
-    "compute.gpu.attention": [
+    "compute.gpu_triton.attention.paged_attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
         _attention(32, 8, 128, causal=False, window=2048),  # its drafter
@@ -622,11 +622,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(64, 1, 512, tail=64, rows=1),  # and on one, in two tiles of heads
         _attention(8, 1, 512, tail=64, batch_invariant=True),
     ],
-    "compute.gpu.work": [
+    "compute.gpu_triton.attention.work_list": [
         _work(split_keys=0, run_splits=0),
         _work(split_keys=256, run_splits=16),
     ],
-    "compute.gpu.norms": [
+    "compute.gpu_triton.linear.norms": [
         _norm(4096, 16),
         _norm(4096, 16, add=False),
         _norm(2880, 16),
@@ -636,17 +636,17 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(3840, 16, weight="fp32", add=False),
         _norm(5376, 16, weight="fp32", scaled=True),  # Gemma 4
     ],
-    "compute.gpu.convolution": [
+    "compute.gpu_triton.delta_net.dynamic_convolution": [
         _convolve(6656, residual=False),
         _convolve(6656, residual=True),
         _convolve(5120, residual=True, dtype="fp32"),
     ],
-    "compute.gpu.activations": [
+    "compute.gpu_triton.linear.activations": [
         _gate(dim, dtype, gelu=gelu)
         for dim, dtype in ((12288, "bf16"), (12288, "fp32"))
         for gelu in (False, True)
     ],
-    "compute.gpu.products": [
+    "compute.gpu_triton.linear.skinny_gemm": [
         _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv
         _product(4096, 12288, 16, "residual"),  # down
         _product(12288, 4096, 16, "norm gate"),
@@ -657,13 +657,13 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(12288, 4096, 16, "norm gate", quantised=True),
         _product(4096, 12288, 64, "residual bias", quantised=True),
     ],
-    "compute.gpu.routing": [
+    "compute.gpu_triton.moe.topk_routing": [
         _choose_experts(128, 8),  # Qwen3-30B-A3B
         _choose_experts(128, 4, choose_first=True),  # gpt-oss
         _choose_experts(256, 8, score="sigmoid", groups=8, top_groups=4, correction=True),  # DeepSeek-V3
     ],
-    "compute.gpu.expert_pairs": [_list_tiles(128, 16), _list_tiles(512, 64)],
-    "compute.gpu.expert_products": [
+    "compute.gpu_triton.moe.moe_align": [_list_tiles(128, 16), _list_tiles(512, 64)],
+    "compute.gpu_triton.moe.grouped_gemm": [
         _experts(1536, 2048, 16, activation="silu"),  # Qwen3-30B-A3B: gate and up of a verified block
         _experts(2048, 768, 16),  # down
         _experts(1536, 2048, 64, activation="silu"),
@@ -679,36 +679,42 @@ VARIANTS: dict[str, list[Variant]] = {
         _add_up(2048, 8),
         _add_up(2880, 4),
     ],
-    "compute.gpu.latent": [_write_latents(8, 512, 64), _write_latents(64, 512, 64, "fp32")],  # Kimi K2
-    "compute.gpu.expansion": [_gather_latents(576, 64), _gather_latents(576, 64, "fp32")],
-    "compute.gpu.expanded": [
+    "compute.gpu_triton.attention.mla": [
+        _write_latents(8, 512, 64),
+        _write_latents(64, 512, 64, "fp32"),
+    ],  # Kimi K2
+    "compute.gpu_triton.attention.mla_prefill_plan": [
+        _gather_latents(576, 64),
+        _gather_latents(576, 64, "fp32"),
+    ],
+    "compute.gpu_triton.attention.mla_prefill": [
         _attend_expanded(8),
         _attend_expanded(64, "fp32"),
         _add_splits(8),
     ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
-    "compute.gpu.delta_inputs": [
+    "compute.gpu_triton.delta_net.conv_and_qk_norm": [
         _delta("_take_in", (16, 32)),
         _delta("_take_in", (16, 48), "fp32", saves=True),
     ],
-    "compute.gpu.delta_rule": [
+    "compute.gpu_triton.delta_net.recurrent_delta_rule": [
         _delta("_run_rows", (16, 32), side_by_side=12),
         _delta("_run_rows", (16, 48), side_by_side=12),
         _delta("_run_rows", (2, 4), "fp32", saves=True, side_by_side=12),
     ],
-    "compute.gpu.delta_chunks": [
+    "compute.gpu_triton.delta_net.chunk_delta_rule": [
         _delta("_prepare", (16, 32), warps=8),
         _delta("_prepare", (16, 48), "fp32", warps=8),
         _delta("_run_chunks", (16, 32), stages=2, wgmma=True, side_by_side=2),
         _delta("_run_chunks", (16, 48), saves=True, stages=2, wgmma=True, side_by_side=2),
         _delta("_run_chunks", (16, 48), "fp32", stages=2, wgmma=True),
     ],
-    "compute.gpu.delta_outputs": [
+    "compute.gpu_triton.delta_net.gated_norm": [
         _delta("_gate_outputs", (16, 32)),
         _delta("_gate_outputs", (16, 48), "fp32"),
     ],
-    "compute.gpu.row_squares": [_row_squares(6144, 1024)],  # MiniMax-M2
-    "compute.gpu.write_kv": [
+    "compute.gpu_triton.linear.row_square_sums": [_row_squares(6144, 1024)],  # MiniMax-M2
+    "compute.gpu_triton.attention.norm_rope_kv_write": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
         _write(8, 1, 64, 8),
@@ -773,7 +779,7 @@ def test_kernels_compile_for_hopper_without_spills(
 
 
 def test_blocks_and_prompts_of_qwen3_8b_use_hopper_s_matrix_instructions():
-    block, prompt = VARIANTS["compute.gpu.attention"][:2]
+    block, prompt = VARIANTS["compute.gpu_triton.attention.paged_attention"][:2]
     assert (block.constexprs["BLOCK_ROWS"], prompt.constexprs["BLOCK_ROWS"]) == (64, 128)
     assert block.wgmma and prompt.wgmma
 

@@ -102,6 +102,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         SharedDrafterOptions(engines=(0,))
     with pytest.raises(ConfigError, match="seconds=0"):
         SharedDrafterOptions(seconds=0.0)
-    with pytest.raises(ConfigError, match="Give --spec-model") as caught:
+    with pytest.raises(ConfigError, match="Set --spec-model") as caught:
         run_shared_drafter(EngineConfig(model="t"), SharedDrafterOptions())
     assert caught.value.param == "speculative_config"

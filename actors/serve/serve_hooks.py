@@ -48,7 +48,9 @@ def middlewares() -> list[Middleware]:
 
 def door_is_there() -> bool:
     """Whether what listens on this node has our `ProbeBypass` around it: its environment says so."""
-    return os.environ.get(CALLBACK, "").endswith(f"{__name__.partition('.')[2]}:{middlewares.__name__}")
+    return os.environ.get(CALLBACK, "").endswith(
+        (".serve.serve_hooks:middlewares", ".serve_place:middlewares")
+    )
 
 
 def restore_print() -> None:

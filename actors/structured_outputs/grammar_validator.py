@@ -30,7 +30,7 @@ QUICK_S, SLOW_S = 0.1, 1.0  # time of a core
 # What compiles as fast, and into as little memory, may be compiled anew in the middle of an answer.
 CHEAP_S, CHEAP_BYTES = 0.05, 16 << 20
 NICENESS = 5  # of the process, its start included: steps on a CPU go first
-_MODULE = "drafter.grammars.trial"
+_MODULE = "drafter.grammars.compile_sandbox"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,14 @@ LIBRARIES = (
     *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
     *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
 )
-HTTP = ("actors.http.app", "actors.http.first_request", "actors.engine", "actors.drafter_trial")
-TARGET = ("actors.torch_threads", "actors.targets.loading.rank", "actors.targets.loading.swap")
+HTTP = (
+    *("actors.http.app", "actors.http.warmup_request"),
+    *("actors.engine.async_engine", "actors.serve.drafter_canary"),
+)
+TARGET = (
+    "actors.system.torch_threads",
+    *("actors.targets.loading.rank_loader", "actors.targets.loading.drafter_swap"),
+)
 LOOPS = ("numba", "numba.typed")  # what compiled loops are loaded with, on a CPU
 SERVE_UTILS = "ray.serve._private.utils"
 
@@ -80,7 +86,7 @@ def _import_libraries(names: Sequence[str]) -> None:
 
 def _import(names: Sequence[str]) -> None:
     for name in names:
-        importlib.import_module(f"..{name}", __package__)
+        importlib.import_module(f"...{name}", __package__)
 
 
 def check_models(models: Models, report: Report, forks: ForkServer | None) -> None:

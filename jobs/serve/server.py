@@ -239,7 +239,7 @@ def start_server(
 def _import() -> None:
     """Import what is deployed, while Ray starts in processes of its own."""
     ServeWithoutPandas.install()
-    importlib.import_module("..actors.replica", __package__)
+    importlib.import_module("...actors.replica", __package__)
 
 
 def _ray(options: ServeOptions, environment: ServeEnvironment | None, forks: ForkServer | None) -> bool:
