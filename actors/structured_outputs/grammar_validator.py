@@ -121,7 +121,7 @@ class GrammarTrials:
             _write_all(model, self._model)
             os.lseek(model, 0, os.SEEK_SET)
             package = __name__.split(".")[0]
-            root = Path(__file__).absolute().parent.parent.parent
+            root = Path(__file__).absolute().parents[3]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{package}.{_MODULE}", str(theirs.fileno()), str(model)],
                 pass_fds=(theirs.fileno(), model),

@@ -15,7 +15,7 @@ from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import CheckpointError, ConfigError, shown, shown_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
 TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
