@@ -8,8 +8,10 @@ for each token. Created in the replica, fed by `telemetry.py`.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
+import ray
 from ray.util.metrics import Counter, Gauge
 
 from ...cluster.metrics.engine_metrics import CATALOGUE
@@ -30,10 +32,28 @@ class RayMetrics:
     def __init__(self, model_name: str, replica: str) -> None:
         tags = {"model_name": model_name, "ReplicaId": replica}
         self._metrics = {metric.name: _made(metric, tags) for metric in CATALOGUE}
+        self._is_exported = False
 
     def update(self, values: Mapping[str, Values]) -> None:
+        # Ray loses what counters were increased by before the node's agent has started.
+        self._is_exported = self._is_exported or _exporter_answers()
+        if not self._is_exported:
+            return
         for name, value in values.items():
             self._metrics[name].show(value)
+
+
+def _exporter_answers() -> bool:
+    """Return whether the agent of this node serves the metrics of its processes."""
+    own = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == own:
+            try:
+                with socket.create_connection((node["NodeManagerAddress"], node["MetricsExportPort"]), 1.0):
+                    return True
+            except OSError:
+                return False
+    return False
 
 
 class _Simple:
