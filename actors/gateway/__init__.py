@@ -1,1 +1,4 @@
-"""Several replicas and models behind one entry: who is there, who gets a request, what outlives a replica."""
+"""The gateway: one address for several replicas and models, with routing, retries and resumed streams.
+
+Start with `app.py`; `generation_proxy.py` follows one request.
+"""

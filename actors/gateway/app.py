@@ -1,7 +1,7 @@
-"""The gateway's application: what it answers by itself, and what goes to a replica.
+"""The gateway's application: the routes that it answers itself and those that it forwards to a replica.
 
-Health and models are answered from what is known here, whatever the replicas are doing; only a scrape asks
-them, and waits for none of them long.
+Health and models are answered from the gateway's own state, without calling a replica. Scrapes and /explain
+query all replicas, with a short time-out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .routing_hints import read_asked
 from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
-# Of the routes that generate.
+# Stream endings of the routes that generate.
 ENDINGS: dict[str, Ending] = {
     "/v1/completions": DoneEnding(),
     "/v1/chat/completions": DoneEnding(),
@@ -58,13 +58,13 @@ def create_gateway(
     traffic: Traffic | None = None,
     echo_request_id: bool = True,
 ) -> FastAPI:
-    """Wire the routes.
+    """Create the gateway's application.
 
     Args:
-        fleet: who is there; followed as long as the application lives.
+        fleet: the replicas; kept up to date as long as the application runs.
         settings: of the endpoint.
-        gateway: names it in metrics.
-        traffic: counts the requests under way, and says whether they are the last.
+        gateway: name of this gateway in metrics.
+        traffic: counts the requests in flight, and holds whether the gateway is draining.
         echo_request_id: see `RequestGate`.
     """
     traffic = traffic or Traffic()
@@ -165,7 +165,7 @@ def _card(fleet: Fleet, model: ServedModel, name: str, started_s: int) -> JsonOb
 async def _text(
     upstream: Upstream, member: Member, path: str, headers: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """What a replica answers; empty if that cannot be had at once, or is a refusal."""
+    """Return the body of a replica's 200 response, or "" after another status, an error or a time-out."""
     try:
         async with (
             asyncio.timeout(SCRAPE_TIMEOUT_S),

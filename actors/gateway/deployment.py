@@ -1,7 +1,7 @@
-"""The gateway as Serve has it: the class behind the ingress deployment of several replicas or models.
+"""The ingress deployment of Ray Serve in front of several replicas or models.
 
-`replica.py` builds the application of it and of the engines. Serve starts, watches, scales and ends both
-kinds of deployments; requests it hands to gateways alone.
+`actors/replica.py` builds the Serve application from it and the engine deployments. Serve starts, watches,
+scales and stops both; it sends requests to gateways only.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GATEWAY = "gateway"
 
 
 class Gateway:
-    """The class behind the ingress deployment.
+    """The class of the ingress deployment.
 
     Args:
-        models: behind it.
+        models: the models that it serves.
         settings: of the endpoint.
-        engines: the models' deployments, in the same order. (That Serve is given them here is what makes them
-            part of the application.)
+        engines: the models' deployments, in the same order. Passing them here is what makes them part of the
+            Serve application.
     """
 
     async def __init__(
@@ -55,7 +55,7 @@ class Gateway:
         self._fleet = Fleet(models, directory, self._wake)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve once `__init__` is through."""
+        """Build the application. Serve calls this after `__init__`."""
         from .app import create_gateway
 
         self._watching = asyncio.create_task(self._watch(RayServeHost()))
@@ -70,7 +70,7 @@ class Gateway:
         return app
 
     async def _watch(self, place: RayServeHost) -> None:
-        """Until Serve, or a SIGTERM, asks it to go: then nothing is waited for that may not come."""
+        """Wait until Serve or a SIGTERM stops this process, then mark the gateway as draining."""
         loop = asyncio.get_running_loop()
         place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_leave(place), loop))
         while not place.is_leaving:
@@ -87,7 +87,7 @@ async def _leave(place: RayServeHost) -> None:
 
 
 def door_host() -> str:
-    """Loopback where all nodes are this machine and will be; else the node's address."""
+    """Return loopback if this machine is the only node and stays so, else the node's address."""
     address = ray.util.get_node_ip_address()
     elsewhere = any(node["Alive"] and node["NodeManagerAddress"] != address for node in ray.nodes())
     return address if elsewhere or may_grow() else "127.0.0.1"

@@ -1,8 +1,8 @@
-"""Requests that any replica of a model can answer, as they come and go: files, batches, tokens, documents.
+"""Forwards requests that any replica of a model can answer: files, batches, tokens, documents.
 
-Small ones are read and may be asked again elsewhere as long as no replica has taken them, and safe methods
-once more after a replica has died; uploads pass through once. A request under which a replica died is a
-suspect, like those that generate (`isolation.py`).
+Small bodies are read first, so that the request can be sent to another replica as long as none has taken it;
+safe methods (GET, HEAD, OPTIONS) are also sent again after a replica has died. Uploads are streamed once. A
+request under which a replica died becomes a suspect, like requests that generate (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Forwarded(Response):
-    """A replica's response; asks when it is sent."""
+    """The response of a replica; the request is forwarded when Starlette sends the response."""
 
     def __init__(self, parts: Parts, http: Request) -> None:
         self.background = None
@@ -73,7 +73,7 @@ class Forwarded(Response):
         return self._http.headers.get("content-type", "").startswith("application/json")
 
     async def _small_body(self) -> bytes | None:
-        """The body, or None if it is one to be passed through."""
+        """Return the body, or None if it is to be streamed."""
         length = self._http.headers.get("content-length")
         if self._http.method in _SAFE or length == "0":
             return b""
@@ -82,7 +82,7 @@ class Forwarded(Response):
         return None
 
     async def _upload(self) -> AsyncIterator[bytes]:
-        """The body as it comes; that it is too large, or too slow, is no fault of the replica's."""
+        """Yield the body as it arrives. Records an error of the client (too large, too slow)."""
         try:
             async for data in self._http.stream():
                 yield data
@@ -91,12 +91,12 @@ class Forwarded(Response):
             raise
 
     async def _model(self, body: bytes | None) -> ServedModel:
-        """Of a JSON body that names one; any other request is for the first."""
+        """Return the model that a JSON body names; for any other request the first model."""
         name = (await read_asked(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
     async def _attempt(self, member: Member, body: Body, send: Send, case: SuspectRequest | None) -> bool:
-        """Ask a replica; False if it has certainly not taken the request."""
+        """Forward to a replica and return True; False if it has certainly not taken the request."""
         http, begun = self._http, False
         headers = request_headers(http)
         try:

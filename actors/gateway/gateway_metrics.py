@@ -1,4 +1,4 @@
-"""A gateway's own metrics. Names and meanings stand in `cluster/metrics/fleet_metrics.py`."""
+"""A gateway's own metrics. `cluster/metrics/fleet_metrics.py` defines their names and meanings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .replica_set import Fleet
 
 
 class GatewayFigures(Collector):
-    """Counts what one gateway does.
+    """Counts the events of one gateway and exports them to Prometheus.
 
     Args:
-        fleet: whose replicas are up or not.
+        fleet: replicas for `manta:gateway_replica_up`.
         gateway: label of all metrics.
     """
 
@@ -42,19 +42,19 @@ class GatewayFigures(Collector):
         self._routed[model, choice.reason] += 1
 
     def resumed(self, model: str) -> None:
-        """A stream that had begun goes on at another replica."""
+        """Count a stream that another replica continues."""
         self._resumed[model,] += 1
 
     def retried(self, model: str) -> None:
-        """A request of which nothing had come out goes to another replica."""
+        """Count a request that another replica starts again, after none of its output was sent."""
         self._retried[model,] += 1
 
     def isolated(self, model: str) -> None:
-        """A request under which a replica died goes to another one as the only suspect there."""
+        """Count a suspect that is sent to a replica as the only suspect there."""
         self._isolated[model,] += 1
 
     def poisonous(self, model: str) -> None:
-        """A request ends because replicas died each time they served it."""
+        """Count a request that ends because replicas died each time they served it."""
         self._poisonous[model,] += 1
 
     def render(self) -> str:

@@ -1,12 +1,15 @@
-"""One generation request on its way through replicas, until the client has its answer.
+"""Serves one generation request with one or more replicas until the client has its whole response.
 
-    choose ─▶ attempt ─┬─ whole, or a stream to its end ─▶ done
-       ▲               ├─ 503: full or draining ─────────┐
-       │               └─ the engine or process died ────┤ the request is a suspect: its next attempt waits
-       └── with what was generated, if it was told ◀─────┘ for a turn, and is the last one if it kills
+    choose ─▶ attempt ─┬─ whole response, or stream to its end ─▶ done
+       ▲               ├─ 503: full or draining ────────────────┐
+       │               └─ the engine or process died ───────────┤
+       └── with the generated tokens, if they were reported ◀───┘
 
-Nothing of an answer is ever sent twice. What is not told (several completions) goes elsewhere as long as
-nothing has come out; after that it ends with an error event.
+After a death the request is a suspect: its next attempt waits for a turn, and is the last one if that replica
+dies, too.
+
+No part of a response is sent twice. A request whose tokens replicas do not report (such as several
+completions) moves to another replica as long as nothing was sent; after that it ends with an error event.
 """
 
 from __future__ import annotations
@@ -49,22 +52,22 @@ from .upstream_client import Upstream, path_of, request_headers, response_header
 
 logger = logging.getLogger(__name__)
 
-# A stream that has begun waits so long for a replica that can go on with it, and looks so often.
+# Seconds that a started stream waits for a replica that can continue it, and between two looks.
 PATIENCE_S = 60.0
 LOOK_S = 0.2
 KEEP_ALIVE_S = 15.0
-# The end of a stream that another API frames: it holds the event of a failure.
+# Bytes kept from the end of a stream in another API's format; they contain the event of a failure.
 LAST_WORDS_BYTES = 1024
-# Of a look whether a replica that has been silent still listens.
+# Time limit for checking whether a silent replica still listens.
 LISTEN_S = 1.0
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
-# The replica has not had the request.
+# Errors after which the replica certainly has not received the request.
 UNTAKEN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What every request of a gateway shares."""
+    """State that all requests of a gateway share."""
 
     fleet: Fleet
     upstream: Upstream
@@ -75,14 +78,14 @@ class Parts:
 
 
 class Generation(Response):
-    """The response to a generation request; runs when it is sent.
+    """The response to a generation request; the request runs when Starlette sends the response.
 
     Args:
         parts: of the gateway.
-        http: the request, its body read.
-        body: what was read.
-        asked: what it says.
-        ending: of its API's streams.
+        http: the request; its body has been read.
+        body: the raw body.
+        asked: routing hints read from the body.
+        ending: how streams of the route's API end.
     """
 
     def __init__(self, parts: Parts, http: Request, body: bytes, asked: RoutingHints, ending: Ending) -> None:
@@ -97,11 +100,11 @@ class Generation(Response):
             id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
         )
         self._told = ToldStream()
-        self._refused: set[str] = set()  # by these replicas
-        self._refusal: Response | None = None  # the last one
+        self._refused: set[str] = set()  # names of the replicas that refused
+        self._refusal: Response | None = None  # the last refusal
         self._case = SuspectRequest(parts.isolation, http.url.path, body)
         self._begun = False  # the client has the head of its response
-        self._raw = False  # ... and more of it than is known here
+        self._raw = False  # the client also has output whose tokens are unknown here
         self._send: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +130,7 @@ class Generation(Response):
         while True:
             await self._case.identify()
             self._case.check()
-            if not self._begun:  # also when the last one has refused, because it was to go
+            if not self._begun:  # also after a refusal by the last replica, which was draining
                 await self._parts.fleet.rouse(self._model)
             member = await self._next_replica()
             if member is None:
@@ -140,9 +143,9 @@ class Generation(Response):
             self._origin = replace(self._origin, attempt=self._origin.attempt + 1, begun=self._told.begun)
 
     async def _next_replica(self) -> Member | None:
-        """Who is asked next; None if all that are there have refused. A stream that has begun waits."""
+        """Return the next replica to try; None if all ready ones have refused. A started stream waits."""
         asked, told_s = self._asked, time.monotonic()
-        there_s = told_s  # when a replica could last have taken it, turns aside
+        there_s = told_s  # when a replica could last have taken the request, apart from waiting for a turn
         with self._parts.isolation.turn(self._model, self._case) as turn:
             while True:
                 try:
@@ -173,7 +176,12 @@ class Generation(Response):
             return await self._ask(member)
 
     async def _ask(self, member: Member) -> bool:
-        """Ask a replica. False if another is to be asked; raises what ends the request."""
+        """Send the request to a replica and relay its response. Return False to try another replica.
+
+        Raises:
+            EngineDeadError: the replica died after sending output that no other replica can continue.
+            PoisonousRequestError: replicas died under this request.
+        """
         request_id = self._http.scope["state"]["request_id"]
         headers = [*request_headers(self._http), (ORIGIN_HEADER, self._origin.header())]
         body, path = self._origin.prefix() + self._body, path_of(self._http)
@@ -201,7 +209,7 @@ class Generation(Response):
         await self._case.record_death(member, self._http.scope["state"]["request_id"])
 
     async def _relay(self, member: Member, response: aiohttp.ClientResponse) -> bool:
-        """Hand an answer to the client, as `_attempt`."""
+        """Relay a response to the client. Return False if another replica is to be tried."""
         if response.status == 503:
             refusal = await _whole(response)
             await self._refuse(member, refusal, _error_of(refusal))
@@ -243,12 +251,12 @@ class Generation(Response):
                 self._case.complete()
                 await self._begin(response)
                 await self._finish(DONE)
-                await response.read()  # so that the connection can be used again
+                await response.read()  # so that the connection can be reused
                 return True
         raise aiohttp.ClientPayloadError("the stream ended before the completion")
 
     async def _end_or_refuse(self, member: Member, error: JsonObject) -> bool:
-        """A replica has ended the stream: another goes on if a retry helps, else the client is told."""
+        """Handle a stream that the replica ended with an error. Return False if another replica continues."""
         if error.get("code") == 503:
             await self._refuse(member, error_response(EngineDeadError(error["message"])), error)
             return False
@@ -257,7 +265,7 @@ class Generation(Response):
         return True
 
     async def _refuse(self, member: Member, refusal: Response, error: JsonObject) -> None:
-        """A replica does not serve the request, or no longer: it is full, is to go, or its engine died."""
+        """Record that a replica does not serve the request: it is full, draining, or its engine died."""
         self._refused.add(member.name)
         self._refusal = refusal
         if is_engine_death(error) and member.record.state != "draining":
@@ -265,10 +273,10 @@ class Generation(Response):
             await self._record_death(member)
             self._case.check()
 
-    # To the client.
+    # Writing to the client.
 
     async def _answer(self, response: Response) -> None:
-        """A whole response of a replica; in a stream that has begun, its body is the event that ends it."""
+        """Send a replica's whole response; in a started stream, send its body as the final event."""
         assert self._send is not None
         if self._begun:
             await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
@@ -285,7 +293,9 @@ class Generation(Response):
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
-        """Waits while the client reads too slowly; then its replica waits, too."""
+        """Write to the client. Blocks while the client reads slowly, which pauses the replica
+        (back-pressure).
+        """
         assert self._send is not None
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -294,10 +304,11 @@ class Generation(Response):
 
 
 async def died_with_requests(member: Member, error: BaseException) -> bool:
-    """Whether a broken connection says that the replica's process died, or hangs, with the requests it had.
+    """Return whether a broken connection means that the replica's process died or hangs with its requests.
 
-    Not of a replica that was to go, or that never had the request. One that has only been silent may be on a
-    node that was lost: then its socket answers no more; if it does, the process hangs.
+    False for a draining replica, or one that never received the request. After silence (TimeoutError) the
+    node may have been lost, in which case its socket no longer accepts connections; if it still does, the
+    process hangs.
     """
     if isinstance(error, UNTAKEN) or member.record.state == "draining":
         return False
@@ -315,7 +326,7 @@ async def _listens(url: URL) -> bool:
 
 
 def _error_of(refusal: Response) -> JsonObject:
-    """The error object in a body; empty if there is none."""
+    """Return the error object of a body; empty if there is none."""
     try:
         error = orjson.loads(bytes(refusal.body))["error"]
     except (orjson.JSONDecodeError, TypeError, KeyError):

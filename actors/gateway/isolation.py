@@ -1,10 +1,10 @@
-"""Suspected requests of one gateway, and the replicas that test them one at a time.
+"""Isolates requests under which a replica died, and tests them one at a time.
 
 A request under which a replica died is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one
-line per model and take turns: a replica serves at most one suspect, beside requests that are none, and at
-most half of a model's replicas (at least one) serve suspects at once. A turn ends when the suspect has
-outlived its point of death, has ended, or has killed the replica. Used by `generation_proxy.py` and
-`forward_proxy.py`, on the event loop.
+queue per model and take turns. A replica serves at most one suspect, alongside ordinary requests, and at most
+half of a model's replicas (at least one) serve suspects at the same time. A turn ends when the suspect has
+outlived the point at which the replica died, has ended, or has killed the replica. Used by
+`generation_proxy.py` and `forward_proxy.py` on the event loop.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from .replica_set import Fleet, Member, ServedModel
 
 logger = logging.getLogger(__name__)
 
-# A suspect has outlived its point of death with so many new tokens; the dead replica may have computed that
-# many more than it told.
+# New tokens after which a suspect has outlived its point of death; the dead replica may have computed that
+# many more than it reported.
 OUTLIVED_TOKENS = 16
-# Without tokens: once it has run half as long again as on the dead replica, within these bounds.
+# Without reported tokens: a suspect has outlived it after 1.5 times as long as on the dead replica, within
+# these bounds.
 LEAST_TRIAL_S, MOST_TRIAL_S = 3.0, 10.0
-# A suspect waits so long for its turn.
+# Seconds that a suspect waits for its turn.
 TURN_S = 180.0
 # Larger bodies are compared by their bytes, smaller ones as JSON.
 CANONICAL_BYTES = 1 << 16
-# Fields that change nothing of what an engine computes.
+# Fields that do not affect what an engine computes.
 _NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options", "session_id"})
 
 
 class Isolation:
-    """What a gateway knows of deaths under its requests."""
+    """A gateway's records of deaths under its requests, and the queues of suspects."""
 
     def __init__(self, fleet: Fleet, figures: GatewayFigures) -> None:
         self.records = DeathRecords()
         self.fleet = fleet
         self.figures = figures
-        self.testing: set[bytes] = set()  # digests of the suspects that replicas serve
+        self.testing: set[bytes] = set()  # digests of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._changed = asyncio.Event()
 
     @contextmanager
     def turn(self, model: ServedModel, case: SuspectRequest) -> Iterator[ReplicaAttempt]:
-        """A place in the model's line until a replica is taken; requests that are no suspects pass it."""
+        """Queue a request for its model until a replica is taken. Only suspects wait in the queue."""
         turn = ReplicaAttempt(self, model, case)
         line = self._lines.setdefault(model, [])
         line.append(turn)
@@ -63,16 +64,16 @@ class Isolation:
                 self.notify()
 
     def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
-        """Return the most suspicious waiting request: the one that got least from the replica that died.
+        """Return the most suspicious waiting request: it got the fewest tokens from the dead replica.
 
-        Of equal requests one is tested at a time: what becomes of it holds for all.
+        Of equal requests only one is tested at a time, because its result holds for all of them.
         """
         line = self._lines.get(model, ())
         waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
         return min(waiting, key=lambda turn: turn.case.told_tokens, default=None)
 
     def notify(self) -> None:
-        """Wake all waiting suspects: a replica or a place in the line is free."""
+        """Wake all waiting suspects: a replica or a place in the queue is free."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -84,7 +85,7 @@ class Isolation:
 
 
 class ReplicaAttempt:
-    """One request that looks for a replica."""
+    """A request that is waiting for a replica."""
 
     def __init__(self, isolation: Isolation, model: ServedModel, case: SuspectRequest) -> None:
         self.case = case
@@ -95,11 +96,11 @@ class ReplicaAttempt:
     def take(self, chain: list[int], session: str | None, without: Iterable[str]) -> Member | None:
         """Choose a replica; None while the request must wait for its turn. Raises as `Fleet.choose` does.
 
-        The caller starts `SuspectRequest.attempt` there before it awaits anything else.
+        The caller enters `SuspectRequest.attempt` before it awaits anything else.
 
         Raises:
-            PoisonousRequestError: the request has been found to kill replicas.
-            EngineDeadError: it has waited for too long.
+            PoisonousRequestError: the request was found to kill replicas.
+            EngineDeadError: the request has waited too long.
         """
         self.case.check()
         fleet, figures, name = self._isolation.fleet, self._isolation.figures, self._model.names[0]
@@ -120,12 +121,12 @@ class ReplicaAttempt:
         return None
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something has changed for suspects, or the time is over."""
+        """Wait until the state of suspects has changed or the time is over."""
         await self._isolation.wait(timeout_s)
 
 
 class SuspectRequest:
-    """What deaths of replicas say of one request.
+    """A request with its death records, and its trial on a replica if it is a suspect.
 
     Args:
         isolation: of the gateway.
@@ -133,8 +134,8 @@ class SuspectRequest:
         body: of the request.
 
     Attributes:
-        digest: of the request; None while it was not needed.
-        told_tokens: that the request got in its last attempt.
+        digest: of the request; None until it is needed.
+        told_tokens: number of tokens that the request got in its last attempt.
     """
 
     def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
@@ -147,7 +148,7 @@ class SuspectRequest:
         self.told_tokens = 0
 
     async def identify(self) -> None:
-        """Compute the digest where anything is known of any request; call before `check`."""
+        """Compute the digest if there are death records; call before `check`."""
         if self._isolation.records:
             await self._identify()
 
@@ -164,7 +165,7 @@ class SuspectRequest:
         return self.digest is not None and self._isolation.records.standing(self.digest) == "suspect"
 
     def check(self) -> None:
-        """Raise PoisonousRequestError if replicas died of the request lately."""
+        """Raise PoisonousRequestError if this request recently killed replicas."""
         if self.digest is not None and self._isolation.records.standing(self.digest) == "poisonous":
             raise PoisonousRequestError(
                 f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes, "
@@ -173,7 +174,7 @@ class SuspectRequest:
 
     @contextmanager
     def attempt(self, member: Member) -> Iterator[None]:
-        """The request is at a replica, alone of its kind if it is a suspect."""
+        """Mark the request as served by a replica; a suspect is the only one there."""
         self._began_s, self.told_tokens = time.monotonic(), 0
         if not self.is_suspect:
             yield
@@ -191,7 +192,7 @@ class SuspectRequest:
             self._trial = None
 
     def tell(self, num_tokens: int) -> None:
-        """So many tokens came in this attempt."""
+        """Record the number of tokens received in this attempt."""
         self.told_tokens = num_tokens
         if self._trial is not None and num_tokens >= OUTLIVED_TOKENS:
             self._outlive()
@@ -203,12 +204,12 @@ class SuspectRequest:
             self._trial.end()
 
     def complete(self) -> None:
-        """The request has its whole answer."""
+        """Record that the request got its whole response."""
         if self.digest is not None:
             self._isolation.records.complete(self.digest)
 
     async def record_death(self, member: Member, request_id: str) -> None:
-        """The replica's process died while the request was there; `check` says what follows from it."""
+        """Record that the replica's process died under the request. Call `check` afterwards."""
         alone = self._trial is not None and not self._trial.ended
         lived_s = time.monotonic() - self._began_s
         digest = await self._identify()
@@ -223,7 +224,7 @@ class SuspectRequest:
 
 
 class _Trial:
-    """A replica serves a suspect, until `end`."""
+    """A suspect on a replica, until `end` is called."""
 
     def __init__(self, isolation: Isolation, member: Member, digest: bytes) -> None:
         self._isolation = isolation
@@ -234,7 +235,7 @@ class _Trial:
         isolation.testing.add(digest)
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the trial. Idempotent."""
         if not self.ended:
             self.ended = True
             self._member.tests_suspect = False
@@ -243,7 +244,7 @@ class _Trial:
 
 
 def _digest(path: str, body: bytes) -> bytes:
-    """SHA-256 of a route and a body; of short JSON without the fields that change nothing."""
+    """Return the SHA-256 of a route and a body; short JSON is compared without fields that have no effect."""
     if len(body) <= CANONICAL_BYTES:
         try:
             fields = orjson.loads(body)
@@ -251,6 +252,6 @@ def _digest(path: str, body: bytes) -> bytes:
             fields = None
         if isinstance(fields, dict):
             kept = {name: value for name, value in fields.items() if name not in _NAMES}
-            with suppress(orjson.JSONEncodeError):  # nested deeper than orjson writes: compared by its bytes
+            with suppress(orjson.JSONEncodeError):  # nested deeper than orjson writes: compared by bytes
                 body = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(path.encode() + b"\0" + body).digest()

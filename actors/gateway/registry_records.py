@@ -1,6 +1,6 @@
-"""What is known of replicas: the record that each beats twice a second, and the book of who was heard of.
+"""Records of replicas: the heartbeat that each sends twice a second, and the table of the last heartbeats.
 
-Neither who carries them about (`replica_registry.py`) nor what a gateway makes of them (`replica_set.py`).
+`replica_registry.py` transports them; `replica_set.py` is what a gateway derives from them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 State = Literal["ready", "draining", "failed"]
 
 BEAT_S = 0.5
-# A replica that has not been heard of for so long gets no requests.
+# A replica whose last heartbeat is older than this gets no requests.
 SILENT_S = 3.0
 ALONE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRecord:
-    """One beat of a replica.
+    """One heartbeat of a replica.
 
     Attributes:
         replica: its id in Serve.
-        names: under which its model is served; the first stands for the model.
-        url: of its door; `token` opens it.
-        beat: counts its beats.
+        names: names of its model; the first identifies the model.
+        url: of its endpoint for gateways; requests must carry `token`.
+        beat: number of this heartbeat.
         state: "failed" when its engine is dead.
         running, waiting: requests there.
-        max_requests: more than that it should not get at once.
+        max_requests: requests that it should have at most.
         max_model_len, created_s: for the model's card.
     """
 
@@ -52,7 +52,7 @@ class ReplicaRecord:
 
 
 class Directory:
-    """What the actor holds: the last beat of each replica."""
+    """The last heartbeat of each replica; the state of the directory actor."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -64,11 +64,11 @@ class Directory:
         self._records[record.replica] = record, self._called_s
 
     def leave(self, replica: str) -> None:
-        """The replica has ended."""
+        """Remove a replica that has ended."""
         self._records.pop(replica, None)
 
     def replicas(self) -> list[ReplicaRecord]:
-        """Those that were heard of lately."""
+        """Return the replicas with a recent heartbeat."""
         self._called_s = self._clock()
         oldest_s = self._called_s - SILENT_S
         self._records = {name: seen for name, seen in self._records.items() if seen[1] >= oldest_s}
@@ -80,7 +80,7 @@ class Directory:
 
 
 class DirectoryPort(Protocol):
-    """A directory somewhere else; calls raise UnreachableError while it cannot be had."""
+    """Interface of a remote directory; calls raise UnreachableError while it does not answer."""
 
     async def beat(self, record: ReplicaRecord) -> None: ...
 
@@ -90,7 +90,7 @@ class DirectoryPort(Protocol):
 
 
 def state_of(engine: AsyncEngine) -> State:
-    """Of a started engine."""
+    """Return the state of a replica with a started engine."""
     try:
         engine.check_health()
     except MantaError:

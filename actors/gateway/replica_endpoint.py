@@ -1,8 +1,8 @@
-"""A replica's door for gateways: its application on a socket of its own, and the beats that tell of it.
+"""A replica's endpoint for gateways: its application on a socket of its own, announced by heartbeats.
 
-Serve's proxies know nothing of it. Requests must bring the token that stands in the replica's beats; so only
-who may read the cluster's directory comes in, and only there the words of `http/generation/resume_origin.py`
-mean something.
+Serve's proxies do not know this socket. Requests must carry the token from the replica's heartbeats, so only
+processes that can read the cluster's directory get in. The headers of `http/generation/resume_origin.py` are
+read only here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .registry_records import BEAT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
-# Longer than gateways keep a connection that they do not use.
+# Longer than gateways keep an idle connection.
 KEEP_ALIVE_S = 75
-# Of a replica that goes: until every gateway knows.
+# Time that a draining replica still accepts requests, until every gateway knows.
 TOLD_S = 3 * BEAT_S
 
 
@@ -40,8 +40,8 @@ class ReplicaEndpoint:
     Args:
         app: of the replica.
         host: address of the socket.
-        describe: the replica as it is now, given the door's address, its token and the beat's number.
-        directory: told every half second.
+        describe: returns the replica's current record, given its URL, token and heartbeat number.
+        directory: gets a heartbeat every half second.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ReplicaEndpoint:
         self._draining = False
 
     async def open(self) -> None:
-        """Answer, then be known."""
+        """Start the server, then the heartbeats."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)
         self._tasks = [serving, asyncio.create_task(self._beat_forever())]
 
     async def close(self) -> None:
-        """Be chosen no more, end what runs, then close. Idempotent."""
+        """Announce draining, finish running requests, then close. Idempotent."""
         if self._draining:
             return
         self._draining = True
@@ -95,7 +95,7 @@ class ReplicaEndpoint:
                 await self._beat()
             except UnreachableError as error:
                 logger.warning("%s", error)
-            except Exception:  # a task's edge: a replica that is not heard of gets no requests
+            except Exception:  # top level of a task; without heartbeats the replica gets no requests
                 logger.exception("a beat failed")
             await asyncio.sleep(BEAT_S)
 
@@ -106,10 +106,10 @@ class ReplicaEndpoint:
 
 
 class Guard:
-    """Lets in who brings the token, and hands what a gateway says of a request to the application.
+    """Requires the token, and passes on what the gateway says of a request.
 
-    As `scope["state"]["origin"]`, an `ResumeOrigin`; its tokens are taken off the body. As `["caller"]` whose
-    the request is, for the application asks for no key behind a gateway.
+    Sets `scope["state"]["origin"]`, a `ResumeOrigin` whose tokens are removed from the body, and
+    `["caller"]`, the caller that the gateway has authenticated (the application itself checks no key).
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -129,7 +129,7 @@ class Guard:
 
 
 async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
-    """Read the origin; what is received from now on is the client's body alone."""
+    """Read the origin; the returned `receive` yields only the client's body."""
     count, body, more = ResumeOrigin.prefix_bytes(header), b"", True
     while len(body) < count and more:
         message = await receive()
@@ -154,7 +154,7 @@ async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the replica's matter."""
+    """A server that leaves signals to the replica."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

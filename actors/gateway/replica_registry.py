@@ -1,8 +1,7 @@
-"""The directory: which replicas of an application are there. A small named Ray actor without a CPU.
+"""The directory of an application's replicas: a small named Ray actor without a CPU.
 
-Replicas beat into it, gateways ask it; nobody else knows of it. It keeps nothing that the next beats do not
-bring again, so it may die: Ray starts it anew wherever there is a node. It ends by itself when nobody has
-called for a while.
+Replicas send it heartbeats and gateways query it. Its whole state is rebuilt by the next heartbeats, so it
+may die: Ray restarts it on any node. It ends itself when it has not been called for a while.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class DirectoryActor(Directory):
 
 
 class DirectoryClient:
-    """The directory of one application, as replicas and gateways reach it: a `DirectoryPort`.
+    """Client of one application's directory for replicas and gateways: a `DirectoryPort`.
 
-    After a call that failed the next one looks for the actor anew, or makes it.
+    After a failed call, the next one looks up the actor again, or creates it.
     """
 
     def __init__(self, application: str) -> None:
@@ -61,12 +60,12 @@ class DirectoryClient:
                 if self._actor is None:
                     self._actor = await asyncio.to_thread(self._find)
                 return await getattr(self._actor, method).remote(*arguments)
-        except (TimeoutError, RayError, ValueError) as error:  # ValueError: it went while it was looked for
+        except (TimeoutError, RayError, ValueError) as error:  # ValueError: the actor ended during the lookup
             self._actor = None
             raise UnreachableError(f"The directory {self._name} does not answer: {error!r}.") from error
 
     def _find(self) -> Any:
-        """Whoever comes first makes it. In no placement group: it must outlive the replica that made it."""
+        """Get or create the actor. In no placement group: it must outlive the replica that created it."""
         return (
             ray.remote(DirectoryActor)
             .options(

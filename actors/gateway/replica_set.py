@@ -1,7 +1,7 @@
-"""The replicas as a gateway sees them: who is there, how loaded each is, who has just died.
+"""A gateway's view of the replicas: which are ready, how loaded each is, which have just died.
 
-Filled from the directory twice a second; a replica whose socket fails is left out until its beats go on. A
-directory that does not answer takes nobody away. Lives on the gateway's event loop.
+It is updated from the directory twice a second. A replica whose socket fails gets no requests until its next
+heartbeat. If the directory does not answer, no replica is removed. Runs on the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .registry_records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
-# A request to a model that sleeps waits so long for a replica, and looks so often.
+# Seconds that a request to a model without replicas waits for one, and between two looks.
 WAKE_S = 600.0
 LOOK_S = 0.2
-# A replica that is silent for SILENT_S gets nothing new; after so long, its streams go elsewhere.
+# A replica without heartbeats for SILENT_S gets no new requests; after this time, its streams move elsewhere.
 LOST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model behind the gateway.
+    """A model that the gateway serves.
 
     Attributes:
-        names: that requests may use, the reported one first.
-        sleeps: it may have no replica and be well; a request then gets one started, and waits for it.
+        names: names in requests; the first one is reported.
+        sleeps: the model may scale to zero replicas; a request then starts one and waits for it.
     """
 
     names: tuple[str, ...]
@@ -42,14 +42,14 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One replica.
+    """One replica, as the gateway sees it.
 
     Attributes:
-        record: its last beat.
-        heard_s: when that came, monotonic.
-        here: requests of this gateway that are there now.
-        others: those of other gateways, by its last beat.
-        broken: its socket failed and it has not been heard of since.
+        record: its last heartbeat.
+        heard_s: when that arrived, monotonic.
+        here: requests from this gateway in flight there.
+        others: requests from other gateways, by its last heartbeat.
+        broken: its socket failed, and no heartbeat has arrived since.
         tests_suspect: it serves a request under which another replica died (`isolation.py`).
     """
 
@@ -59,7 +59,7 @@ class Member:
     others: int = 0
     broken: bool = False
     tests_suspect: bool = False
-    _peaks: tuple[int, int] = (0, 0)  # most of ours, between the last two beats and since
+    _peaks: tuple[int, int] = (0, 0)  # peak of `here` between the last two heartbeats, and since the last
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
     @property
@@ -68,26 +68,26 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Requests there: this gateway's, known at once, and others', known from beats."""
+        """Return the requests there: this gateway's now, and others' as of the last heartbeat."""
         return self.here + self.others
 
     @property
     def is_ready(self) -> bool:
-        """As far as it has said."""
+        """Return whether its last heartbeat says ready and its socket has not failed since."""
         return not self.broken and self.record.state == "ready"
 
     def hear(self, record: ReplicaRecord, now_s: float) -> None:
-        """Take in what the directory has of it, news or not."""
+        """Update from the directory's record, which may be the same as before."""
         if record.beat != self.record.beat:
             self.heard_s, self.broken = now_s, False
-            # Our own may have ended since it counted.
+            # Some of our own requests may have ended since the replica counted them.
             self.others = max(0, record.running + record.waiting - max(self._peaks))
             self._peaks = self._peaks[1], self.here
         self.record = record
 
     @contextmanager
     def attempt(self) -> Iterator[asyncio.Timeout]:
-        """A request is there. What is yielded, entered, ends in TimeoutError if the replica is lost."""
+        """Count a request as in flight there. The yielded timeout expires if the replica is lost."""
         bound = asyncio.timeout(None)
         self._attempts.add(bound)
         self.here += 1
@@ -99,7 +99,7 @@ class Member:
             self._attempts.discard(bound)
 
     def lose(self) -> None:
-        """End what waits for the replica."""
+        """Expire the timeouts of all requests that wait for the replica."""
         now_s = asyncio.get_running_loop().time()
         for bound in self._attempts:
             bound.reschedule(now_s)
@@ -110,8 +110,8 @@ class Fleet:
 
     Args:
         models: in the order in which they are listed.
-        directory: asked twice a second.
-        wake: brings a replica to a model that sleeps; None if none does.
+        directory: queried twice a second.
+        wake: starts a replica of a model that has none; None if no model sleeps.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class Fleet:
         self._by_name = {name: model for model in models for name in model.names}
         self._routers = {model.names[0]: Router() for model in models}
         self._members: dict[str, Member] = {}
-        self._answered_s = time.monotonic()  # when the directory last did
+        self._answered_s = time.monotonic()  # when the directory last answered
 
     @property
     def members(self) -> Iterable[Member]:
         return self._members.values()
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a name; without one, the only or first model. Raises ModelNotFoundError."""
+        """Return the model of a name, or the first model if it is None. Raises ModelNotFoundError."""
         if name is None:
             return self.models[0]
         if name in self._by_name:
@@ -145,14 +145,14 @@ class Fleet:
         )
 
     def ready(self, model: ServedModel) -> list[Member]:
-        """Replicas that answer, as far as is known: those that were heard lately, or else those that were."""
+        """Return the ready replicas with a recent heartbeat; if there are none, all ready replicas."""
         name = model.names[0]
         found = [m for m in self._members.values() if m.record.names[0] == name and m.is_ready]
         heard = [member for member in found if self._answered_s - member.heard_s <= SILENT_S]
         return heard or found
 
     def check(self, model: ServedModel) -> list[Member]:
-        """`ready`; raises NoReplicaError if nobody is."""
+        """Return `ready(model)`; raises NoReplicaError if that is empty."""
         found = self.ready(model)
         if not found:
             raise NoReplicaError(f"No replica of {model.names[0]} can answer at this moment. Retry.")
@@ -166,14 +166,16 @@ class Fleet:
         *,
         without: Iterable[str] = (),
     ) -> tuple[Member, RouteChoice]:
-        """Who gets a request.
+        """Choose the replica of a request.
 
         Args:
-            without: replicas that have refused it.
+            chain: hashes of the prompt's prefixes.
+            session: routes requests of one session to the same replica.
+            without: replicas that have refused the request.
 
         Raises:
-            OverloadedError: all that are there are full.
-            NoReplicaError: none is there.
+            OverloadedError: all ready replicas are full.
+            NoReplicaError: no replica is ready.
         """
         there = self.check(model)
         able = {member.name: _weight(member) for member in self._able(model, there, without)}
@@ -183,10 +185,10 @@ class Fleet:
     def choose_for_suspect(
         self, model: ServedModel, chain: Sequence[int] = (), *, without: Iterable[str] = ()
     ) -> Member | None:
-        """Return a replica that tests no suspect; None while as many test one as may.
+        """Choose a replica that tests no suspect; None while the maximum number of replicas test one.
 
-        Half of the model's replicas may, and at least one: the others serve whatever the suspects do.
-        Raises as `choose`.
+        The maximum is half of the model's replicas, at least one, so that the others are unaffected by
+        suspects. Raises as `choose`.
         """
         there = self.check(model)
         able = {m.name: m.load for m in self._able(model, there, without) if not m.tests_suspect}
@@ -202,7 +204,10 @@ class Fleet:
         return found
 
     async def rouse(self, model: ServedModel) -> None:
-        """Wait for a replica of a model that sleeps; not for one that nobody can start, and not for ever."""
+        """Start a replica of a sleeping model that has none, and wait for it, for at most WAKE_S.
+
+        Returns without a replica if none can be started.
+        """
         deadline_s = time.monotonic() + WAKE_S
         while model.sleeps and not self.ready(model) and time.monotonic() < deadline_s:
             if (waking := self._call_awake(model)) is None:
@@ -212,10 +217,10 @@ class Fleet:
                 if (error := waking.exception()) is not None:
                     logger.warning("no replica of %s could be started: %r", model.names[0], error)
                     return
-                await asyncio.sleep(LOOK_S)  # it is there; its first beat is not yet
+                await asyncio.sleep(LOOK_S)  # the replica runs; its first heartbeat has not arrived yet
 
     def _call_awake(self, model: ServedModel) -> asyncio.Task[None] | None:
-        """One call for all requests; it waits until there is a replica."""
+        """Return the one call that starts a replica for all waiting requests; None if no model sleeps."""
         if self._wake is None:
             return None
         if model not in self._waking or self._waking[model].done():
@@ -223,27 +228,26 @@ class Fleet:
         return self._waking[model]
 
     def mark_broken(self, member: Member) -> None:
-        """Its socket failed."""
+        """Record that the replica's socket failed."""
         if not member.broken:
             logger.warning("replica %s does not answer", member.name)
         member.broken = True
 
     async def watch_forever(self) -> None:
-        """Follow the directory. Cancelled at the end."""
+        """Update from the directory until cancelled."""
         while True:
             try:
                 self.update(await self._directory.replicas())
             except UnreachableError as error:
                 logger.warning("%s", error)
-            except Exception:  # a task's edge: who is known stays known
+            except Exception:  # top level of a task; known replicas stay known
                 logger.exception("the directory of replicas could not be read")
             self._drop_lost()
             await asyncio.sleep(BEAT_S)
 
     def update(self, records: Iterable[ReplicaRecord]) -> None:
-        """Take in what the directory says."""
         now_s = time.monotonic()
-        if now_s - self._answered_s > 2 * BEAT_S:  # nobody was silent but the directory, or we were deaf
+        if now_s - self._answered_s > 2 * BEAT_S:  # the directory was silent or this loop blocked
             for member in self._members.values():
                 member.heard_s = now_s
         self._answered_s = now_s
@@ -256,7 +260,7 @@ class Fleet:
                 self._members[record.replica] = Member(record, now_s, others=record.running + record.waiting)
 
     def _drop_lost(self) -> None:
-        """Forget who is silent while others are heard; what waits for them goes elsewhere."""
+        """Drop replicas that are silent while others are heard; their requests move elsewhere."""
         for name, member in list(self._members.items()):
             if self._answered_s - member.heard_s > LOST_S:
                 member.lose()
@@ -266,7 +270,7 @@ class Fleet:
 
 
 def _weight(member: Member) -> float:
-    """The load by which a replica is chosen. One that tests a suspect may die of it: others go first."""
+    """Return the load for routing, increased for a replica that tests a suspect, since it may die."""
     if not member.tests_suspect:
         return member.load
     return LOAD_FACTOR * member.load + LOAD_SLACK + 1.0

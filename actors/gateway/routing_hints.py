@@ -1,6 +1,6 @@
-"""What routing needs to know of a generation request: its model, its session, the beginning of its prompt.
+"""Reads what routing needs from a generation request: its model, its session, the beginning of its prompt.
 
-Nothing is refused here: what is wrong with a body its replica says.
+Nothing is rejected here: the replica validates the body.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from ..http.wire.request_ids import take_request_id
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
-# A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
+# Fields with the beginning of a conversation outside its messages: /v1/messages, /v1/responses.
 BEFORE = ("system", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
-    """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's;
-    `num_completions` is 1 where what it says makes no sense."""
+    """Routing hints of one request.
+
+    Attributes:
+        model, session: None where the request names none.
+        chain: hash chain of the prompt's prefixes.
+        num_completions: 1 where the request's fields are not valid.
+    """
 
     model: str | None = None
     session: str | None = None
@@ -36,7 +41,7 @@ class RoutingHints:
 
 
 async def read_asked(http: Request, body: bytes) -> RoutingHints:
-    """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
+    """Parse a JSON body. Long ones are parsed off the event loop; those with too many values get 413."""
     try:
         found = await parsed(body)
     except orjson.JSONDecodeError:
@@ -68,9 +73,9 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """Return a prompt as bytes that begin alike where prompts do; no bytes if it is nested too deep.
+    """Return a prompt as bytes whose common prefixes match the prompts'; empty if it is nested too deep.
 
-    orjson reads 1,024 levels and writes 254. A replica answers such a prompt; no cache helps it.
+    orjson reads 1,024 levels and writes 254. The replica still answers such a prompt, without cache affinity.
     """
     try:
         return _written_prompt(fields)
@@ -83,5 +88,5 @@ def _written_prompt(fields: dict[str, Any]) -> bytes:
         return orjson.dumps([*spoken, fields.get("messages")])
     prompt = fields.get("messages", fields.get("prompt"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], (int, dict)):
-        prompt = prompt[0]  # several prompts: the first stands for all
+        prompt = prompt[0]  # several prompts: route by the first
     return prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt)

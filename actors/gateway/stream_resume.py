@@ -1,6 +1,6 @@
-"""A told stream: what the client may have of it, and what another replica needs to go on with it.
+"""A stream with reported tokens: what the client may have, and what another replica needs to continue.
 
-Knows bytes, not connections. The words are `http/generation/resume_origin.py`'s.
+Handles bytes, not connections. `http/generation/resume_origin.py` defines the format.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _ERROR = b'data: {"error":'
 
 
 class ToldStream:
-    """Takes the comments out of what one request's replicas send, one after the other.
+    """Removes token comments from the events that a request's successive replicas send.
 
-    An event is given out only when its tokens are known: whatever a replica dies of, what the client has and
-    what is known of it agree.
+    An event is released only when its tokens are known. When a replica dies, the known tokens therefore match
+    what the client has.
 
     Attributes:
-        ended: the completion is whole; nothing follows but [DONE].
-        error: what a replica ended it with, in OpenAI's shape (Any: JSON).
+        ended: the completion is whole; only [DONE] follows.
+        error: the error with which a replica ended it, in OpenAI's format (Any: JSON).
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class ToldStream:
 
     @property
     def begun(self) -> Begun:
-        """What the next replica begins with."""
+        """Return the tokens and characters with which the next replica begins."""
         return Begun(tuple(self._token_ids), self._num_chars)
 
     def next_replica(self) -> None:
-        """What the last one left half said, and why it stopped, is forgotten."""
+        """Discard incomplete events and the error of the last replica."""
         self._held, self.error = b"", None
 
     def feed(self, data: bytes) -> bytes:
-        """Take in what came; returns what the client may have now."""
+        """Take in received bytes; return those that the client may have now."""
         held = self._held + data if self._held else data
         given: list[bytes] = []
         begin = 0
@@ -67,7 +67,7 @@ class ToldStream:
         return b"".join(given)
 
     def _take(self, said: bytes) -> None:
-        """The words of a comment: characters, tokens, and whether that was all."""
+        """Parse a comment: number of characters, token ids, and whether the completion has ended."""
         self.ended = said.endswith(END)
         num_chars, _, ids = said.removesuffix(END).partition(b" ")
         self._num_chars = int(num_chars)
@@ -75,7 +75,7 @@ class ToldStream:
 
 
 def _comment(held: bytes, begin: int) -> int:
-    """Where the next comment with tokens begins, or -1. No line of an event begins so: events are JSON."""
+    """Return the start of the next token comment, or -1. (No event looks like one: events are JSON.)"""
     if held.startswith(TOLD, begin):
         return begin
     at = held.find(b"\n\n" + TOLD, begin)

@@ -1,4 +1,4 @@
-"""HTTP to the replicas: one pool of connections, and which headers go on in either direction."""
+"""HTTP client for the replicas: one connection pool, and the headers that are forwarded in each direction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-from aiohttp.client import _RequestContextManager  # the public name of what `request` returns is missing
+from aiohttp.client import _RequestContextManager  # there is no public name for the return type of `request`
 from starlette.requests import Request
 from starlette.types import Scope
 from yarl import URL
@@ -17,9 +17,9 @@ from ..http.middleware.api_keys import caller_of, told_caller
 from .replica_set import Member
 
 CONNECT_S = 2.0
-# Of one connection; a replica whose reader is slow waits.
+# Read buffer of one connection; a replica pauses while its client reads slowly.
 BUFFER_BYTES = 64 * 1024
-# Of one hop, not of the message.
+# Headers of one hop, not of the message.
 _OWN = frozenset(
     {
         *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
@@ -33,7 +33,7 @@ Body = bytes | AsyncIterable[bytes]
 
 
 class Upstream:
-    """Connections to replicas. Opened on the event loop; close it there."""
+    """Connections to replicas. Create and close it on the event loop."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -44,14 +44,14 @@ class Upstream:
             skip_auto_headers=_RAW,
             read_bufsize=BUFFER_BYTES,
         )
-        # aiohttp sends safe methods a second time by itself: to the replica that has died of the first.
+        # aiohttp repeats safe methods by itself, which would send them to the replica that died under them.
         assert hasattr(self._session, _RETRIES), "aiohttp is another version than this was made for"
         setattr(self._session, _RETRIES, False)
 
     def request(
         self, member: Member, method: str, path: str, headers: Iterable[tuple[str, str]], body: Body | None
     ) -> _RequestContextManager:
-        """Ask a replica; `path` with its query, as it came. Raises aiohttp.ClientError."""
+        """Send a request to a replica; `path` is encoded, with its query. Raises aiohttp.ClientError."""
         url = URL(member.record.url + path, encoded=True)
         named = [*headers, (TOKEN_HEADER, member.record.token)]
         return self._session.request(method, url, headers=named, data=body, allow_redirects=False)
@@ -61,26 +61,26 @@ class Upstream:
 
 
 def path_of(http: Request) -> str:
-    """The path as the client wrote it, with its query."""
+    """Return the path as the client sent it (encoded), with its query."""
     path = http.scope.get("raw_path") or quote(http.scope["path"]).encode()
     query = http.scope["query_string"]
     return (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 def request_headers(http: Request) -> list[tuple[str, str]]:
-    """Return the headers that a replica gets: the client's, and the request's id and caller."""
+    """Return the headers for a replica: the client's, the request id and the caller."""
     own = ("x-request-id", http.scope["state"]["request_id"])
     mine = [(name, value) for name, value in http.headers.items() if _goes_on(name) and name != own[0]]
     return [*mine, own, caller_header(http.scope)]
 
 
 def caller_header(scope: Scope) -> tuple[str, str]:
-    """Return the header that tells a replica the caller of a request."""
+    """Return the header that reports the caller of a request to a replica."""
     return CALLER_HEADER, told_caller(caller_of(scope))
 
 
 def response_headers(headers: Any) -> list[tuple[bytes, bytes]]:  # Any: aiohttp's multidict
-    """What a client gets of a replica's headers."""
+    """Return those of a replica's headers that the client gets."""
     found = ((name.lower(), value) for name, value in headers.items())
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in found if _goes_on(name)]
 

@@ -1,1 +1,4 @@
-"""HAProxy as Ray Serve runs it, for operators: private, supervised, with probes and one scrape of all."""
+"""Runs HAProxy for Ray Serve: private files, a supervisor, readiness probes and joined metrics.
+
+Start with `supervisor.py`, the process that Serve starts in place of HAProxy.
+"""

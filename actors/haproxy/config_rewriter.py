@@ -1,20 +1,23 @@
-"""HAProxy's configuration as Serve writes it, changed where operators need something else. Text in, text out.
+"""Rewrites the HAProxy configuration that Ray Serve generates. Text in, text out.
 
-* Statistics and metrics listen on loopback, the admin socket is its owner's alone.
-* /health and /ping are 503 while no replica is there or all are to go; else one answers, ahead of its queue.
-* /metrics of several replicas is one answer (`metrics_aggregator.py`).
-* What HAProxy itself refuses, it refuses as OpenAI's clients read it, with the request's id, and Retry-After
-  where a retry helps. (Of what is no HTTP, or ends in the middle of a head, it knows no words but its own.)
-* A request must come: its head within some seconds, and so much of its body as HAProxy keeps. Where a replica
-  refuses it before the rest of the body has come, HAProxy does not wait for that.
-* Idle connections lock nobody out: they are closed after some seconds, and after each answer once half of all
-  connections are in use; one address has a part of them; and probes have some of their own, or a port.
-* A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
-  such a request has been done. A client sees it only if there is no other, as a 503. A request under which a
-  replica dies is not sent again: it may be what killed it.
+* Statistics and metrics listen on loopback; the admin socket is accessible to its owner alone.
+* /health and /ping return 503 while no replica is up or the server is draining. Otherwise a replica answers
+  them without queueing.
+* /metrics of several replicas is one response (`metrics_aggregator.py`).
+* HAProxy's own errors have the format of OpenAI's API, with the request's id, and Retry-After where a retry
+  helps. (For input that is not HTTP, or ends within the headers, HAProxy uses its built-in error pages.)
+* The headers, and as much of the body as HAProxy buffers, must arrive within some seconds. If a replica
+  refuses a request before the rest of its body has arrived, HAProxy does not wait for the rest.
+* Idle connections do not block other clients: they are closed after some seconds, and after each response
+  once half of all connections are in use. One address may use only a part of the connections. Probes have
+  connections of their own, or a port.
+* A replica that is draining, or whose engine is dead, refuses with a status of its own, on which HAProxy
+  tries another replica; no work has been done for such a request. The client sees it as a 503, and only if
+  there is no other replica. A request under which a replica died is not sent again, since it may be the
+  cause.
 
-Serve's lines are found by what they say; if one is not there, Ray is another version than this was made for,
-and that is an error, not a silence. Called by `supervisor.py` before every start of HAProxy.
+The lines to change are found by patterns. A line that is missing means an incompatible version of Ray, and
+raises ValueError. `supervisor.py` calls this before every start of HAProxy.
 """
 
 from __future__ import annotations
@@ -28,25 +31,28 @@ from .connections import Connections
 
 RETRY_HEADER = "x-manta-retry-status"
 RETRY_STATUS = 425
-# For Serve's `retry-on`: no connection, or that status. Not a connection that ends without an answer.
+# Value of Serve's `retry-on`: retry if no connection was made, or on that status, but not when a connection
+# ends without a response.
 RETRY_ON = f"conn-failure {RETRY_STATUS}"
 NOT_READY = "The server is loading its models. Retry."
 DRAINING = "The server is stopping. Retry elsewhere, or later."
 LOST = "The replica that had this request is gone. Retry."
-REQUEST_ID = "^[!-~]{1,256}$"  # as `http/protocol/protocol.py` has it
+REQUEST_ID = "^[!-~]{1,256}$"  # as in `http/wire/request_ids.py`
 RETRY_AFTER_S = 1
-# Of a head, and of as much of a body as HAProxy keeps; unless Serve was given a `timeout http-request`.
+# Time limit for a request's headers and the part of its body that HAProxy buffers, unless Serve sets `timeout
+# http-request`.
 HEAD_TIME = "10s"
-# That a connection may be idle between two requests.
+# Time that a connection may be idle between two requests.
 IDLE_TIME = "10s"
-# A response that says it was sent before the request's body had come. HAProxy would wait for the rest of the
-# body, as long as Serve's `timeout client` is: an hour. What it returns itself closes the connection.
+# Header of a response that was sent before the request's body had arrived. HAProxy would wait for the rest of
+# the body as long as Serve's `timeout client`: an hour. After a response of its own HAProxy closes the
+# connection.
 UNFINISHED_HEADER = "x-manta-unfinished"
 UNFINISHED = (401, 403, 408, 413, 431, 503)
-# All connections are in use but those that are kept for probes.
+# Response when all connections but those reserved for probes are in use.
 CROWDED = "This server has as many connections as it takes. Retry."
-# What HAProxy finds by itself, and what it says then. (Where no replica has answered, who asks again gets
-# another: that is no 502 and no 504.)
+# HAProxy's own errors and their replacements: status -> (status, reason, error type, message). 502 and 504
+# become 503, because a retry reaches another replica.
 WRONG = "The request is not valid HTTP."
 SLOW = "The body came too slowly: its beginning must come within seconds."
 FAILURES = {
@@ -71,20 +77,20 @@ _SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
 _BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
 _REUSE = re.compile(r"^(\s*http-reuse) always$", re.M)
 _NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
-# What orchestrators, load balancers and Prometheus ask.
+# Paths that orchestrators, load balancers and Prometheus request.
 PROBES = ("/health", "/ping", "/metrics", "/-/healthz", "/-/routes")
 _ROUTES = "    # Static routing based on path prefixes"
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Files of one HAProxy.
+    """Paths of the files of one HAProxy.
 
     Attributes:
         admin: socket on which HAProxy takes commands.
-        scrape: socket on which the joined metrics are.
-        errors: folder of what HAProxy sends where it has no answer of a replica.
-        draining: list that says that the server is stopping, by having an entry (`DRAINING_ENTRY`).
+        scrape: socket that serves the joined metrics.
+        errors: folder with HAProxy's own error responses.
+        draining: ACL file; the entry `DRAINING_ENTRY` in it means that the server is stopping.
     """
 
     admin: Path
@@ -95,12 +101,12 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What a configuration says.
+    """A rewritten configuration and what was read from it.
 
     Attributes:
-        text: the configuration, changed.
-        admin: the socket that Serve asks.
-        replicas: (host, port) of each.
+        text: the rewritten configuration.
+        admin: the admin socket that Serve connects to.
+        replicas: (host, port) of each replica.
     """
 
     text: str
@@ -112,10 +118,10 @@ DRAINING_ENTRY = "draining"
 
 
 def rewritten(text: str, places: Places, connections: Connections) -> Front:
-    """Serve's configuration, changed as the module says.
+    """Return Serve's configuration with the changes that the module's docstring lists.
 
     Raises:
-        ValueError: a line that must be changed is not there.
+        ValueError: a line that must be changed is missing.
     """
     found = _SOCKET.search(text)
     if found is None:
@@ -133,8 +139,9 @@ def rewritten(text: str, places: Places, connections: Connections) -> Front:
     text = _changed(_IDLE_TIME, rf"\g<1>{IDLE_TIME}", text)
     text = _with_defaults(text, places)
     if _BACKEND.search(text):
-        # A used connection to a replica that breaks would be closed without a word to the client,
-        # who may think that the request was never sent. So a client's first request has one of its own.
+        # With `always`, a client's first request may use an existing connection to a replica. If that breaks,
+        # HAProxy closes the client's connection without a response, and the client may conclude that the
+        # request was never sent. With `safe`, the first request gets a new connection.
         text = _changed(_REUSE, r"\1 safe", text)
     else:
         text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
@@ -151,7 +158,7 @@ def rewritten(text: str, places: Places, connections: Connections) -> Front:
 
 
 def write_error_files(folder: Path) -> None:
-    """What HAProxy sends, as it stands, for each of its own failures."""
+    """Write the raw HTTP responses that HAProxy sends for its own errors."""
     folder.mkdir(exist_ok=True)
     for found, (status, reason, kind, message) in FAILURES.items():
         body = _body(message, status, kind)
@@ -171,7 +178,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 
 def _with_defaults(text: str, places: Places) -> str:
-    """With our words for all failures in place of Serve's, and a time for heads."""
+    """Replace Serve's error file in the defaults with ours for all errors, and bound the time for headers."""
     if _ERROR_FILE.search(text) is None:
         raise ValueError("Serve's HAProxy configuration has no line 'errorfile 503 ...'")
     lines = [f"errorfile {status} {_error_file(places.errors, status)}" for status in FAILURES]
@@ -182,7 +189,7 @@ def _with_defaults(text: str, places: Places) -> str:
 
 
 def _backends(text: str) -> list[tuple[str, str]]:
-    """(name, section) of each application's."""
+    """Return (name, section) of each application's backend."""
     pieces = _BACKEND.split(text)[1:]
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
 
@@ -193,7 +200,7 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
         "acl manta_probe path /health /ping",
         "acl manta_metrics path /metrics",
         *ready,
-        # A request has one id, also in what HAProxy answers.
+        # A request keeps one id, also in HAProxy's own responses.
         f"acl manta_named req.fhdr(x-request-id) -m reg {REQUEST_ID}",
         "http-request set-header x-request-id %[uuid] if !manta_named",
         "http-request set-var(txn.manta_id) req.fhdr(x-request-id)",
@@ -205,7 +212,8 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
         f"http-after-response set-header Connection close if {{ fe_conn gt {max(1, most // 2)} }}",
         f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
         f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
-        # What is kept must not be made twice; all else can be sent again if all of it is here, and fits.
+        # Requests that store something must not be repeated. All others can be sent again if their body has
+        # arrived completely and fits the buffer.
         "acl manta_kept path_beg /v1/files /v1/batches",
         "http-request disable-l7-retry if manta_kept",
         f"http-request wait-for-body time {head_time} if METH_POST !manta_kept",
@@ -214,7 +222,7 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
         "http-response wait-for-body time 1s if manta_unfinished",
         "http-response set-var(txn.manta_body) res.body if manta_unfinished",
         *(f"{_closing(status)} if manta_unfinished {{ status {status} }}" for status in UNFINISHED),
-        # What the replica's HTTP server cannot read; the replica's own words are JSON.
+        # Errors in text/plain are those of the replica's HTTP server; the application's own are JSON.
         f"http-response return status 400 content-type application/json string '{_wrong()}' "
         "if { status 400 } { res.hdr(content-type) -m beg text/plain }",
         "http-request set-log-level silent if manta_probe or manta_metrics",
@@ -227,7 +235,7 @@ def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str
 
 
 def _with_limits(text: str, connections: Connections) -> str:
-    """With limits of the clients' frontend, and a frontend for probes alone where they have a port."""
+    """Limit the connections of the clients' frontend; add a frontend for probes if they have a port."""
     found = _FRONTEND.search(text)
     if found is None:
         raise ValueError("Serve's HAProxy configuration has no frontend 'http_frontend' with its 'bind'")
@@ -259,7 +267,7 @@ def _returning(message: str) -> str:
 
 
 def _closing(status: int) -> str:
-    """Return the replica's words as HAProxy's own answer, behind which it closes."""
+    """Return the rule that sends a replica's body as a response of HAProxy, which closes the connection."""
     head = f"http-response return status {status} content-type application/json {_retry_after(status)}"
     return f"{head}lf-string '%[var(txn.manta_body)]'"
 
@@ -274,7 +282,7 @@ def _wrong() -> str:
 
 
 def _body(message: str, status: int = 503, kind: str = "ServiceUnavailableError") -> str:
-    """In OpenAI's shape, as `http/wire/errors.py` has it, which would load a web framework here."""
+    """Return an error body in OpenAI's format. (`http/wire/errors.py` would import a web framework.)"""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return json.dumps({"error": error}, separators=(",", ":"))
 

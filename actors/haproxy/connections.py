@@ -1,6 +1,7 @@
-"""How many connections an HAProxy takes, and for how long it keeps idle ones: from the machine's limits.
+"""Connection limits and idle time-outs of an HAProxy, derived from the limits of the machine.
 
-Pure but for `of_this_process`. `config_rewriter.py` writes the numbers into the configuration.
+`Connections.of_this_process` raises this process's limit of open files; everything else is pure.
+`config_rewriter.py` writes the numbers into the configuration.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 
 from ...cluster.errors import ConfigError
 
-# Set by operators, on each node.
+# Environment variables that operators set on each node.
 MOST = "RAY_SERVE_HAPROXY_MAXCONN"
 PER_SOURCE = "MANTA_HAPROXY_MAX_PER_SOURCE"
 PROBE_PORT = "MANTA_PROBE_PORT"
 
-MOST_CONNECTIONS = 8192  # each may hold two buffers
+MOST_CONNECTIONS = 8192  # a connection may hold two buffers
 PROBE_CONNECTIONS = 64
-# Files of a connection: the client's socket, the replica's, and a pipe between each fourth pair of them.
+# Open files per connection: the client's socket, the replica's socket, and one pipe (two files) per four
+# connections.
 FILES_PER_CONNECTION = 2.5
 OTHER_FILES = 256
 
@@ -30,9 +32,9 @@ class Connections:
 
     Attributes:
         most: connections of clients.
-        per_source: of one address; half of all where it is not set, so that no single client takes all.
+        per_source: connections of one address; half of `most` by default, so that no single client takes all.
         for_probes: further connections on which only probes are answered.
-        probe_port: TCP port on which probes alone are answered; None: they have no port of their own.
+        probe_port: TCP port on which only probes are answered; None: probes have no port of their own.
     """
 
     most: int
@@ -42,10 +44,10 @@ class Connections:
 
     @classmethod
     def of(cls, max_files: int, environment: Mapping[str, str]) -> Connections:
-        """The limits of a process that may open `max_files` files.
+        """Return the limits of a process that may open `max_files` files.
 
         Raises:
-            ConfigError: a variable of the environment is no number that can be.
+            ConfigError: an environment variable is not a number in its range.
         """
         files = max_files - min(OTHER_FILES, max_files // 4)
         for_probes = min(PROBE_CONNECTIONS, files // 16)
@@ -57,7 +59,7 @@ class Connections:
 
     @classmethod
     def of_this_process(cls) -> Connections:
-        """The same of this process, once its limit of files is as high as it may be."""
+        """Raise this process's limit of open files to the hard limit and return the resulting limits."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = 1 << 20 if hard == resource.RLIM_INFINITY else hard
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
@@ -65,7 +67,7 @@ class Connections:
 
     @property
     def total(self) -> int:
-        """Connections of all frontends together: statistics and metrics have few."""
+        """Return the limit of all frontends together; statistics and metrics need few connections."""
         return self.most + 2 * self.for_probes + 1
 
 

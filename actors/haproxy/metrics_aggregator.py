@@ -1,8 +1,8 @@
-"""One answer of all replicas' metrics: `/metrics` behind HAProxy, where every scrape meets the same series.
+"""Joins the metrics of all replicas into one `/metrics` response, so that every scrape sees the same series.
 
-Each replica's series have its name in the label `replica`. A replica that does not answer in time is left out
-of that one scrape. Replicas are sent the client's key, and where all refuse it, so does the answer. Run by
-`supervisor.py`; HAProxy comes in over a Unix socket.
+Each replica's series carry its name in the label `replica`. A replica that does not answer in time is left
+out of that scrape. The client's API key is forwarded to the replicas; if all of them refuse it, the refusal
+is returned. `supervisor.py` runs the server; HAProxy connects to it over a Unix socket.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 TIMEOUT_S = 5.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-KEY_HEADERS = ("authorization", "x-api-key")  # as `http/middleware/api_keys.py` has them
+KEY_HEADERS = ("authorization", "x-api-key")  # as in `http/middleware/api_keys.py`
 
 
 class ScrapeAnswer(NamedTuple):
-    """Of a replica."""
+    """The response of one replica to a scrape."""
 
     status: int
     content_type: str
@@ -29,7 +29,7 @@ class ScrapeAnswer(NamedTuple):
 
 
 def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> ThreadingUnixStreamServer:
-    """A server, bound to the socket `where`, that answers every GET for all `replicas` together."""
+    """Return a server on the Unix socket `where` that answers every GET with all replicas' metrics."""
 
     class Scrape(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -47,7 +47,7 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
             self.wfile.write(shown.body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """HAProxy's log has it."""
+            """Do nothing: HAProxy logs the request."""
 
     class Server(ThreadingUnixStreamServer):
         daemon_threads = True
@@ -56,7 +56,7 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
 
 
 def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> list[ScrapeAnswer]:
-    """What each replica that answers says, all asked at once."""
+    """Scrape all replicas concurrently and return the responses of those that answer."""
     if not replicas:
         return []
     with ThreadPoolExecutor(len(replicas)) as pool:
@@ -72,14 +72,14 @@ def _metrics_of(replica: tuple[str, int], headers: Mapping[str, str]) -> ScrapeA
         return ScrapeAnswer(
             response.status, response.headers.get("Content-Type", CONTENT_TYPE), response.read()
         )
-    except (OSError, http.client.HTTPException):  # it has just gone
+    except (OSError, http.client.HTTPException):  # the replica has just ended
         return None
     finally:
         connection.close()
 
 
 def joined(expositions: Iterable[str]) -> str:
-    """One exposition of several: each family once, with the samples of all; equal series once."""
+    """Merge Prometheus expositions: each family appears once with the samples of all, equal series once."""
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, dict[str, str]] = {}
     for exposition in expositions:

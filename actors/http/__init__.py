@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front."""
+"""The HTTP server: routes compatible with OpenAI, vLLM and Anthropic. Start with `app.py`."""

@@ -1,4 +1,4 @@
-"""The FastAPI application of one engine. Served by Ray Serve (`replica.py`), or by any ASGI server."""
+"""The FastAPI application of one engine. Served by Ray Serve (`actors/replica.py`) or an ASGI server."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def create_app(
     echo_request_id: bool = True,
     max_requests: int | None = None,
 ) -> FastAPI:
-    """Wire the routes to a started engine.
+    """Create the application of a started engine.
 
     Args:
-        engine: started; whoever started it closes it.
-        settings: of the front.
-        replica: named in log lines and metrics.
-        mirror: also gets the engine's figures now and then.
-        traffic: counts the requests under way, for whoever must know.
+        engine: started; the caller closes it.
+        settings: of the HTTP server.
+        replica: name in log lines and metrics.
+        mirror: also gets the engine's figures periodically.
+        traffic: counts the requests in flight; the caller can wait for them.
         echo_request_id, max_requests: see `RequestGate`.
     """
     traffic = traffic or Traffic()
@@ -112,7 +112,7 @@ def create_app(
 
 
 def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:
-    """Return an application of /v1/completions alone, for the ready check: no metric counts its requests."""
+    """Return an application with only /v1/completions for the ready check; no metric counts its requests."""
     settings = ServerSettings()
     telemetry = RequestTelemetry(engine, settings.model_names(engine.config.model)[0], replica)
     audit = LosslessAudit(engine, 0.0, telemetry.count_audit)
@@ -171,13 +171,13 @@ def _batches(frontend: ServerContext) -> BatchService | None:
 
 
 def _end_row(tracing: Tracing, frontend: ServerContext, row: FinishedRow) -> None:
-    tracing.end_row(frontend.name, frontend.engine.drafter, row)  # it may have been swapped
+    tracing.end_row(frontend.name, frontend.engine.drafter, row)  # the drafter may have been replaced
 
 
 def _lifespan(
     forever: Sequence[Callable[[], Coroutine[Any, Any, None]]], tracing: Tracing | None
 ) -> Lifespan[FastAPI]:
-    """What runs beside the requests, as long as the application does; at its end the last spans are sent."""
+    """Return the lifespan: runs background tasks while the application runs, then sends the last spans."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,6 +1,6 @@
-"""What stands around the routes of every application of ours, an engine's and a gateway's, in one order.
+"""The layers around the routes of an engine's and a gateway's application, in one order.
 
-browsers' rules (cors.py) ─▶ errors in Anthropic's shape ─▶ the gate ─▶ errors in OpenAI's shape ─▶ routes
+CORS (middleware/cors.py) ─▶ errors in Anthropic's format ─▶ the gate ─▶ errors in OpenAI's format ─▶ routes
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def surround(
     max_requests: int | None = None,
     on_refusal: Callable[[Rejection], None] = ignore,
 ) -> None:
-    """Put the layers around an application that has its routes; the arguments are `RequestGate`'s."""
+    """Add the layers to an application that has its routes. The arguments are those of `RequestGate`."""
     _build_routes(app)
     install_handlers(app)
     app.add_middleware(
@@ -47,7 +47,7 @@ def surround(
 
 
 def _build_routes(app: FastAPI) -> None:
-    """Build what FastAPI would build in the first request to each included router, on the event loop."""
+    """Build now what FastAPI would build on the event loop at the first request to an included router."""
     for route in app.routes:
         for name in ("effective_candidates", "effective_low_priority_routes"):
             if (build := getattr(route, name, None)) is not None:

@@ -1,7 +1,7 @@
-"""The ready check of a replica: it streams one completion through an application before it takes requests.
+"""The ready check of a replica: streams one completion through an application before taking requests.
 
-The application is one of its own, so that no metric counts the request; it is logged as `ready-check`.
-Called by `replica.py`.
+The application is one of its own, so that no metric counts the request; the log shows it as `ready-check`.
+Called by `actors/replica.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NAME = "ready-check"
 
 
 async def ask_first(app: ASGIApp, max_tokens: int) -> None:
-    """Stream one short completion. Raises EngineDeadError if it does not come to its end."""
+    """Stream one short completion. Raises EngineDeadError if it does not complete."""
     body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body["store"] = False
     exchange = _Exchange(orjson.dumps(body))
     asked = app(_scope(), exchange.receive, exchange.send)
-    await asyncio.gather(asked)  # a task of its own: what the caller logs later is not about this request
+    await asyncio.gather(asked)  # in a task of its own: the caller's log lines do not get its request id
     if exchange.status != 200 or b'"error"' in exchange.answer or b"[DONE]" not in exchange.answer:
         said = exchange.answer[:500].decode(errors="replace")
         raise EngineDeadError(f"The first request failed with status {exchange.status}: {said}")
@@ -40,7 +40,7 @@ class _Exchange:
     async def receive(self) -> Message:
         if self._request:
             return self._request.pop()
-        await asyncio.Event().wait()  # this client stays
+        await asyncio.Event().wait()  # this client never disconnects
         raise AssertionError("nobody sets it")
 
     async def send(self, message: Message) -> None:

@@ -1,8 +1,8 @@
-"""GET /explain?id=...: what became of a request, step by step; for the key that sent it. No text, no tokens.
+"""GET /explain?id=...: the timeline of a request, step by step, for the key that sent it. No text, no tokens.
 
-The id is the response's, or the client's own (X-Request-Id). The engine remembers its last requests
-(`cluster/records/flight_recorder.py`); a gateway asks all of its replicas. `manta logs explain` makes
-sentences of it.
+The id is the response's or the client's own (X-Request-Id). The engine keeps the timelines of its last
+requests (`cluster/records/flight_recorder.py`); a gateway queries all of its replicas. `manta logs explain`
+prints the timeline as sentences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
 
     @router.get(PATH)
     async def explain(id: str, http: Request) -> Response:
-        """What became of a request of this key, step by step; an admin key may ask for all."""
+        """Return the timeline of a request of this key; an admin key may query all requests."""
         caller = caller_of(http.scope)
         lives = [life for life in engine.lives(id) if caller.may_see(life.owner)]
         return lives_response(id, [told(life, replica) for life in lives])
@@ -36,7 +36,7 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
 
 
 def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
-    """The requests of this name, oldest first. Raises NotFoundError if there is none."""
+    """Return the timelines of an id, oldest first. Raises NotFoundError if there is none."""
     if not lives:
         raise NotFoundError(
             f"Nothing is known (any more) of a request {shown(id)}. The last few thousand are remembered, by "
@@ -47,7 +47,7 @@ def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
 
 
 def told(life: RequestTimeline, replica: str) -> JsonObject:
-    """A life as JSON: times in milliseconds since its arrival, which is Unix time."""
+    """Return a timeline as JSON. `arrived` is Unix time; other times are in milliseconds since arrival."""
     since = _Since(life.arrival_s)
     return {
         "object": "life",
@@ -88,7 +88,7 @@ def _stay(stay: SlotInterval, since: _Since) -> JsonObject:
 
 
 def _step(step: LifeStep, since: _Since) -> JsonObject:
-    """Field by field as it is, but for its times."""
+    """Return the fields of a step, with times converted to milliseconds."""
     found = asdict(step)
     found["planned_ms"], found["ended_ms"] = since.ms(found.pop("planned_s")), since.ms(found.pop("ended_s"))
     for part in ("draft", "verify", "sample", "inject"):

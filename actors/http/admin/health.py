@@ -1,4 +1,4 @@
-"""What operators ask: /load, /metrics; and /health, /ping, /version, open to all and nobody's traffic."""
+"""/health, /ping and /version, which need no key and are not counted; /metrics and /load for operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:
-        """Whether requests are taken here."""
+        """Return 200 if the server takes requests, else an error."""
         frontend.engine.check_health()
         if traffic.draining:
             raise DrainingError("This server is stopping. Use another, or come back.")
@@ -27,17 +27,17 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        """Manta's version."""
+        """Return Manta's version."""
         return json_response({"version": __version__})
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text; asks for a key where there is one."""
+        """Return metrics in Prometheus' text format; needs a key if the server has any."""
         return Response(frontend.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/load")
     async def load() -> Response:
-        """How busy this server is; an operators' route."""
+        """Return how busy this server is; a route for operators."""
         stats = frontend.engine.stats()
         return json_response(
             {
@@ -50,5 +50,5 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
 
 
 def load_figures(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
-    """vLLM's `server_load`, the HTTP requests under way beside the one that asks; and the engine's own."""
+    """Return the load. `server_load` is vLLM's: HTTP requests in flight, without the one that asks."""
     return {"server_load": traffic.open - 1, "running": running, "waiting": waiting}

@@ -1,7 +1,7 @@
-"""GET /receipts?day=...&tenant=...: what was spent for whom, and saved.
+"""GET /receipts?day=...&tenant=...: usage per tenant and what speculation saved.
 
-A key sees those of its tenant, an admin key all.
-What stands there is added up from the folder that all replicas keep (`actors/observability/usage_store.py`).
+A key sees the receipts of its tenant, an admin key those of all. They are summed from the folder that all
+replicas write (`actors/observability/usage_store.py`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PATH = "/receipts"
 
 
 def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -> APIRouter:
-    """The route.
+    """Return the router of the receipts.
 
     Args:
-        folder: the setting; None where no receipts are kept.
-        keep: writes what is not there yet.
+        folder: the setting `receipts`; None if no receipts are kept.
+        keep: writes receipts that are not in the folder yet.
     """
     router = APIRouter()
 
     @router.get(PATH)
     async def receipts(http: Request, day: str | None = None, tenant: str | None = None) -> Response:
-        """What was spent for this key's tenant, and saved; an admin key may ask for all."""
+        """Return the usage and savings of this key's tenant; an admin key may query all tenants."""
         if folder is None:
             raise NotOfferedError(
                 "This server keeps no receipts: start it with --receipts PATH (the setting receipts).",

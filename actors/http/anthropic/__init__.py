@@ -1,1 +1,1 @@
-"""Anthropic's Messages API."""
+"""Anthropic's Messages API. Start with `routes.py`."""

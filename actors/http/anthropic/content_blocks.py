@@ -1,7 +1,7 @@
-"""Content blocks of /v1/messages become messages of a chat.
+"""Converts content blocks of /v1/messages to messages of a chat.
 
-What tools returned stands there in messages of the user; a chat has messages of their own for it. Every block
-is read or refused; only thinking that its server has encrypted says nothing here.
+Tool results are blocks of user messages here; a chat has separate messages for them. Every block is read or
+refused, except redacted thinking, which only its own server can decrypt.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ FAILED = "Error:"
 
 @dataclass(slots=True)
 class AnthropicConversation:
-    """Messages as a chat has them, and for errors: `messages.3` -> the body's message that it came from.
+    """Messages in chat's format.
 
     Attributes:
-        is_open: whether the last one is the beginning of the answer.
+        names: `messages.3` of the chat -> the body's message that it came from, for errors.
+        is_open: whether the last message is the beginning of the answer.
     """
 
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
@@ -36,7 +37,7 @@ class AnthropicConversation:
 
 
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> AnthropicConversation:
-    """The conversation of a request.
+    """Return the conversation of a request.
 
     Args:
         messages: pairs of a role (user, assistant or system) and a content.
@@ -60,7 +61,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
 
 
 def _read_user(found: AnthropicConversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
-    """Texts and what tools returned, in their order. Texts beside each other are one message."""
+    """Add texts and tool results in their order. Adjacent texts form one message."""
     texts: list[str] = []
 
     def say() -> None:
@@ -80,7 +81,7 @@ def _read_user(found: AnthropicConversation, blocks: Sequence[Mapping[str, Any]]
 
 
 def _result(block: Mapping[str, Any], at: str) -> JsonObject:
-    """What a tool returned. A failure is said, for a chat's message has no place for it."""
+    """Return a tool result. An error is marked in its text, because a chat's message has no field for it."""
     content = output_text(block.get("content"), f"{at}.content")
     if block.get("is_error"):
         content = f"{FAILED} {content}".rstrip()
@@ -88,7 +89,7 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
 
 
 def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
-    """One message. Texts beside each other stand one below the other; around a call they are one text."""
+    """Return one message. Adjacent texts are joined by newlines; those around a call are one text."""
     turn: JsonObject = {"role": "assistant", "content": ""}
     before = None
     for i, block in enumerate(blocks):
@@ -110,7 +111,7 @@ def _call(block: Mapping[str, Any], at: str) -> JsonObject:
 
 
 def _text_of(content: Any, at: str) -> str:  # Any: JSON.
-    """A string, or a list of blocks that are text, one below the other."""
+    """Return the text of a string or of a list of text blocks, joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):

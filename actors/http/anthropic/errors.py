@@ -1,8 +1,8 @@
-"""Failures as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}, ...}`.
+"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}, ...}`.
 
-They arise in many places, all of which speak OpenAI's shape; on these routes their bodies are rewritten on
-the way out. The same layer takes that API's key and names its request id. Outermost, around
-`request_gate.py`.
+Errors are created in OpenAI's format in many places; on these routes their bodies are rewritten on the way
+out. The same layer reads that API's key header and adds its request-id header. It is outside
+`http/middleware/request_gate.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LostMessage:
 
 
 class MessagesLayer:
-    """Wraps the whole application; other routes pass untouched, but for the key."""
+    """Wraps the whole application. For other routes it only reads the key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,19 +60,19 @@ class MessagesLayer:
 
 
 def _take_key(scope: Scope) -> None:
-    """`x-api-key` is as good as a bearer token; Anthropic's SDK lists models with it, too."""
+    """Convert `x-api-key` to a bearer token; Anthropic's SDK uses it for all routes, such as /v1/models."""
     headers = Headers(scope=scope)
     if "authorization" not in headers and (key := headers.get("x-api-key")):
         scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key.encode("latin-1"))]
 
 
 class _Rewriting:
-    """Sends a response on; of one that failed, Anthropic's body in place of OpenAI's."""
+    """Forwards a response, with error bodies converted from OpenAI's format to Anthropic's."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
-        self._start: Message | None = None  # of a failure, kept until its body is whole
+        self._start: Message | None = None  # of an error, held back until its body is complete
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
@@ -100,7 +100,7 @@ class _Rewriting:
 
 
 def _rewritten(body: bytes, status: int, request_id: str | None) -> bytes:
-    """As it was, if it is no error of ours: a gateway passes on what a replica has rewritten."""
+    """Return the rewritten body; unchanged if it is not in OpenAI's format, as a replica's may be."""
     try:
         found: Any = orjson.loads(body)  # Any: JSON
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""A message of /v1/messages: its events while it grows, and the whole of it, which is what they add up to.
+"""The events of a growing message of /v1/messages, and the whole message, which is their sum.
 
 message_start, ping
   content_block_start
@@ -6,9 +6,9 @@ message_start, ping
   content_block_stop
 message_delta, message_stop
 
-The arguments of a call go out at its end as one delta, which is always a JSON object: Anthropic's SDKs parse
-deltas as they come, and raise for what is no JSON. Those of tools with `eager_input_streaming` go out as the
-model writes them.
+The arguments of a call are sent at its end as one delta, which is always a JSON object: Anthropic's SDKs
+parse deltas as they arrive, and raise for invalid JSON. Arguments of tools with `eager_input_streaming` are
+sent as the model writes them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PREFIX = "msg_"
 
 
 class MessageWriter(SectionWriter):
-    """Of one request.
+    """Writes the message of one request.
 
     Args:
         id, model: of the message.
-        max_tokens: that the request allows; an answer that was cut off earlier has filled the context.
-        metrics: called at the end, for what stands beside `usage`.
+        max_tokens: the request's limit; an answer that was cut off earlier has filled the context.
+        metrics: called at the end; returns the field next to `usage`.
         eager_tools: names of tools whose arguments are streamed unchecked.
     """
 
@@ -131,18 +131,18 @@ def _delta(section: Section, delta: JsonObject) -> JsonObject:
 
 
 def _object(arguments: str) -> JsonObject:
-    """A block holds an object; arguments that are none, as of a call that was cut off, stand in one."""
+    """Return arguments as an object; invalid ones, as of a call that was cut off, are wrapped in one."""
     found = read_object(arguments)
     return invalid_json(arguments) if found is None else found
 
 
 def _signature(thinking: str) -> str:
-    """Clients forget thinking without one. It proves nothing: what comes back is read whoever wrote it."""
+    """Return a signature of thinking, because clients drop thinking without one. It is never verified."""
     return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
 def _usage(usage: JsonObject) -> JsonObject:
-    """Anthropic's input_tokens are those that were computed; cached ones count beside them."""
+    """Return Anthropic's usage: `input_tokens` excludes cached tokens, which are counted separately."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {

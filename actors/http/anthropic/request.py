@@ -1,7 +1,7 @@
-"""Bodies of /v1/messages and of its count_tokens: which fields count, and the `ChatRequest` that they make.
+"""Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`.
 
-Fields that are not of that API (`min_p`, `seed`, `speculative`, `chat_template_kwargs` ...) mean what they
-mean in a chat and go there as they are.
+Fields that this API lacks (`min_p`, `seed`, `speculative`, `chat_template_kwargs` ...) are passed to the chat
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEVER: Mapping[str, str] = {
     "prompt_logprobs": "Ask /v1/chat/completions for log probabilities.",
     "return_token_ids": "Ask /v1/chat/completions for tokens.",
 }
-# They say something about the request, or are a hosted service's; no answer depends on them.
+# Fields that describe the request or belong to a hosted service; they do not affect the answer.
 SILENT = frozenset(
     {
         *("metadata", "service_tier", "cache_control", "context_management", "inference_geo", "speed"),
@@ -117,7 +117,7 @@ class OutputConfig(BaseModel):
 
 
 class CountRequest(BaseModel):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -133,7 +133,7 @@ class CountRequest(BaseModel):
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
 
     def ignored(self, heeds: Heeds) -> list[str]:
-        """What a client sends whatever the model, and is not heeded."""
+        """Return the names of ignored fields that clients send for every model."""
         effort = self.output_config is not None and self.output_config.effort is not None
         found = ["output_config.effort"] if effort and not heeds.effort else []
         if self.thinking is None:
@@ -143,7 +143,7 @@ class CountRequest(BaseModel):
         return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
 
     def for_chat(self, conversation: AnthropicConversation, heeds: Heeds) -> ChatRequest:
-        """What is asked for, as a chat. Raises RequestError, in this body's words."""
+        """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
             if extra.get(name):
@@ -154,11 +154,11 @@ class CountRequest(BaseModel):
 
     @property
     def eager_tools(self) -> frozenset[str]:
-        """Names of the tools whose arguments are to be streamed unchecked."""
+        """Return the names of the tools whose arguments are streamed unchecked."""
         return frozenset(tool.name for tool in self.tools or () if tool.eager_input_streaming)
 
     def _tool_names(self) -> dict[str, str]:
-        """Chat's paths into a tool, of which this body's are flat."""
+        """Return chat's paths in tools -> this body's, which have one level less."""
         names: dict[str, str] = {}
         for i in range(len(self.tools or ())):
             names[f"tools.{i}.function"] = f"tools.{i}"

@@ -22,7 +22,7 @@ def message_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post(ROUTES)
     async def create_message(body: MessagesRequest, http: Request) -> Response:
-        """Anthropic's messages."""
+        """Create a message (Anthropic's Messages API)."""
         read = body.conversation()
         heeds = Heeds.of(frontend)
         chat = body.for_chat(read, heeds)
@@ -42,7 +42,7 @@ def message_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post(f"{ROUTES}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
-        """How many tokens a message would cost."""
+        """Count the tokens of a message's prompt."""
         read = body.conversation()
         chat = body.for_chat(read, Heeds.of(frontend))
         with said_of({**NAMES, **read.names}):

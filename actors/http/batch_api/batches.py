@@ -1,5 +1,4 @@
-"""/v1/batches: files of requests, answered when the engine has room. The work is
-`batch/openai/batch_service.py`'s."""
+"""/v1/batches: files of requests that are answered with spare capacity (`batch/openai/batch_service.py`)."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ class BatchRequest(BaseModel):
     """The body of a new batch.
 
     Attributes:
-        input_file_id: of an uploaded file with a request a line.
-        endpoint: to which its lines go.
-        completion_window: a number of s, m, h or d; what is not answered then has expired.
-        metadata: kept, and told with the batch.
+        input_file_id: of an uploaded file with one request per line.
+        endpoint: the route for its lines.
+        completion_window: a number of s, m, h or d; lines that are not answered by then have expired.
+        metadata: stored, and returned with the batch.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -43,7 +42,7 @@ class BatchRequest(BaseModel):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
 
     def window_s(self) -> int:
-        """Raises RequestError for what is no time."""
+        """Return the completion window in seconds. Raises RequestError if it is invalid."""
         found = _WINDOW.fullmatch(self.completion_window)
         if found is None:
             raise RequestError(
@@ -53,7 +52,7 @@ class BatchRequest(BaseModel):
         return int(found[1]) * _SECONDS[found[2]]
 
     def check(self) -> None:
-        """Raises RequestError for what cannot be honoured."""
+        """Raise RequestError for an endpoint or a field that is not supported."""
         if self.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint={shown(self.endpoint)} is not served in batches: use {' or '.join(ENDPOINTS)}.",
@@ -65,16 +64,16 @@ class BatchRequest(BaseModel):
 
 
 def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIRouter:
-    """The routes; without a service they say what is missing.
+    """Return the router of the batches; without a service its routes answer 501.
 
     Args:
-        tenants: that every batch may count for.
+        tenants: names that every batch may count for.
     """
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/batches")
     async def create(body: BatchRequest, http: Request) -> Response:
-        """Answer a file of requests in what online requests leave."""
+        """Create a batch: its requests are answered with the capacity that online requests leave."""
         batches = needed(service)
         body.check()
         caller = caller_of(http.scope)
@@ -97,20 +96,20 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
     async def list_batches(
         http: Request, limit: int = Query(20, ge=1, le=MAX_BATCHES_LISTED), after: str | None = None
     ) -> Response:
-        """The batches of this key, newest first."""
+        """List the batches of this key, newest first."""
         caller = caller_of(http.scope)
         page = await stored(needed(service).batches.list, caller, limit=limit, after=after)
         return json_response(listed(page))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(http: Request, batch_id: str) -> Response:
-        """A batch, with how far it is."""
+        """Return a batch and its progress."""
         batch = await stored(needed(service).batches.get, batch_id, caller_of(http.scope))
         return json_response(batch.as_openai())
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(http: Request, batch_id: str) -> Response:
-        """End a batch; what is answered stays."""
+        """Cancel a batch; existing answers are kept."""
         batch = await stored(needed(service).batches.cancel, batch_id, caller_of(http.scope))
         needed(service).wake()
         return json_response(batch.as_openai())

@@ -1,7 +1,7 @@
-"""/v1/files: inputs of batches come in, outputs go out. What is kept where is `batch/openai/file_store.py`'s.
+"""/v1/files: inputs and outputs of batches. `batch/openai/file_store.py` stores them.
 
-An upload is parsed as it comes; its content waits in a temporary file, from which the storage takes it
-without a copy in memory.
+An upload is parsed as it arrives. Its content is in a temporary file, from which the storage reads it without
+a copy in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Order = Literal["asc", "desc"]
 
 
 def needed(service: BatchService | None) -> BatchService:
-    """Raises NotOfferedError where the server has nowhere to keep files."""
+    """Return the service. Raises NotOfferedError if the server has no storage for files."""
     if service is None:
         raise NotOfferedError(
             "Files and batches need a place to be kept, and this server has none: start it with "
@@ -46,10 +46,10 @@ def needed(service: BatchService | None) -> BatchService:
 
 @contextmanager
 def storing() -> Iterator[None]:
-    """What the storage does not do is no fault of the request, nor a secret."""
+    """Turn errors of the storage into StorageError."""
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: what is kept there is not as we wrote it
+    except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
         why = getattr(error, "strerror", None) or type(error).__name__
         raise StorageError(
             f"Files and batches cannot be read or written now ({why}). "
@@ -59,13 +59,13 @@ def storing() -> Iterator[None]:
 
 
 async def stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a store says, asked in a thread."""
+    """Call a method of a store in a thread."""
     with storing():
         return await asyncio.to_thread(call, *args, **kwargs)
 
 
 def file_routes(service: BatchService | None) -> APIRouter:
-    """The routes; without a service they say what is missing."""
+    """Return the router of the files; without a service its routes answer 501."""
     router = APIRouter()
 
     def store() -> FileStore:
@@ -75,7 +75,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
 
     @router.post("/v1/files")
     async def upload(http: Request, files: FileStore = Store) -> Response:
-        """Keep a file of batch lines (multipart)."""
+        """Upload a file of batch lines (multipart)."""
         async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
             file = _checked(form)
             owner = caller_of(http.scope).owner
@@ -92,7 +92,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
         after: str | None = None,
         order: Order = "desc",
     ) -> Response:
-        """The files that this key keeps."""
+        """List the files of this key."""
         page = await stored(
             files.list,
             caller_of(http.scope),
@@ -105,12 +105,12 @@ def file_routes(service: BatchService | None) -> APIRouter:
 
     @router.get("/v1/files/{file_id}")
     async def retrieve(http: Request, file_id: str, files: FileStore = Store) -> Response:
-        """What is known of a file."""
+        """Return the metadata of a file."""
         return json_response((await stored(files.get, file_id, caller_of(http.scope))).as_openai())
 
     @router.get("/v1/files/{file_id}/content")
     async def content(http: Request, file_id: str, files: FileStore = Store) -> Response:
-        """The content of a file."""
+        """Return the content of a file."""
         file = await stored(files.get, file_id, caller_of(http.scope))
         return StreamingResponse(
             files.chunks(file),
@@ -128,7 +128,7 @@ def file_routes(service: BatchService | None) -> APIRouter:
 
 
 def listed(page: Page[Any]) -> JsonObject:  # Any: files or batches
-    """A page as OpenAI's lists look."""
+    """Return a page in the format of OpenAI's lists."""
     data = [each.as_openai() for each in page.items]
     return {
         "object": "list",
@@ -159,8 +159,8 @@ def _keep(files: FileStore, filename: str, file: IO[bytes], owner: str | None) -
 
 
 def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:
-    """The content of a temporary file; what is on the disk stays there."""
-    if getattr(file, "_rolled", True):  # a SpooledTemporaryFile says only so
+    """Return the content of a temporary file; a file on disk is memory-mapped."""
+    if getattr(file, "_rolled", True):  # SpooledTemporaryFile has no public attribute for it
         file.flush()
         return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return file.read()

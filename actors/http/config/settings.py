@@ -1,8 +1,8 @@
-"""Settings of the HTTP front, and how one flat mapping becomes them and the engine's.
+"""Settings of the HTTP server, and how one flat mapping is split into these and the engine's settings.
 
-`ray_config.yaml` (`args:`) and the command line give one mapping; `split_settings` sorts it. Flags are made
-of the fields of `ServerSettings` (`jobs/common/engine_flags.py`). Not the settings of Serve itself (ports,
-routes): those are Serve's own keys beside `args:`.
+`ray_config.yaml` (`args:`) and the command line yield one mapping; `split_settings` splits it. Flags are made
+from the fields of `ServerSettings` (`jobs/common/engine_flags.py`). Settings of Serve itself (ports, routes)
+are not here: they are Serve's own keys next to `args:`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UnknownParams = Literal["ignore", "warn", "reject"]
 SpeculationMetrics = Literal["none", "summary", "detailed"]
 ReasoningField = Literal["reasoning", "reasoning_content"]
 Isolation = Literal["none", "key", "tenant"]
-# One answer for all models: they cannot differ in these.
+# Settings of the whole endpoint; its models cannot differ in them.
 ENDPOINT_SETTINGS = frozenset(
     {
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
@@ -38,9 +38,9 @@ ENDPOINT_SETTINGS = frozenset(
         *("log_format", "otlp_traces_endpoint"),
     }
 )
-_NAMES = ("allowed_origins", "tenants", "categories")  # one name may stand for a list of one
+_NAMES = ("allowed_origins", "tenants", "categories")  # a single name is accepted for a list of one
 _HOOK = re.compile(r"[\w.]+:\w+")
-_KEY = re.compile(r"([\x21-\x7e]+)(?:[ \t]+(\S+))?")  # and its tenant
+_KEY = re.compile(r"([\x21-\x7e]+)(?:[ \t]+(\S+))?")  # a key, optionally followed by its tenant
 LEAST = {
     "max_request_bytes": 1024,
     "max_stored_bytes": 1024,
@@ -51,14 +51,14 @@ LEAST = {
     "capture_max_bytes": 2**20,
 }
 
-# Requests to these need no key (`/metrics` needs one where any is set; the page `/ui` asks for the key
-# itself). They pass queues, and are neither counted nor logged.
+# Paths that need no key, except that `/metrics` needs one if any is set, and that the page `/ui` asks for the
+# key itself. They skip queues and are neither counted nor logged.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/", "/ui"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the OpenAI-compatible front behaves.
+    """Settings of the OpenAI-compatible HTTP server.
 
     Attributes:
         served_model_name: name of the model in the API; may be repeated. The first is reported. By default
@@ -85,28 +85,28 @@ class ServerSettings:
         max_unread_bytes: memory for the part of its streams that a client has not read (4 MiB by default);
             beyond it they end (408). It counts all streams of a request together; their slots are freed. A
             streamed token takes about 12 bytes, with 20 log probabilities 1,600.
-        reader_timeout: seconds after which a client that reads nothing of its answer is cut off; 300 by
+        reader_timeout: seconds after which a client that reads nothing of its answer is disconnected; 300 by
             default, 0: never.
         max_requests_per_key: completions of one API key, running and waiting, at each replica; more get 429.
             No limit by default; a server without keys counts none.
-        api_key: key that requests must bring as a bearer token; may be repeated; other users of the machine
-            can see flags: better use api_key_file or MANTA_API_KEY. Behind a key may stand the tenant that
-            its requests count for ("KEY TENANT"), or `*` for a proxy's key whose X-Tenant is believed. Only
-            from flags and code: no YAML file may hold keys (`actors/http/middleware/api_keys.py`).
+        api_key: key that requests must send as a bearer token; may be repeated; other users of the machine
+            can see flags: better use api_key_file or MANTA_API_KEY. The key may be followed by the tenant
+            that its requests count for ("KEY TENANT"), or by `*` for a proxy's key whose X-Tenant is trusted.
+            Only from flags and code: no YAML file may hold keys (`actors/http/middleware/api_keys.py`).
         api_key_file: file with such keys, one a line, each followed by its tenant or *, if any. MANTA_API_KEY
             replaces both settings.
-        admin_api_key: key for the operators' routes (/load), good for all others and for what other keys own;
-            may be repeated; also in MANTA_ADMIN_API_KEY. The routes are `keys.ADMIN_PATHS`; without such a
-            key they are guarded as the others.
+        admin_api_key: key for the operators' routes (/load), valid for all others and for what other keys
+            own; may be repeated; also in MANTA_ADMIN_API_KEY. The routes are `api_keys.ADMIN_PATHS`; without
+            such a key they need the same key as the others.
         admin_api_key_file: file with such keys, one a line.
         metrics_api_key: key for /metrics alone; may be repeated; also in MANTA_METRICS_API_KEY; by default
             the admin key opens it, or else any key. A scraper then needs no admin key. Without any key
             /metrics is open.
         metrics_api_key_file: file with such keys, one a line.
         prefix_cache_isolation: which prompts share cached beginnings: all ("none"), those of a "key" (the
-            default with several keys), or those of a "tenant". Sharing shows in times and `cached_tokens`. A
-            key without a tenant counts as its own. A system prompt that keys have in common is then computed
-            and kept once for each.
+            default with several keys), or those of a "tenant". Sharing is visible in times and
+            `cached_tokens`. A key without a tenant counts as its own. A system prompt that keys have in
+            common is then computed and cached once for each.
         allowed_origins: origin whose web pages may call (CORS); may be repeated.
         batch_storage: folder or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all their
             data. Every replica must reach it (in YAML: an absolute path), and no other endpoint may use it.
@@ -117,13 +117,13 @@ class ServerSettings:
         max_stored_bytes: bytes of files and batches' outputs that one key may keep in `batch_storage` (10 GB
             by default). Beyond it uploads and new batches are refused with 413. A file counts 4 KiB at least.
         max_batch_lines: batches of files with more lines fail.
-        replicas: number of engines; 1:4 follows the load, 0:4 goes to none when idle, 1:1 keeps streams when
-            the engine dies. All but a plain 1 (and several models) have a gateway in front, which chooses
-            among the replicas and keeps streams alive whose replica dies.
-        shutdown_timeout: seconds that requests may go on after Ctrl-C or SIGTERM; `manta serve` has 30. The
-            same holds for each replica that is stopped, when fewer are wanted and in an update. What still
-            runs then gets an error event and `[DONE]`.
-        scaling: how eagerly the number of replicas follows the load: fields of `ScalingRules`
+        replicas: number of engines; 1:4 follows the load, 0:4 scales to zero when idle, 1:1 keeps streams
+            when the engine dies. All but a plain 1 (and several models) have a gateway in front, which
+            chooses among the replicas and resumes streams whose replica dies.
+        shutdown_timeout: seconds that requests may continue after Ctrl-C or SIGTERM; `manta serve` has 30.
+            The same holds for each replica that is stopped, when fewer are wanted and in an update. Requests
+            that still run then get an error event and `[DONE]`.
+        scaling: how quickly the number of replicas follows the load: fields of `ScalingRules`
             (cluster/fleet/autoscaling.py).
         ui: serve the live page at /ui.
         log_format: format of the log lines of all processes: text, or json, an object a line.
@@ -131,22 +131,22 @@ class ServerSettings:
             manta[otel]. Without it OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
         lossless_audit: share of answers that an idle engine computes again without speculation, and compares:
             0 (none) to 1. They are compared token by token. 0 leaves an idle engine idle.
-        capture: folder that keeps prompts and answers, as token ids, to adapt drafters to them. Made with
-            mode 0700 (in YAML: an absolute path), for `manta drafter adapt`. Requests that say `"store":
-            false` or `Cache-Control: no-store` are not kept.
+        capture: folder that keeps prompts and answers, as token ids, to adapt drafters to them. Created with
+            mode 0700 (in YAML: an absolute path), for `manta drafter adapt`. Requests with `"store": false`
+            or `Cache-Control: no-store` are not kept.
         capture_fraction: share of requests to keep: 0 to 1 (all).
-        capture_max_bytes: most bytes that the folder holds; the oldest go first. A token takes about five
-            bytes.
+        capture_max_bytes: most bytes that the folder holds; the oldest are deleted first. A token takes about
+            five bytes.
         capture_redact: function that is called with each completion before it is kept; returns it, perhaps
             changed, or None. It runs in a process of its own (`actors/capture/redaction.py`).
         capture_prompts: keep prompts, too. False keeps answers without their prompts.
-        max_metric_labels: tenants, and categories, that metrics and receipts tell apart
-            (`actors/engine/tenant.py`), first come, first served. All others count as "other". Each is two
-            series in Prometheus. 0 tells none apart.
-        tenants: name that X-Tenant may give, told apart in metrics and receipts; may be repeated, * for any.
-            Other names count as "other", unless the request's key has a tenant, or `*`. Use * only for a port
-            that only a proxy reaches.
-        categories: name that X-Category may give; may be repeated, * for any.
+        max_metric_labels: number of tenants, and of categories, with labels of their own in metrics and
+            receipts (`actors/engine/tenant.py`), first come, first served. All others count as "other". Each
+            is two series in Prometheus. 0 counts all as "other".
+        tenants: name that X-Tenant may have, counted separately in metrics and receipts; may be repeated, *
+            for any. Other names count as "other", unless the request's key has a tenant, or `*`. Use * only
+            for a port that only a proxy reaches.
+        categories: name that X-Category may have; may be repeated, * for any.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -272,7 +272,7 @@ class ServerSettings:
             object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """The names under which `model` is served, the reported one first."""
+        """Return the names under which `model` is served, the reported one first."""
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:
@@ -280,19 +280,19 @@ class ServerSettings:
         return tuple(self.key_tenants(name))
 
     def key_tenants(self, name: str) -> dict[str, str | None]:
-        """Return the same with the tenant of each: None without, ANY where requests may name any."""
+        """Return the keys of a setting with their tenants: None without one, ANY if requests may name any."""
         found = (_KEY.fullmatch(entry) for entry in _as_tuple(getattr(self, name)))
         return {entry[1]: entry[2] for entry in found if entry is not None}
 
     @property
     def isolation(self) -> Isolation:
-        """What `prefix_cache_isolation` is here."""
+        """Return the effective `prefix_cache_isolation`: if unset, "key" with several keys, else "none"."""
         num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
         return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
 
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
-    """Sort one mapping into both; an unknown key is a ConfigError that proposes the nearest known one."""
+    """Split one mapping into both settings. An unknown key raises ConfigError, which suggests a known one."""
     args = accept(args)
     server_names = {f.name for f in fields(ServerSettings)}
     engine_names = {f.name for f in fields(EngineConfig)}
@@ -310,12 +310,12 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
 
 
 def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSettings]]:
-    """`split_settings` for each model of one endpoint, at least one.
+    """Apply `split_settings` to each model of one endpoint, at least one.
 
-    Several stand under `models:`, a list of mappings, each over what stands beside it.
+    Several models are a list of mappings under `models:`; each overrides the settings next to `models:`.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or two models would answer to one name.
+        ConfigError: a setting is unknown or wrong, or two models have the same name.
     """
     if "models" not in args:
         return [split_settings(args)]
@@ -333,12 +333,12 @@ def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSett
 
 
 def wants_gateway(replicas: int | str) -> bool:
-    """Whether replicas have a gateway in front; a lone one only where it is asked for."""
+    """Return whether replicas have a gateway in front; a single fixed one has none, unless written "1:1"."""
     return ":" in str(replicas) or parse_replicas(replicas) != (1, 1)
 
 
 def parse_replicas(replicas: int | str) -> tuple[int, int]:
-    """The least and the most replicas that a setting allows; equal where their number is fixed."""
+    """Return the minimum and maximum number of replicas of a setting; equal if their number is fixed."""
     least, _, most = str(replicas).partition(":")
     most = most if ":" in str(replicas) else least
     if isinstance(replicas, bool) or not (least.isdecimal() and most.isdecimal()):
@@ -354,7 +354,7 @@ def parse_replicas(replicas: int | str) -> tuple[int, int]:
 
 
 def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What stands under `models:`; what holds for the whole endpoint must not stand there."""
+    """Return the entries under `models:`. Raises ConfigError for settings of the whole endpoint."""
     if not isinstance(models, list) or not models or not all(isinstance(each, Mapping) for each in models):
         raise ConfigError("models must be a list of mappings, each with a `model`.", param="models")
     for i, entry in enumerate(models):
@@ -379,7 +379,7 @@ def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _check_keys(name: str, entries: tuple[str, ...]) -> None:
-    """Refuse what is no key, without repeating it."""
+    """Raise ConfigError for invalid keys, without repeating them in the message."""
     for entry in entries:
         if (found := _KEY.fullmatch(entry)) is None:
             raise ConfigError(
@@ -401,7 +401,7 @@ def _check_label(name: str, value: str) -> None:
 
 
 def _check_place(where: str) -> None:
-    """A relative path would be another one in each replica's process."""
+    """Raise ConfigError for a relative path, which each replica's process would resolve differently."""
     if "://" not in where and not Path(where).is_absolute():
         raise ConfigError(
             f"batch_storage={shown_url(where)} must be an absolute path that all replicas see, or a URL.",

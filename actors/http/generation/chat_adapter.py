@@ -1,6 +1,6 @@
-"""How an endpoint that is no chat answers a `ChatRequest`: whole, or by the events of its `SectionWriter`.
+"""Answers a `ChatRequest` for APIs other than chat, whole or as the events of their `SectionWriter`.
 
-Called by `http/responses/routes.py` and `http/anthropic/routes.py`; the request's own way is chat's.
+Called by `http/responses/routes.py` and `http/anthropic/routes.py`. The request itself is handled as in chat.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .server_context import ServerContext
 
 @dataclass(frozen=True, slots=True)
 class Heeds:
-    """What the model can be told beside its conversation. Agents tell it whatever the model.
+    """Which options of a conversation the model supports. Agents send them for every model.
 
     Attributes:
-        effort: of reasoning.
-        switch: to think, or not to.
-        thinks: its reasoning can be told from its answer.
+        effort: the chat template has a reasoning effort.
+        switch: thinking can be switched on and off.
+        thinks: reasoning can be separated from the answer.
     """
 
     effort: bool
@@ -49,7 +49,7 @@ class Heeds:
 async def answer(
     run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter, http: Request
 ) -> Response:
-    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    """Return the response, once its first token is there. Earlier failures raise MantaError."""
     headers = run.work.headers
     if run.work.request.stream:
         keep_alive_s = run.frontend.settings.sse_keep_alive_interval
@@ -59,7 +59,7 @@ async def answer(
 
 
 class _Ending:
-    """The last event of these APIs says that it is the last."""
+    """The ending of these APIs' streams, whose last event says that it is the last."""
 
     done = b""
 
@@ -73,7 +73,7 @@ class _Ending:
 async def _stream_events(
     run: GenerationRun, reading: AnswerParserFactory, writer: SectionWriter
 ) -> AsyncGenerator[bytes, None]:
-    """One piece of bytes per verified block."""
+    """Yield the bytes of each verified block."""
     parts, begun = reading.answer(run.work.id, 0), False
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:

@@ -1,9 +1,9 @@
-"""From a parsed request to its response: whole, or a stream of events.
+"""Turns a parsed request into its response, whole or as a stream of events.
 
-Completions and chat differ in how a choice looks (`ResponseShape`) and in how a prompt is made; all else is
-here.
+Completions and chat differ in the format of a choice (`ResponseShape`) and in how the prompt is made;
+everything else is here.
 
-    request ─ prepare ─▶ Work ─ Run (run.py) ─▶ answers: one body; or outputs: one event per verified block
+    request ─ prepare ─▶ GenerationTask ─ GenerationRun ─▶ answers: one body; or outputs: one event per block
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_COMPLETIONS = 4096
 
 
 class ResponseShape(Protocol):
-    """How choices of an endpoint look, for one request: `reading` takes their texts apart."""
+    """Formats the choices of one request for an endpoint; `reading` parses their text."""
 
     prefix: str
     whole_object: str
@@ -49,21 +49,24 @@ class ResponseShape(Protocol):
     reading: AnswerParserFactory
 
     def opening(self, index: int) -> JsonObject | None:
-        """The chunk before a choice's first text, if there is one."""
+        """Return the chunk before a choice's first text, if there is one."""
         ...
 
     def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
-        """A choice in a stream, at least once: what is new of it."""
+        """Return the stream chunks with a choice's new text, at least one."""
         ...
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
-        """A choice's end in a stream; nothing new comes with it."""
+        """Return the stream chunk that ends a choice, without new text."""
         ...
 
     def whole(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
-        """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
+        """Return the log probabilities of a choice's tokens, with the `num_top` likeliest ones.
+
+        `offset` is the number of characters of the preceding tokens.
+        """
         ...
 
 
@@ -79,14 +82,14 @@ def prepare(
     resumable: bool = True,
     ends_with_context: bool = False,
 ) -> GenerationTask:
-    """Check everything that can be checked before the engine is asked.
+    """Make a task of a request, with all checks that need no engine.
 
     Args:
         prefix: of the response's id.
         default_max_tokens: None means as many as fit.
         ignored: further names for X-Ignored-Params.
-        resumable: whether another replica could go on with the response's stream.
-        ends_with_context: a limit that the context has no room for stands for the context's end.
+        resumable: whether another replica could continue the response's stream.
+        ends_with_context: a limit beyond the context's length means the end of the context, not an error.
     """
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
@@ -129,7 +132,7 @@ def prepare(
 
 
 def _tells_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
-    """Whether the answer has a place for a trace (`GenerationRun.metrics`), and there will be one."""
+    """Return whether the response can contain a trace (`GenerationRun.metrics`), and one will exist."""
     if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
         return False
     options = request.stream_options
@@ -147,7 +150,7 @@ def _check_room(
 def _exceeds_context(
     frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> bool:
-    """Whether the limit of tokens has no room in the context."""
+    """Return whether the prompt and the limit of new tokens exceed the context."""
     _, limit = request.token_limit
     return limit is not None and _longest(prompts) + limit > frontend.engine.info.max_model_len
 
@@ -159,7 +162,7 @@ def _longest(prompts: Sequence[EncodedPrompt]) -> int:
 async def respond(
     frontend: ServerContext, shape: ResponseShape, work: GenerationTask, http: Request
 ) -> Response:
-    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    """Return the response, once its first token is there. Earlier failures raise MantaError."""
     work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
     run = GenerationRun(frontend, work)
     logged_elsewhere(http.scope)
@@ -174,7 +177,7 @@ async def whole_response(run: GenerationRun, shape: ResponseShape) -> Response:
     beside: JsonObject = {}
     answers = (await run.answers())[::-1]
     for prompt in work.prompts:
-        answer = answers.pop()  # to be freed in turns, too: thousands with log probabilities take long
+        answer = answers.pop()  # freed one at a time: freeing thousands with log probabilities takes long
         parts = await run.prompt_parts(prompt, answer)
         beside |= parts.beside()
         for completion in answer.outputs:
@@ -194,7 +197,7 @@ async def whole_response(run: GenerationRun, shape: ResponseShape) -> Response:
 def whole_choice(
     shape: ResponseShape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
 ) -> JsonObject:
-    """A choice of a whole answer, the `at`th of its response."""
+    """Return a choice of a whole response; `at` is its index."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
     piece = shape.reading.whole(response_id, at, completion.text)
     choice = shape.whole(at, piece, shown_reason(completion.finish_reason, called=bool(piece.calls)))
@@ -204,12 +207,12 @@ def whole_choice(
 
 
 def shown_reason(finish_reason: str, *, called: bool) -> str:
-    """OpenAI's name for how a choice ended; one that calls tools and was not cut short waits for them."""
+    """Return OpenAI's finish reason: "tool_calls" for a choice with calls that was not cut off."""
     return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
 async def stream_events(run: GenerationRun, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
-    """One piece of bytes per verified block; opening, finish and usage chunks ride along with their block."""
+    """Yield the bytes of each verified block, with opening, finish and usage chunks."""
     work = run.work
     options = work.request.stream_options
     envelope = run.envelope(shape.chunk_object)
@@ -242,7 +245,7 @@ def _usage_event(run: GenerationRun, envelope: JsonObject) -> bytes:
 
 
 class _ChunkWriter:
-    """Turns outputs into choices of chunks; knows how far each choice has come."""
+    """Turns outputs into the choices of chunks and tracks each choice's progress."""
 
     def __init__(self, run: GenerationRun, shape: ResponseShape) -> None:
         self._work = run.work
@@ -251,12 +254,12 @@ class _ChunkWriter:
         if run.work.begun.token_ids:
             self._answers[0] = self._answer(0)
             self._answers[0].feed(run.begun_text())
-        self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
+        self._lengths: dict[int, int] = {}  # characters of the tokens whose log probabilities were sent
         self._run = run
         self._echoes: dict[int, PromptParts] = {}  # by prompt
 
     async def look_at_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        """Make ready what its choices begin with, before the first of them."""
+        """Prepare a prompt's echo before the first of its choices."""
         if self._work.request.echoes and prompt_index not in self._echoes:
             prompt = self._work.prompts[prompt_index]
             self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
@@ -285,7 +288,7 @@ class _ChunkWriter:
         return [choice]
 
     def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
-        """What is new of a choice; log probabilities and tokens stand in its first chunk."""
+        """Return the chunks of new output; log probabilities and token ids are in the first one."""
         found: list[JsonObject] = []
         with_ids = self._work.request.return_token_ids
         answer = self._answers[at]

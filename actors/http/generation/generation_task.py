@@ -1,5 +1,4 @@
-"""One HTTP request that generates, when all that can be checked has been. A value; `request_run.py` runs
-it."""
+"""One HTTP request to generate, after all checks that need no engine. A value; `request_run.py` runs it."""
 
 from __future__ import annotations
 
@@ -21,18 +20,25 @@ _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def operation_of(request: GenerationRequest) -> str:
-    """OpenTelemetry's word for what is asked."""
+    """Return OpenTelemetry's name of the operation."""
     return "text_completion" if isinstance(request, CompletionRequest) else "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
+    """One HTTP request, ready to run.
 
-    `created_s` is Unix time; `caller` the key that sent it, `asker` for whom it is counted; `may_be_kept`
-    where traffic is captured; `origin` what a gateway fixed of the request;
-    `resumable` says whether its stream can go on at another replica, `reading` how its answers are read,
-    `trace_headers` what the client says of the trace that it is a part of.
+    Attributes:
+        id: of the response, also the engine's.
+        request_id: the client's.
+        created_s: Unix time.
+        caller: the key that sent it.
+        asker: tenant and category that it is counted for.
+        may_be_kept: traffic capture may keep it.
+        origin: what a gateway has fixed for the request.
+        resumable: its stream can continue at another replica.
+        reading: parses its answers.
+        trace_headers: the client's trace context.
     """
 
     id: str
@@ -54,7 +60,6 @@ class GenerationTask:
 
     @property
     def operation(self) -> str:
-        """OpenTelemetry's word for what is asked."""
         return operation_of(self.request)
 
     @property
@@ -63,11 +68,11 @@ class GenerationTask:
 
     @property
     def told(self) -> bool:
-        """Whether a gateway is told the stream's tokens.
+        """Return whether the stream reports its tokens to a gateway.
 
-        Only a single completion can go on elsewhere, and none that begins with its prompt, or whose log
-        probabilities were asked for: their offsets count from the beginning of a text that another replica
-        has not made.
+        Only a single completion can continue at another replica. It must not echo its prompt or have log
+        probabilities: their offsets count from the beginning of the text, which the other replica has not
+        generated.
         """
         alone = self.single and self.params.logprobs is None
         alone = alone and self.resumable and not self.request.echoes
@@ -79,7 +84,7 @@ class GenerationTask:
 
     @property
     def headers(self) -> dict[str, str]:
-        """X-Ignored-Params names what was ignored, as far as names fit a header."""
+        """Return X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
         names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
         headers = {"X-Ignored-Params": ",".join(names)} if names else {}
         return headers | ({TOLD_HEADER: "1"} if self.told else {})

@@ -1,7 +1,7 @@
-"""Whole answers as bytes, whatever their size: put together in turns of the event loop, sent in pieces.
+"""Whole responses of any size: serialized in slices between which the event loop runs, and sent in pieces.
 
-Thousands of completions with log probabilities are tens of MB of JSON; made at once they would hold up every
-stream for seconds. What a choice holds is `generation.py`'s and the shapes'.
+Thousands of completions with log probabilities are tens of MB of JSON. Serialized at once, they would block
+every stream for seconds. `generation.py` and the response shapes define a choice's content.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...system.loop_yielding import LoopYielder
 from ..protocol.logprobs import token_lengths
 from ..wire.json_io import JsonObject
 
-PLACES_AT_ONCE = 128  # of a completion's log probabilities
-PIECE_BYTES = 1 << 16  # what is sent at once is the least that servers keep for a client that does not read
+PLACES_AT_ONCE = 128  # positions of a completion's log probabilities
+PIECE_BYTES = 1 << 16  # sent at once; servers buffer at least that for a client that does not read
 
 
 class TellsLogprobs(Protocol):
-    """The part of a `ResponseShape` that is needed here."""
+    """The part of a `ResponseShape` that is used here."""
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject: ...
 
 
 class StreamedChoices:
-    """A JSON object with choices, which are added one by one."""
+    """A JSON object with choices that are added one by one."""
 
     def __init__(self) -> None:
         self._choices: list[bytes] = []
@@ -42,7 +42,7 @@ class StreamedChoices:
         await self._turns.yield_if_over()
 
     async def logprobs(self, shape: TellsLogprobs, completion: CompletionOutput, num_top: int) -> JsonObject:
-        """As `shape.logprobs` of the whole completion."""
+        """Return `shape.logprobs` of the whole completion, computed in slices."""
         places = completion.logprobs
         assert places is not None, "nobody asked for them"
         found: JsonObject = {}
@@ -59,14 +59,14 @@ class StreamedChoices:
         return found
 
     def response(self, head: JsonObject, tail: JsonObject, headers: Mapping[str, str]) -> PiecesResponse:
-        """Of the object {**head, "choices": [...], **tail}; neither is empty."""
+        """Return the response with the object {**head, "choices": [...], **tail}. Neither may be empty."""
         between = [b","] * len(self._choices)
         choices = [piece for pair in zip(between, self._choices, strict=True) for piece in pair][1:]
         begin, end = orjson.dumps(head)[:-1] + b',"choices":[', b"]," + orjson.dumps(tail)[1:]
         return PiecesResponse([begin, *choices, end], headers)
 
     async def _lists_written(self, value: JsonObject | None) -> JsonObject | None:
-        """The same with long lists as fragments of JSON, each of many elements."""
+        """Return the object with long lists replaced by fragments of JSON, each of many elements."""
         if value is None:
             return None
         return {name: await self._written(each) for name, each in value.items()}
@@ -82,7 +82,7 @@ class StreamedChoices:
 
 
 class PiecesResponse(Response):
-    """A JSON body of known length that goes out as fast as the client reads."""
+    """A JSON body of known length, sent as fast as the client reads."""
 
     media_type = "application/json"
 
@@ -102,4 +102,4 @@ class PiecesResponse(Response):
                     waiting.clear()
                     await turns.yield_if_over()
         await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})  # not before the client has most of it
+        await send({"type": "http.response.body", "body": b""})  # sent once the client has most of the body

@@ -1,8 +1,8 @@
-"""The sections of an answer: stretches of reasoning, of text, and calls, one after the other.
+"""The sections of an answer: reasoning, text and tool calls, one after the other.
 
-`/v1/responses` calls them output items and `/v1/messages` content blocks; both tell their clients when one
-opens, grows and closes. Here is which section a `AnswerDelta` belongs to; what is said of it is the writers'
-matter (`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
+`/v1/responses` calls them output items and `/v1/messages` content blocks; both send events when a section
+opens, grows and closes. This module assigns each `AnswerDelta` to a section; the writers format the events
+(`http/responses/event_writer.py`, `http/anthropic/event_writer.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Events = list[JsonObject]
 
 @dataclass(slots=True)
 class Section:
-    """One of them. `at` is its place in the answer; `text` grows, of a call it is the arguments."""
+    """A section; `at` is its index in the answer. The `text` of a call is its arguments."""
 
     kind: Kind
     at: int
@@ -44,7 +44,7 @@ class SectionWriter(ABC):
         self._is_open = False
 
     def feed(self, piece: AnswerDelta) -> Events:
-        """What is new. A section ends where another begins."""
+        """Return the events of a piece. A section ends where another begins."""
         events: Events = []
         for kind, call, text in _stretches(piece):
             if not self._goes_on(kind, call):
@@ -56,7 +56,7 @@ class SectionWriter(ABC):
         return events
 
     def close(self, *, whole: bool) -> Events:
-        """The open section has ended; not `whole` if the answer was cut off in it."""
+        """Close the open section. `whole` is False if the answer was cut off in it."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -67,34 +67,34 @@ class SectionWriter(ABC):
         return any(section.kind == "call" for section in self.sections)
 
     def ensure_content(self) -> Events:
-        """An answer without any section gets an empty text: clients look for one."""
+        """Open an empty text section if the answer has no section: clients expect one."""
         return [] if self.sections else self._open("content", None)
 
     @abstractmethod
     def begin(self, usage: JsonObject) -> Events:
-        """The first events of a stream. `usage` as in `finish`: of the prompt, and of the first tokens."""
+        """Return the first events of a stream. `usage` is as in `finish`, after the first tokens."""
 
     @abstractmethod
     def opened(self, section: Section) -> Events: ...
 
     @abstractmethod
     def grown(self, section: Section, text: str) -> Events:
-        """`text` is new and is in the section already."""
+        """Return the events for new text, which the section contains already."""
 
     @abstractmethod
     def closed(self, section: Section, *, whole: bool) -> Events: ...
 
     @abstractmethod
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
-        """The answer is over. `usage` is OpenAI's of a chat."""
+        """Return the events of the answer's end. `usage` is OpenAI's for chat."""
 
     @abstractmethod
     def failed(self, error: BaseException) -> Events:
-        """The answer to a stream cannot be ended; it may not have begun."""
+        """Return the events of a stream that failed, possibly before its first event."""
 
     @abstractmethod
     def whole(self) -> JsonObject:
-        """The answer as one body; asked for when it has finished."""
+        """Return the finished answer as one body."""
 
     def _goes_on(self, kind: Kind, call: CallPiece | None) -> bool:
         if not self._is_open:

@@ -1,6 +1,6 @@
-"""One HTTP request on the engine: its prompts become whole answers or merged streams, counted and logged.
+"""Runs one HTTP request on the engine: turns its prompts into whole answers or merged streams.
 
-How the outputs are shown is `generation.py`'s business.
+`generation.py` formats the outputs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .server_context import ServerContext
 
 T = TypeVar("T")
 
-BEGIN_AT_ONCE = 16  # engine requests, in a turn of the loop
-MAX_ANSWER_BYTES = 1 << 30  # of an answer that is made whole; with 20 log probabilities a token is 1,600
+BEGIN_AT_ONCE = 16  # engine requests per iteration of the event loop
+MAX_ANSWER_BYTES = 1 << 30  # of a whole answer; a token with 20 log probabilities takes 1,600
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -51,13 +51,13 @@ class GenerationRun:
         if frontend.receipts is not None:
             begins = work.origin is None or work.origin.attempt == 0
             self._account = frontend.receipts.account(work.asker, begins=begins)
-        self._num_bytes = 0  # of the answers that are made whole
+        self._num_bytes = 0  # of whole answers
         self._captured: CapturedAnswers | None = None
         if frontend.capture is not None and work.may_be_kept and not work.request.echoes_only:
             self._captured = frontend.capture.choose(work.prompts, work.begun, work.model, work.asker)
 
     async def outputs(self) -> Outputs:
-        """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
+        """Yield (prompt index, new output) as it is generated. Closing early aborts; the end is logged."""
         engine, work = self.frontend.engine, self.work
         limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
         streams = [
@@ -72,7 +72,9 @@ class GenerationRun:
                     yield index, output
 
     async def answers(self) -> list[RequestOutput]:
-        """The whole answer to every prompt. The first failure, or leaving, ends all; the end is logged."""
+        """Return the whole answer to every prompt; the first failure or a cancellation ends all. Logs the
+        end.
+        """
         with self._logged():
             return await together(self._complete(i) for i in range(len(self.work.prompts)))
 
@@ -114,14 +116,14 @@ class GenerationRun:
         return id if len(work.prompts) == 1 else f"{id}-{index}"
 
     def begun_text(self) -> str:
-        """What the client has of the only completion, from another replica."""
+        """Return the text of the only completion that the client already has from another replica."""
         work, tokenizer = self.work, self.frontend.engine.tokenizer
         if tokenizer is None:
             return ""
         return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
 
     async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
-        """What the answer shows of a prompt."""
+        """Return what the response shows of a prompt."""
         tokenizer = self.frontend.engine.tokenizer
         return await PromptParts.of(self.work.request, prompt, answer.prompt_told, tokenizer)
 
@@ -141,8 +143,11 @@ class GenerationRun:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Whatever happens inside, the request is logged with the status that it ends in. Raises
-        RateLimitError if its key has too many."""
+        """Log the request with its final status, whatever happens inside.
+
+        Raises:
+            RateLimitError: the key has too many completions in flight.
+        """
         status = 499
         work = self.work
         count = len(work.prompts) * work.params.n
@@ -188,7 +193,7 @@ class GenerationRun:
         }
 
     def metrics(self) -> JsonObject | None:
-        """Times and acceptance; only where they belong to one completion."""
+        """Return times and acceptance; None unless the request has a single completion."""
         settings, cost = self.frontend.settings, self.figures.cost
         if cost is None or not (self.work.single and self.work.request.include_metrics):
             return None
@@ -216,7 +221,7 @@ class GenerationRun:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-    """What all return, in their order; the first failure ends all."""
+    """Return all results in order; the first failure cancels all."""
     tasks: list[asyncio.Task[RequestOutput]] = []
     try:
         await _begin_in_turns(tasks, work)
@@ -226,13 +231,13 @@ async def together(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[R
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Outputs of several streams as they come, each with its stream's index; the first failure ends all."""
+    """Yield the outputs of several streams with the index of each; the first failure ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for output in only:
                 yield 0, output
         return
-    # Short: as many pumps as it holds make an output each in one turn of the loop.
+    # A short queue: as many pumps as it has places produce an output each per iteration of the loop.
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=8)
     tasks: list[asyncio.Task[None]] = []
     begin = asyncio.create_task(
@@ -254,7 +259,7 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
 
 
 async def _begin_in_turns(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
-    """Make tasks of the work. What one does as it begins is short, but is felt a thousand times over."""
+    """Create a task for each coroutine, with pauses: starting thousands at once would block the loop."""
     for count, each in enumerate(work, start=1):
         tasks.append(asyncio.create_task(each))
         if count % BEGIN_AT_ONCE == 0:
@@ -272,13 +277,13 @@ async def _pump(
                 await queue.put((index, output))
     except ENDINGS:
         raise
-    except BaseException as error:  # carried to the reader, who raises it
+    except BaseException as error:  # passed to the reader, which raises it
         await queue.put((index, error))
     else:
         await queue.put((index, None))
 
 
 def _refuse_aborted(output: RequestOutput) -> None:
-    """A completion that the server ended early has no OpenAI finish reason: it is a failure."""
+    """Raise EngineDeadError if the server ended a completion early: OpenAI has no finish reason for that."""
     if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
         raise EngineDeadError("The server ended this request early. Retry.")

@@ -1,7 +1,7 @@
-"""What one HTTP request cost: its `usage`, its times and its log line, counted as outputs come.
+"""Figures of one HTTP request, counted from its outputs: `usage`, times and the log line.
 
-One HTTP request may hold several prompts, and each several completions. Times of the whole are the
-earliest first token and the latest last one.
+A request may have several prompts, each with several completions. Its times are those of the earliest first
+token and the latest last token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..wire.json_io import JsonObject
 
 @dataclass(slots=True)
 class _Tokens:
-    """Of one completion: how many there are, and when the first and the last came."""
+    """Tokens of one completion: their number, and when the first and the last arrived (monotonic)."""
 
     first_s: float
     last_s: float
@@ -30,12 +30,13 @@ class _Tokens:
 
 
 class RequestFigures:
-    """Counts one HTTP request. Fed by `Run` alone.
+    """Counts one HTTP request. Only `GenerationRun` feeds it.
 
     Args:
         params: of the request.
-        begun_token_ids: output that another engine generated; it is in `usage`, not in timings.
-        new_counter: makes what counts the reasoning in a completion; None where that cannot be counted.
+        begun_token_ids: output that another engine generated; included in `usage`, not in times.
+        new_counter: returns a counter of the reasoning tokens of a completion; None if they cannot be
+            counted.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class RequestFigures:
         self.num_output_tokens = 0
         self._num_begun = len(begun_token_ids)
         self._new_counter = new_counter
-        self._counters: dict[tuple[int, int], ReasoningCounter | None] = {}  # as `_tokens`
+        self._counters: dict[tuple[int, int], ReasoningCounter | None] = {}  # same keys as `_tokens`
         if begun_token_ids:
             self._count_reasoning((0, 0), begun_token_ids)
         self.finish_reasons: list[str] = []
         self._num_prompt_tokens = [0] * num_prompts
         self._costs: list[RequestMetrics | None] = [None] * num_prompts
         self._params = params
-        self._tokens: dict[tuple[int, int], _Tokens] = {}  # by prompt and completion
+        self._tokens: dict[tuple[int, int], _Tokens] = {}  # by (prompt, completion)
 
     def feed(self, prompt_index: int, output: RequestOutput, telemetry: RequestTelemetry) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
@@ -91,7 +92,7 @@ class RequestFigures:
         output: RequestOutput,
         telemetry: RequestTelemetry,
     ) -> None:
-        """A completion has ended; perhaps it was its prompt's last. What was cut short is not observed."""
+        """Record the end of a completion (unless aborted), and of its prompt with the last completion."""
         if completion.finish_reason in ("abort", "error"):
             return
         tokens = self._tokens.get((prompt_index, completion.index))
@@ -131,19 +132,19 @@ class RequestFigures:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first."""
+        """Return the seconds per output token after the first."""
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Over all prompts and completions."""
+        """Return the mean over all prompts and completions."""
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
     def count_drafts(self, asker: Tenant, telemetry: RequestTelemetry) -> None:
-        """At the end, however it ended."""
+        """Count the drafts of a request that has ended, whether it succeeded or failed."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)
         telemetry.count_drafts(asker, sum(cost.num_steps for cost in costs), num_accepted)
@@ -151,21 +152,21 @@ class RequestFigures:
     def usage(self) -> JsonObject:
         prompt, output = self.num_prompt_tokens, self._num_begun + self.num_output_tokens
         cached = sum(cost.num_cached_tokens for cost in self.costs)
-        cached = min(cached, prompt)  # what another engine generated may be found, too
+        cached = min(cached, prompt)  # output that another engine generated may be cached, too
         return usage_of(prompt, output, cached, list(self._counters.values()))
 
     @property
     def costs(self) -> list[RequestMetrics]:
-        """Of each prompt that something has come of."""
+        """Return the metrics of each prompt that has had output."""
         return [cost for cost in self._costs if cost is not None]
 
     @property
     def cost(self) -> RequestMetrics | None:
-        """Of a request of one prompt; None before its first output."""
+        """Return the metrics of a request with one prompt; None before its first output."""
         return self._costs[0]
 
     def times(self) -> JsonObject:
-        """In vLLM's shape, for a request of one completion."""
+        """Return times in vLLM's format, for a request of one completion."""
         first_s, last_s = self.first_token_s, self.last_token_s
         return {
             "time_to_first_token_ms": _ms(self.ttft_s),
@@ -197,7 +198,7 @@ def usage_of(
     cached_tokens: int,
     counters: Sequence[ReasoningCounter | None] = (),
 ) -> JsonObject:
-    """OpenAI's `usage`; how much was reasoning is told where it was counted."""
+    """Return OpenAI's `usage`; it includes reasoning tokens if they were counted."""
     counted = [counter.count for counter in counters if counter is not None]
     return {
         "prompt_tokens": prompt_tokens,

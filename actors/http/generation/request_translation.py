@@ -1,7 +1,7 @@
-"""Bodies of other APIs become a `ChatRequest`; what is wrong with it is said in their own words.
+"""Translates bodies of other APIs to a `ChatRequest`, and errors back to the fields of those APIs.
 
-`/v1/responses` and `/v1/messages` are two ways to write a conversation. Their modules translate the fields;
-from there on a request takes chat's way, and an error that names a field of chat is renamed on its way back.
+`/v1/responses` and `/v1/messages` are two other formats for a conversation. Their modules translate the
+fields. From there on the request is handled as in chat, and the field names in errors are translated back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..wire.errors import from_validation
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
-    """Of fields that are set; None stands for absence. Raises RequestError in chat's words."""
+    """Return a chat request of the fields that are not None. Raises RequestError with chat's field names."""
     try:
         return ChatRequest.model_validate(
             {name: value for name, value in fields.items() if value is not None}
@@ -29,10 +29,10 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:  # Any: JSON.
 
 @contextmanager
 def said_of(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name a field of chat name what it was made of.
+    """Rename chat's fields in errors to those of the original body.
 
     Args:
-        names: dotted path in the chat -> in the body; what lies below a path goes with it.
+        names: dotted path in the chat -> in the body; paths below it are renamed, too.
     """
     try:
         yield
@@ -41,13 +41,13 @@ def said_of(names: Mapping[str, str]) -> Iterator[None]:
         if renamed is None:
             raise
         param = error.param or ""
-        # A name of one word may be an ordinary word as well, behind the first place.
+        # A name of one word may also occur as an ordinary word later in the message.
         message = error.message.replace(param, renamed, -1 if "_" in param or "." in param else 1)
         raise type(error)(message, param=renamed) from None
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str | None:
-    """The longest known beginning of a path, replaced; None if there is none."""
+    """Return a path with its longest known prefix replaced; None if no prefix is known."""
     head, tail = param, ""
     while head:
         if head in names:

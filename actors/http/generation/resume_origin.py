@@ -1,14 +1,14 @@
-"""What a gateway says of a request beside the client's own words, and what a replica tells it in the stream.
+"""Headers from a gateway and comments from a replica with which another replica can resume a stream.
 
-A gateway (`actors/gateway/`) fixes what must not depend on where the answer is made: its id, time and seed.
-If the replica dies, another gets these, and what has been generated, and goes on: the client sees one stream.
-So a replica *tells* each block's tokens in a comment behind its events:
+A gateway (`actors/gateway/`) fixes what must not depend on the replica: the answer's id, time and seed. If
+the replica dies, another one gets these and the tokens generated so far, and continues; the client sees one
+stream. The replica therefore reports the tokens of each block in a comment after its events:
 
-    data: {...}\\n\\n : tokens 12 5,6,7\\n\\n      12 characters of text are out, with these further tokens
-    data: {...}\\n\\n : tokens 14 8 end\\n\\n      ... and nothing follows but [DONE]
+    data: {...}\\n\\n : tokens 12 5,6,7\\n\\n      12 characters sent so far, with these new tokens
+    data: {...}\\n\\n : tokens 14 8 end\\n\\n      ... and only [DONE] follows
 
-Only a replica's own door reads what is here (`actors/gateway/replica_endpoint.py`), and only from who knows
-its token: to anybody else these headers mean nothing.
+These headers are read only at a replica's own endpoint (`actors/gateway/replica_endpoint.py`), for clients
+with its token. All other clients' headers are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import orjson
 from ...engine.output_processor import NOTHING, Begun
 
 TOKEN_HEADER = "x-manta-token"
-CALLER_HEADER = "x-manta-caller"  # `keys.told_caller`: replicas behind a gateway know no keys
+CALLER_HEADER = "x-manta-caller"  # `api_keys.told_caller`: replicas of a gateway have no keys
 ORIGIN_HEADER = "x-manta-origin"
 TOLD_HEADER = "x-manta-told"
 PRIVATE_PREFIX = "x-manta-"
@@ -37,9 +37,9 @@ class ResumeOrigin:
     Attributes:
         id: of the response, without the endpoint's prefix.
         created_s: Unix time of the request.
-        seed: for a request that brings none.
-        attempt: how many were made before; so an engine never meets an id again.
-        begun: what those generated.
+        seed: for a request that has none.
+        attempt: number of earlier attempts, so that an engine never sees an id twice.
+        begun: output of the earlier attempts.
     """
 
     id: str
@@ -49,17 +49,17 @@ class ResumeOrigin:
     begun: Begun = field(default=NOTHING, repr=False)
 
     def header(self) -> str:
-        """All but the tokens, which stand before the body (`prefix`): no header holds a long answer."""
+        """Return all fields but the tokens, which precede the body (`prefix`) since they may be many."""
         numbers = [self.created_s, self.seed, self.attempt, self.begun.num_chars, len(self.begun.token_ids)]
         return orjson.dumps([self.id, *numbers]).decode()
 
     def prefix(self) -> bytes:
-        """The tokens, little-endian int32."""
+        """Return the tokens as little-endian int32."""
         return array("i", self.begun.token_ids).tobytes()
 
     @staticmethod
     def prefix_bytes(header: str) -> int:
-        """How long the prefix is that comes with a header."""
+        """Return the length in bytes of the prefix that belongs to a header."""
         return 4 * orjson.loads(header)[-1]
 
     @classmethod
@@ -70,6 +70,6 @@ class ResumeOrigin:
 
 
 def told(num_chars: int, token_ids: Sequence[int], *, end: bool) -> bytes:
-    """The comment behind a block's events."""
+    """Return the comment after a block's events."""
     ids = ",".join(map(str, token_ids))
     return TOLD + f"{num_chars} {ids}".encode() + (END if end else b"") + b"\n\n"

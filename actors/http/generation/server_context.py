@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the settings, the names. Made once per app."""
+"""The engine, the settings and the model's names, for all routes. Created once per application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServerContext:
     """The engine as the routes see it.
 
     Attributes:
-        chat: how the model converses.
+        chat: the model's formats of tool calls and reasoning.
         names: under which the model is served, the reported one first.
         fingerprint: equal for equal models and engine settings.
         created_s: Unix time of the start.
@@ -85,7 +85,7 @@ class ServerContext:
         )
 
     def ignored_fields(self, request: GenerationRequest) -> list[str]:
-        """Refuse what must not be ignored; returns what is (dotted names)."""
+        """Return dotted names of ignored fields. Raises RequestError for those that must not be ignored."""
         extra, known = request.model_extra or {}, type(request).model_fields
         ignored = check_extra_fields(extra, known, self.settings.unknown_params)
         if "speculative" in request.model_fields_set and request.speculative.enabled and not self.speculates:
@@ -93,7 +93,7 @@ class ServerContext:
         return ignored
 
     def priority(self, request: GenerationRequest, http: Request) -> int:
-        """The body's priority, else the header's; without the policy it must not be asked for."""
+        """Return the body's priority, else the header's. Raises RequestError if the policy has none."""
         if self.engine.config.scheduling_policy == "priority":
             if "priority" in request.model_fields_set:
                 return request.priority

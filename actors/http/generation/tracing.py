@@ -1,12 +1,12 @@
-"""Spans of OpenTelemetry: one for each request, and for each row of `/v1/batches`.
+"""OpenTelemetry spans: one for each request, and for each row of `/v1/batches`.
 
-What an engine served has children: queue, prefill, decode.
+Requests that an engine served have child spans: queue, prefill, decode.
 
-They are made when a request has ended, of figures that are kept anyway: nothing is traced while it runs.
-Names are those of the semantic conventions for generative AI (`gen_ai.*`); what these have no word for is
-`speculation.*`. No text goes into a span. The client's `traceparent` is the parent. Without an endpoint
-nothing of OpenTelemetry is imported here (the extra `otel` brings it). Told by `request_run.py`;
-`actors/http/app.py` opens and closes it.
+Spans are created when a request has ended, from figures that are recorded anyway: nothing is traced while it
+runs. Names follow the semantic conventions for generative AI (`gen_ai.*`); what these lack is
+`speculation.*`. Spans contain no text. The client's `traceparent` is the parent. Without an endpoint,
+OpenTelemetry is not imported (the extra `otel` installs it). `request_run.py` reports requests;
+`actors/http/app.py` opens and closes the exporter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Attributes = Mapping[str, str | int | float | list[str]]
 
 
 def check_tracing(settings: ServerSettings) -> None:
-    """Raise ConfigError where traces are asked for and the extra is missing."""
+    """Raise ConfigError if traces are configured and the extra is not installed."""
     if settings.otlp_traces_endpoint is not None and not _can_export():
         raise ConfigError(
             "otlp_traces_endpoint: OpenTelemetry's exporter is not installed. Install it "
@@ -53,10 +53,10 @@ def check_tracing(settings: ServerSettings) -> None:
 
 
 def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
-    """The spans' way to a collector; None where none is named.
+    """Return the exporter of spans; None if no collector is configured.
 
     Raises:
-        ConfigError: the extra is missing.
+        ConfigError: the extra is not installed.
     """
     check_tracing(settings)
     if settings.otlp_traces_endpoint is not None:
@@ -64,7 +64,7 @@ def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
     named = [name for name in _ENVIRONMENT if os.environ.get(name)]
     if not named:
         return None
-    if not _can_export():  # it may be meant for others: no reason not to serve
+    if not _can_export():  # the variable may be meant for other programs, so this is no reason not to start
         logger.warning(
             "%s is set, but OpenTelemetry's exporter is missing: pip install 'manta[otel]'", named[0]
         )
@@ -75,7 +75,7 @@ def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
 def _can_export() -> bool:
     try:
         return importlib.util.find_spec(_EXPORTER) is not None
-    except ModuleNotFoundError:  # not even its parents
+    except ModuleNotFoundError:  # its parent packages are missing, too
         return False
 
 
@@ -84,11 +84,11 @@ def _with_path(endpoint: str) -> str:
 
 
 class Tracing:
-    """Of one replica.
+    """Exports the spans of one replica.
 
     Args:
         endpoint: URL of the collector's traces; None leaves it to OpenTelemetry's own variables.
-        replica: names the instance of the service.
+        replica: the service's instance id.
     """
 
     def __init__(self, endpoint: str | None, replica: str) -> None:
@@ -104,7 +104,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("manta")
 
     def end(self, work: GenerationTask, figures: RequestFigures, status: int, drafter: str | None) -> None:
-        """A request has ended in this status."""
+        """Export the span of a request that has ended with this status."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock = _WallClock()
@@ -128,7 +128,7 @@ class Tracing:
         span.end(clock.ns(figures.started_s + figures.e2e_s))
 
     def end_row(self, model: str, drafter: str | None, row: FinishedRow) -> None:
-        """A row of a batch has its answer, or an error."""
+        """Export the span of a batch row that has its answer, or an error."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         begin_ns, answer = int(row.begin_s * 1e9), row.answer
@@ -157,7 +157,7 @@ class Tracing:
         span.end(int(row.end_s * 1e9))
 
     def refuse(self, refusal: Rejection) -> None:
-        """A request has failed before an engine had it. Its span has no word of the client's but the id."""
+        """Export the span of a request that failed before reaching an engine; no client text but the id."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock, now_s = _WallClock(), time.monotonic()
@@ -184,8 +184,10 @@ class Tracing:
         span.end(clock.ns(now_s))
 
     def _phases(self, parent: Span, begin_ns: int, runs_ns: int, first_ns: int, last_ns: int) -> None:
-        """What the time was spent on, in Unix time: of several completions the first tokens of all, and the
-        last."""
+        """Add the child spans queue, prefill and decode, in Unix time.
+
+        With several completions, `first_ns` is the earliest first token and `last_ns` the latest last token.
+        """
         from opentelemetry.trace import set_span_in_context
 
         runs_ns = min(runs_ns, first_ns)
@@ -198,12 +200,12 @@ class Tracing:
             self._tracer.start_span(name, context=context, start_time=from_ns).end(to_ns)
 
     def close(self) -> None:
-        """Send what is left; waits for the collector as long as the exporter's time-out is."""
+        """Send the remaining spans; waits for the collector for at most the exporter's time-out."""
         self._provider.shutdown()
 
 
 class _WallClock:
-    """Unix time of what was measured on the monotonic clock."""
+    """Converts monotonic times to Unix times."""
 
     def __init__(self) -> None:
         self._ahead_ns = time.time_ns() - time.monotonic_ns()
@@ -262,7 +264,6 @@ def _of_response(work: GenerationTask, figures: RequestFigures, status: int) -> 
 
 
 def _of_answer(answer: RequestOutput) -> Attributes:
-    """Of a row's whole answer."""
     return {
         "gen_ai.usage.input_tokens": len(answer.prompt_token_ids),
         "gen_ai.usage.output_tokens": sum(len(each.token_ids) for each in answer.outputs),
@@ -272,7 +273,7 @@ def _of_answer(answer: RequestOutput) -> Attributes:
 
 
 def _of_speculation(costs: Sequence[RequestMetrics], drafter: str | None) -> Attributes:
-    """Nothing without a drafter; counts of steps that verified drafts."""
+    """Return the attributes of speculation, over the steps that verified drafts; none without a drafter."""
     if drafter is None:
         return {}
     num_steps = sum(cost.num_steps for cost in costs)

@@ -1,1 +1,1 @@
-"""What every request passes through: ids, keys, limits. Start with `request_gate.py`."""
+"""Layers around the routes: request ids, keys, limits, CORS. Start with `request_gate.py`."""

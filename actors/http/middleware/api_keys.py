@@ -1,8 +1,9 @@
-"""Who may ask: where a server's keys come from, whether a request brings one, and what that key owns.
+"""API keys: where a server's keys come from, whether a request has a valid one, and what that key may access.
 
-Keys stand in flags or code, in files, or in the environment; never in a Serve config, for Serve keeps it and
-shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. They are read once,
-where the application is built, and go to the replicas with their settings (docs/decisions/keys.md).
+Keys come from flags or code, files, or the environment, but never from a Serve config, because Serve stores
+and shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. Keys are read
+once, when the application is built, and are passed to the replicas with their settings
+(docs/decisions/keys.md).
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from ....cluster.metrics.bounded_labels import ANY
 from ....cluster.request.caller import Caller, domain_of, owner_of
 from ..config.settings import OPEN_PATHS, ServerSettings
 
-if TYPE_CHECKING:  # commands that know keys run without a web server
+if TYPE_CHECKING:  # commands that handle keys run without a web server
     from starlette.types import Scope
 
-# Setting -> the variable that stands in for it.
+# Setting -> the environment variable that replaces it.
 ENVIRONMENT = {
     "api_key": "MANTA_API_KEY",
     "admin_api_key": "MANTA_ADMIN_API_KEY",
     "metrics_api_key": "MANTA_METRICS_API_KEY",
 }
-# Asks for a key where there is one of any kind: labels name tenants and models.
+# Needs a key if the server has any: labels contain the names of tenants and models.
 METRICS_PATH = "/metrics"
-# What is the operators' own; all else needs a key of either kind.
+# Routes for operators; with an admin key set, only that opens them.
 ADMIN_PATHS = frozenset({"/load"})
-# Show a key its own, and an admin key all: closed without a key wherever there is one of either kind.
+# These show a key its own data, and an admin key all. They need a key if either kind is set.
 OWN_PATHS = frozenset({"/explain", "/receipts"})
 TENANT_HEADER = "x-tenant"
 
 
 def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if keys stand in a file of settings (Any: YAML), named by `where`."""
+    """Raise ConfigError if a settings file (Any: YAML), named by `where`, contains keys."""
     for name, variable in ENVIRONMENT.items():
         if name in args:
             raise ConfigError(
@@ -51,7 +52,7 @@ def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
 
 
 def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.environ) -> ServerSettings:
-    """The settings with all keys in them: those given and those of the file, else the environment's.
+    """Return the settings with all keys: those given and those of the key file, else the environment's.
 
     Raises:
         ConfigError: a file cannot be read, or holds no key.
@@ -68,8 +69,8 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
 def behind_gateway(settings: ServerSettings) -> ServerSettings:
     """Return the settings of a gateway's replicas, without what the gateway does for them.
 
-    It checks keys and origins, sends each request with its caller, counts a key's requests and waits for slow
-    clients.
+    The gateway checks keys and origins, sends each request with its caller, counts a key's requests and waits
+    for slow clients.
     """
     return replace(
         settings,
@@ -94,7 +95,7 @@ def _keys_in(file: str, param: str) -> list[str]:
 
 
 class Keys:
-    """What a server's requests must bring, as digests: comparing them tells nothing of a key."""
+    """The keys of a server, as digests: the time of a comparison reveals nothing about a key."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._admin = [_digest(key) for key in settings.keys("admin_api_key")]
@@ -108,20 +109,20 @@ class Keys:
         self._isolation, self._tenants = settings.isolation, settings.tenants
 
     def _caller(self, key: str, tenant: str | None) -> Caller:
-        """Return what a key may do. The only key of a server is its operator's, and sees all."""
+        """Return the permissions of a key. The only key of a server belongs to its operator, and sees all."""
         sees_all = _digest(key) in self._admin or (not self._admin and self._is_alone)
         own = None if tenant == ANY else tenant
         return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
 
     def given(self, headers: Mapping[str, str]) -> bytes:
-        """Return the digest of the key that a request brings, for `caller` and `refusal`.
+        """Return the digest of the key in a request's headers, for `caller` and `refusal`.
 
-        Headers' names are taken in lower case. Where no key is configured none is looked at.
+        Header names must be lower case. Without configured keys, none is read.
         """
         return _digest(_key_in(headers)) if self._callers or self._metrics else b""
 
     def refusal(self, path: str, given: bytes) -> tuple[int, str] | None:
-        """Return status and message where a request may not pass."""
+        """Return (status, message) for a request that is refused; None if it may pass."""
         if path == METRICS_PATH:
             return self._metrics_refusal(given)
         if path in OPEN_PATHS:
@@ -137,7 +138,7 @@ class Keys:
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
     def _metrics_refusal(self, given: bytes) -> tuple[int, str] | None:
-        """The operators' own, with keys of its own; without those, and an admin key, any key will do."""
+        """Return the refusal for /metrics, which takes metrics and admin keys, or without those any key."""
         wanted = [*self._metrics, *self._admin] or self._any
         if not wanted or _among(given, wanted):
             return None
@@ -151,7 +152,7 @@ class Keys:
         return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
 
     def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:
-        """Return the domain of a caller's prompts. Without keys the header is believed, as a proxy's."""
+        """Return the prefix-cache domain of a caller. Without keys X-Tenant is trusted, as a proxy's."""
         if self._isolation == "tenant":
             believed = caller.names_tenants or not self._callers
             named = headers.get(TENANT_HEADER) if believed else None
@@ -163,7 +164,7 @@ class Keys:
 
 
 def metrics_key(settings: ServerSettings) -> str | None:
-    """A key that opens /metrics, the least that does; None where it is open."""
+    """Return the least privileged key that opens /metrics; None if it is open."""
     names = ("metrics_api_key", "admin_api_key", "api_key")
     return next((key for name in names for key in settings.keys(name)), None)
 
@@ -179,18 +180,18 @@ def told_caller(caller: Caller) -> str:
 
 
 def read_caller(header: str | None) -> Caller:
-    """Decode the same. Without a header return a caller that owns nothing."""
+    """Decode the header of `told_caller`. Without a header return a caller that owns nothing."""
     return Caller() if header is None else Caller(**json.loads(header))
 
 
 def _key_in(headers: Mapping[str, str]) -> str:
-    """As OpenAI's clients bring it, or as Anthropic's do."""
+    """Return the key in the headers, as OpenAI's or Anthropic's clients send it; "" without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _among(given: bytes, keys: list[bytes]) -> bool:
-    return sum(hmac.compare_digest(given, key) for key in keys) > 0  # all are compared
+    return sum(hmac.compare_digest(given, key) for key in keys) > 0  # compares all keys, in constant time
 
 
 def _digest(key: str) -> bytes:

@@ -1,6 +1,6 @@
-"""What a request's body may take: so many bytes, so much time, and its share of what is kept of all of them.
+"""Limits of request bodies: size, arrival time, and the memory of all unfinished bodies together.
 
-Asked by `request_gate.py`, knows no route.
+Used by `request_gate.py`; independent of routes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from starlette.types import Message, Receive
 
 from ..config.settings import ServerSettings
 
-# A body may come slowly, but must come: a connection that is silent for so long is closed, and one whose body
-# takes longer than that and than its size at the least rate allows.
+# A connection is closed if its body is silent for this long, or takes longer than this plus its size at the
+# minimum rate.
 GRACE_S = 20.0
 LEAST_BYTES_PER_S = 32 * 1024
-# Unfinished bodies of a process take so many times the largest one together.
+# Limit for all unfinished bodies of a process together, in bodies of the maximum size.
 BUDGET_BODIES = 8
-# Of each body so many bytes are not counted: short bodies come whatever long ones do.
+# Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
 UNCOUNTED_BYTES = 64 * 1024
 
 
@@ -31,9 +31,9 @@ class _Unfinished:
     """A body that is being received.
 
     Attributes:
-        num_bytes: of it that have come.
-        dropped: the budget had no place for it.
-        waiting: bounds the wait for its next bytes.
+        num_bytes: bytes received so far.
+        dropped: the budget had no room for it.
+        waiting: time-out of the wait for its next bytes.
     """
 
     began_s: float
@@ -47,23 +47,23 @@ class _Unfinished:
 
 
 class BodyBudget:
-    """The memory of one process for bodies that have not come to their end. On the event loop.
+    """The memory of one process for unfinished bodies. Used on the event loop.
 
-    Where it is exceeded, the body that has held most for longest (bytes times seconds) is dropped. So slow
-    and long bodies give way to quick and short ones.
+    When the budget is exceeded, the body with the largest product of bytes and age is dropped, so that slow,
+    long bodies make room for quick, short ones.
 
     Args:
-        max_bytes: of all unfinished bodies together, beyond UNCOUNTED_BYTES of each.
+        max_bytes: for all unfinished bodies together, not counting the first UNCOUNTED_BYTES of each.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # counted
+        self.num_bytes = 0  # counted bytes
         self._open: set[_Unfinished] = set()
 
     @contextmanager
     def body(self) -> Iterator[_Unfinished]:
-        """One body; its share is given back at the end, or by `release`."""
+        """Track one body; its memory is returned at the end, or by `release`."""
         body = _Unfinished(time.monotonic())
         self._open.add(body)
         try:
@@ -72,13 +72,13 @@ class BodyBudget:
             self.release(body)
 
     def release(self, body: _Unfinished) -> None:
-        """The body is whole, dropped or given up. Idempotent."""
+        """Return a body's memory: it is complete, dropped or given up. Idempotent."""
         if body in self._open:
             self._open.discard(body)
             self.num_bytes -= body.counted
 
     def receive(self, body: _Unfinished, num_bytes: int) -> None:
-        """More of a body has come. Drops bodies, this one perhaps, until the budget holds."""
+        """Count received bytes of a body, then drop bodies (perhaps this one) until the budget holds."""
         if body not in self._open:
             return
         before = body.counted
@@ -98,14 +98,14 @@ class BodyBudget:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """How large a body may be, and what is said of a larger one."""
+    """The size limit of a body, and the message for a larger one."""
 
     max_bytes: int
     said: str
 
     @classmethod
     def of(cls, settings: ServerSettings, name: str, beside: int = 0) -> BodyLimit:
-        """The limit that a setting states; `beside` it a form needs some bytes."""
+        """Return the limit of a setting, plus `beside` bytes for the rest of a form."""
         size = getattr(settings, name)
         return cls(size + beside, f"The body is larger than {size} bytes, this server's {name}.")
 
@@ -113,12 +113,14 @@ class BodyLimit:
     def applied(
         self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget | None = None
     ) -> Iterator[Receive]:
-        """A `receive` that raises HTTPException: 413 once the body is too large, 408 once it is too late, 503
-        once all unfinished bodies together are too large.
+        """Wrap `receive` so that it raises HTTPException when a limit is exceeded.
+
+        The status is 413 for a body that is too large, 408 for one that is too slow, and 503 if all
+        unfinished bodies together are too large.
 
         Args:
-            arrived: called when the last of the body has come; may raise it, too.
-            budget: None where the body is not kept in memory.
+            arrived: called when the whole body has arrived; may raise HTTPException, too.
+            budget: None if the body is not kept in memory.
         """
         budget = budget or BodyBudget(self.max_bytes)
         with budget.body() as body:
@@ -131,7 +133,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal done
-            if done:  # what follows is the client's leaving, whenever that is
+            if done:  # the next message is the disconnect
                 return await receive()
             allowed_s = GRACE_S + body.num_bytes / LEAST_BYTES_PER_S - (time.monotonic() - body.began_s)
             try:
@@ -157,7 +159,7 @@ class BodyLimit:
         return limited
 
 
-# What is left of the body is not read.
+# The rest of the body is not read.
 _CLOSE = {"Connection": "close"}
 
 

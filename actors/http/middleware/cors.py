@@ -1,4 +1,4 @@
-"""Which web pages may ask: those of the origins that `allowed_origins` names, and by default none."""
+"""CORS: web pages of the origins in `allowed_origins` may call; by default none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ SHOWN_HEADERS = ("X-Request-Id", "X-Ignored-Params", "Retry-After", "x-should-re
 
 
 def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Put CORS around the application where an origin is allowed; around `RequestGate`: preflights bring no
-    key."""
+    """Add CORS if an origin is allowed. It goes around `RequestGate`, because preflights have no key."""
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,5 +1,4 @@
-"""How many HTTP requests are under way, the operators' own aside. Counted by `request_gate.py`; on the event
-loop."""
+"""Counts the HTTP requests in flight, except those to open paths. Updated by `request_gate.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ from contextlib import contextmanager
 
 
 class Traffic:
-    """One application's requests.
+    """The requests in flight of one application.
 
     Attributes:
-        open: requests that have begun and not ended, their responses' last bytes included.
-        draining: whether those are to be the last; `/health` says it.
+        open: requests that have begun and whose response is not completely sent.
+        draining: the server takes no new requests; /health reports it.
     """
 
     def __init__(self) -> None:
@@ -24,7 +23,7 @@ class Traffic:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """One request, from its first byte to its last."""
+        """Count one request, from its first byte to its last."""
         self.open += 1
         self._none_open.clear()
         try:
@@ -35,7 +34,7 @@ class Traffic:
                 self._none_open.set()
 
     async def ended(self, timeout_s: float) -> bool:
-        """Wait until there is no request under way; False if there still is one then."""
+        """Wait until no request is in flight; False if some still are after `timeout_s` seconds."""
         try:
             await asyncio.wait_for(self._none_open.wait(), timeout_s)
         except TimeoutError:

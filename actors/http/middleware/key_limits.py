@@ -1,7 +1,8 @@
-"""How many completions of one API key may be under way: running and waiting ones together.
+"""Limits the completions in flight of one API key, running and waiting ones together.
 
-Where a request is run without a gateway its run counts it (`actors/http/generation/request_run.py`), else the
-gateway does (`gateway/generation_proxy.py`): whoever knows the keys. Of a key only its digest is kept.
+The process that checks the keys counts: without a gateway the request's run
+(`actors/http/generation/request_run.py`), else the gateway (`gateway/generation_proxy.py`). Only digests of
+keys are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NAME = "max_requests_per_key"
 
 
 class KeyShares:
-    """The completions under way, by key."""
+    """Counts the completions in flight by key."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._most = settings.max_requests_per_key
@@ -25,16 +26,17 @@ class KeyShares:
 
     @contextmanager
     def take(self, key: str | None, count: int, num_replicas: int = 1) -> Iterator[None]:
-        """Count completions as under way.
+        """Count completions as in flight.
 
         Args:
-            key: `Caller.owner` of the request; None where the server asks for none, and counts none.
+            key: `Caller.owner` of the request; None if the server has no keys, in which case nothing is
+                counted.
             count: completions of the request.
-            num_replicas: that serve the model: the setting is of each.
+            num_replicas: replicas of the model; the limit applies to each.
 
         Raises:
-            RateLimitError: too many are under way with them.
-            RequestError: the request alone has more than may be.
+            RateLimitError: with these, too many would be in flight.
+            RequestError: the request alone exceeds the limit.
         """
         if key is None or self._most is None:
             yield

@@ -1,6 +1,6 @@
-"""The outermost layer: request ids, keys, how much and how many, and an answer for whatever nobody caught.
+"""The outermost layer: request ids, keys, limits, and a response for unhandled exceptions.
 
-Plain ASGI, so that streams pass through untouched. It knows one endpoint: the one that takes files.
+Plain ASGI, so that streams pass through unchanged. The only route it knows is the one for file uploads.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from .stalled_clients import StallGuard
 logger = logging.getLogger(__name__)
 
 UPLOADS = "/v1/files"
-FORM_BYTES = 64 * 1024  # of an upload, beside its file
+FORM_BYTES = 64 * 1024  # of an upload, besides its file
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
+MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of HAProxy's limit
 
 
 class Observer(Protocol):
-    """Counts what passed."""
+    """Counts the requests that passed."""
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None: ...
 
 
 class RequestGate:
-    """Wraps the application; see the module.
+    """Wraps the application with the checks described above.
 
     Args:
         app: the application.
         settings: of the endpoint.
-        telemetry: told of every request.
-        traffic: counts the requests under way.
-        replica: names this process in log lines.
-        echo_request_id: send X-Request-Id back; off where Serve does, which knows the header's alone.
-        max_requests: with a body that may be under way at once, whole ones: what holds back its body takes
-            nobody's place. None sets no limit here.
-        on_refusal: told of each request that has failed before an engine had it, probes aside.
+        telemetry: counts every request.
+        traffic: counts the requests in flight.
+        replica: name of this process in log lines.
+        echo_request_id: return X-Request-Id; off where Serve does that, which knows only the header's id.
+        max_requests: limit for requests in flight whose body has arrived completely, so that slow bodies do
+            not count. None sets no limit here.
+        on_refusal: called for each request that failed before reaching an engine, except probes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RequestGate:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
         headers = Headers(scope=scope)
         given = self._keys.given(headers)
-        if "caller" not in scope["state"]:  # a gateway has said it
+        if "caller" not in scope["state"]:  # otherwise the gateway's, from its header
             scope["state"]["caller"] = self._keys.caller(given, headers)
         refusal = self._refusal(scope, headers, given, limit)
         budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
@@ -107,10 +107,10 @@ class RequestGate:
             await (refusal or self._app)(scope, limited, send)
 
     def _take_place(self, place: ExitStack, scope: Scope) -> None:
-        """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
+        """Count a request whose body has arrived, until it ends. Raises HTTPException (503) if too many."""
         scope["state"]["has_body"] = True
         if self._num_whole == self._max_requests:
-            # FastAPI, which reads bodies, lets no other exception through.
+            # FastAPI reads the body, and lets only HTTPException through.
             full = TooManyRequestsError(f"{self._num_whole} requests are here, and no more may be. Retry.")
             raise HTTPException(full.status, full.message) from full
         self._num_whole += 1
@@ -121,7 +121,7 @@ class RequestGate:
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
-        method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may make one up
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may invent methods
         self._telemetry.observe_http(handler, method, status, seconds)
         if (refusal := refusal_of(scope, status, seconds)) is not None:
             log_refusal(refusal, self._replica)
@@ -162,13 +162,13 @@ class _Exchange:
             await self._gate.serve(self._scope, self._receive, self._forward)
         except ENDINGS:
             raise
-        except BaseException:  # the process's edge: log once, answer properly
+        except BaseException:  # top level of the process: log once, answer properly
             if self._guard.has_cut:
                 logger.warning(
                     "request %s is cut off: its client took nothing for %g s (reader_timeout)",
                     *(self._state["request_id"], self._gate.reader_timeout_s),
                 )
-                return  # the server closes the connection, for the answer is not whole
+                return  # the server closes the connection, because the response is incomplete
             logger.exception("request %s failed", self._state["request_id"])
             if self._status is None:
                 await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
@@ -180,7 +180,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
-            del headers[ID_HEADER]  # a replica's, at a gateway
+            del headers[ID_HEADER]  # at a gateway, the replica's
             if self._gate.echo_request_id:
                 headers[ID_HEADER] = self._state["request_id"]
             if self._status in UNFINISHED and self._sends_body and "has_body" not in self._state:

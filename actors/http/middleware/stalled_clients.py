@@ -1,7 +1,7 @@
-"""Ends the answer of a client that takes nothing of it. Asked by `request_gate.py`, knows no route.
+"""Ends the response of a client that stops reading. Used by `request_gate.py`; independent of routes.
 
-Servers wait for a client before they take more of its answer (back-pressure). Where that lasts too long the
-client is not slow but gone, or means no good: it holds a place among the requests, and memory.
+A server waits for its client to read before it sends more (back-pressure). A client that reads nothing for
+too long is gone or malicious: it occupies memory and counts as a request in flight.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ....cluster.errors import SlowReaderError
 
 
 class StallGuard:
-    """A `send` whose waiting is bounded. One timer for a request, none for a message.
+    """A `send` whose waiting time is bounded, with one timer per request (none per message).
 
     Args:
         send: the server's.
-        timeout_s: that it may wait; 0 is for ever.
+        timeout_s: seconds that it may wait; 0: unlimited.
 
     Attributes:
-        has_cut: whether the answer was ended.
+        has_cut: whether the response was ended early.
     """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
@@ -33,7 +33,7 @@ class StallGuard:
         self.has_cut = False
 
     async def send(self, message: Message) -> None:
-        """Send on. Raises SlowReaderError once the client has taken nothing for too long."""
+        """Send a message. Raises SlowReaderError once the client has read nothing for too long."""
         if self.has_cut:
             raise self._too_slow()
         loop = asyncio.get_running_loop()
@@ -51,7 +51,7 @@ class StallGuard:
             self._sender = None
 
     def close(self) -> None:
-        """The request has ended."""
+        """Stop the timer at the end of the request."""
         if self._timer is not None:
             self._timer.cancel()
 

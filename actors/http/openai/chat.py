@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The route and the response format of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that o
 
 
 class ChatShape:
-    """Chat completions. Deltas of calls as OpenAI sends them: first id and name, then the arguments."""
+    """The format of chat completions. Deltas of calls are OpenAI's: first id and name, then the arguments."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -84,7 +84,7 @@ def chat_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
-        """Answer a conversation; tools, reasoning and schemas as OpenAI has them."""
+        """Answer a conversation, with OpenAI's tools, reasoning and schemas."""
         work, reading = await prepare_chat(frontend, ChatShape.prefix, body, http)
         field = frontend.settings.reasoning_field_name
         shape = ChatShape(reading, REASONING_FIELDS if field is None else (field,))
@@ -103,7 +103,7 @@ async def prepare_chat(
     resumable: bool = True,
     ends_with_context: bool = False,
 ) -> tuple[GenerationTask, AnswerParserFactory]:
-    """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
+    """Return the task of a conversation and the parsers of its answers. Arguments as of `prepare`."""
     check_tools(frontend.chat, body)
     chat = conversation(body, body.messages, frontend.engine.tokenizer)
     prompt = await frontend.engine.encoder.prompt(

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The route and the response format of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def completion_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
-        """Continue a prompt, or several."""
+        """Continue one or several prompts."""
         truncate = body.truncation(frontend.engine.info.max_model_len)
         prompts = await frontend.engine.encoder.prompts(body.prompts(), truncate=truncate)
         work = prepare(frontend, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: what is served here, under which names."""
+"""GET /v1/models and /v1/models/{id}: the served models and their names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ def model_routes(frontend: ServerContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """What is served here."""
+        """List the served models."""
         return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
-        """One of them."""
+        """Return one model."""
         return json_response(_card(frontend, frontend.check_model(name)))
 
     return router
 
 
 def model_card(name: str, *, root: str, created_s: int, max_model_len: int | None) -> JsonObject:
-    """A model in OpenAI's shape, with vLLM's `max_model_len`; `root` is the first of its names."""
+    """Return a model in OpenAI's format, with vLLM's `max_model_len`; `root` is the first of its names."""
     return {
         "id": name,
         "object": "model",

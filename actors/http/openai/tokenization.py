@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids and back, exactly as requests see them."""
+"""POST /tokenize and /detokenize: text to token ids and back, as in generation requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokenization_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The token ids of a text or a conversation, as a request would have them."""
+        """Return the token ids of a text or a conversation, as a generation request would have them."""
         frontend.check_model(body.model)
         prompt = body.prompt
         if prompt is None:
@@ -37,7 +37,7 @@ def tokenization_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         frontend.check_model(body.model)
         vocabulary = frontend.engine.info.vocab_size
         if await frontend.engine.encoder.in_thread(highest, body.tokens) >= vocabulary:

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers as OpenAI and vLLM define them. Start with `protocol.py`."""
+"""Request and response bodies in the formats of OpenAI and vLLM. Start with `protocol.py`."""

@@ -1,6 +1,6 @@
-"""What a `ChatRequest` says of its answers: how they are read, and what tokens may make them.
+"""Derives from a `ChatRequest` how its answers are parsed and which tokens may be generated.
 
-For the endpoints that take conversations (`actors/http/openai/chat.py`) and for batch rows
+Used by the routes for conversations (`actors/http/openai/chat.py`) and for batch rows
 (`batch/row_answerer.py`).
 """
 
@@ -17,13 +17,13 @@ from .tools import ToolOptions
 
 
 def check_tools(chat: ChatModel, body: ToolOptions) -> None:
-    """Raise RequestError if this model cannot be offered the request's tools."""
+    """Raise RequestError if this model does not support the request's tools."""
     if body.offered:
         chat.check_tools(body.choice)
 
 
 def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserFactory:
-    """How the answers are read that follow a prompt."""
+    """Return the parsers of the answers to a prompt."""
     return chat.reading(
         prompt,
         body.schemas,
@@ -34,7 +34,7 @@ def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserF
 
 
 def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
-    """The sampling parameters with what the model's formats need, and with calls that are forced."""
+    """Return the sampling parameters with what the model's formats need, and with forced tool calls."""
     params = replace(params, kept_special_token_ids=chat.kept_token_ids)
     asked = params.structured_outputs
     if body.choice == "required":
@@ -43,7 +43,7 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
                 f"{asked.field} and a tool_choice that requires calls exclude each other; send one of them.",
                 param=asked.field,
             )
-        # A function that is named is called once, as OpenAI does.
+        # A named function is called once, as in OpenAI's API.
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
         forced = chat.forced(prompt, body.schemas, parallel=several)
         return replace(params, structured_outputs=forced)

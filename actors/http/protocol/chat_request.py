@@ -1,4 +1,4 @@
-"""Bodies that hold a conversation: of /v1/chat/completions, and what else takes messages."""
+"""Bodies with a conversation: /v1/chat/completions and other requests that take messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 # Any: validators see raw JSON.
 def _whether_logprobs(value: Any) -> Any:
-    """0 is no `false`: who sends a number means completions' field."""
+    """Refuse numbers: 0 does not mean false, but belongs to the `logprobs` of completions."""
     if value is None or isinstance(value, bool):
         return value
     raise RequestError(
@@ -35,14 +35,14 @@ def _whether_logprobs(value: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """`arguments` is JSON, as text (OpenAI) or as what it says. Any: `call_arguments.py` reads it."""
+    """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/call_arguments.py`)."""
 
     name: str
     arguments: Any = None
 
 
 class ToolCall(BaseModel):
-    """A call that the model has made, sent back."""
+    """A call that the model has made, sent back by the client."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -56,7 +56,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message; what else it carries (name, tool_call_id ...) goes to the template."""
+    """One message. Other fields (name, tool_call_id ...) are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def for_template(self, at: str) -> dict[str, Any]:
-        """Its content as one string, and its reasoning under each name that templates know."""
+        """Return the message for a template: content as one string, reasoning under each usual name."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
         if self.role == "tool":
             message["content"] = output_text(self.content, f"{at}.content")
@@ -83,15 +83,15 @@ class ChatMessage(BaseModel):
 
 
 class ChatTemplateOptions(ToolOptions):
-    """How messages become a prompt; the same wherever messages are taken.
+    """Options for making a prompt of messages; the same for all requests that take messages.
 
     Attributes:
         add_generation_prompt: the template begins the answer.
-        continue_final_message: the answer goes on with the last message.
+        continue_final_message: the answer continues the last message.
         chat_template: a Jinja template; needs trust_request_chat_template.
         chat_template_kwargs: variables for the template.
-        documents: for templates that know them.
-        reasoning_effort: for templates that know one.
+        documents: for templates that support them.
+        reasoning_effort: for templates that support it.
     """
 
     add_generation_prompt: bool = True
@@ -124,7 +124,7 @@ class ChatPrompt(ChatTemplateOptions):
 
     @classmethod
     def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
-        """Return it for the engine's door, read as a body is read. Raises RequestError."""
+        """Return the chat for the engine, validated like a request body. Raises RequestError."""
         try:
             given = cls.model_validate({"messages": _as_dicts(messages), **options})
         except ValidationError as error:
@@ -139,9 +139,9 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
 
     Attributes:
         messages: the conversation so far.
-        logprobs: tell the log probability of each token.
-        top_logprobs: and of so many likeliest ones in its place.
-        include_reasoning: tell the reasoning, too.
+        logprobs: return the log probability of each token.
+        top_logprobs: also return those of this many likeliest tokens in each position.
+        include_reasoning: return the reasoning, too.
     """
 
     messages: Messages
@@ -170,7 +170,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
 
     @property
     def continued(self) -> str | None:
-        """The text of the message that the answer is to continue, if it is."""
+        """Return the text of the message that the answer continues; None if it continues none."""
         if not self.continue_final_message:
             return None
         return self.messages[-1].for_template(f"messages.{len(self.messages) - 1}")["content"]
@@ -179,7 +179,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
 def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
-    """A conversation for the engine's door; refused where the template would not heed it."""
+    """Return the chat for the engine. Raises RequestError for options that the template would ignore."""
 
     def uses(variable: str) -> bool:
         return needed(tokenizer, "messages").template_uses(variable)
@@ -209,7 +209,7 @@ def conversation(
 
 
 def _as_dicts(messages: object) -> object:
-    """Return messages as JSON brings them; what is no list of mappings as it is, for the model to refuse."""
+    """Return messages as dictionaries with valid text; anything else unchanged, for pydantic to refuse."""
     if not isinstance(messages, Sequence):
         return messages
     return [map_texts(each, without_surrogates) if isinstance(each, Mapping) else each for each in messages]

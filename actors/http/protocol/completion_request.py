@@ -20,7 +20,7 @@ Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Any below: validators see raw JSON.
 def _prompt_list(value: Any) -> Any:
-    """One list of prompts, whichever of the four forms came: str, [str], [int], [[int]]."""
+    """Return a list of prompts from any of the four forms: str, [str], [int], [[int]]."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -47,7 +47,7 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
         prompt: a text, a list of token ids, or a list of either.
-        logprobs: tell the log probability of each token, and of so many likeliest ones in its place.
+        logprobs: return the log probability of each token, and of this many likeliest tokens in its position.
         echo: the answer begins with the prompt.
     """
 
@@ -62,7 +62,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The echo has them, too."""
+        """Return the number of likeliest tokens per prompt position. `logprobs` applies to an echo, too."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
@@ -75,12 +75,12 @@ class CompletionRequest(GenerationRequest):
         return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """A prompt alone is looked at by generating a token, which nobody gets to see."""
+        """Return the parameters; for an echo alone, generate one token, which is not returned."""
         if not self.echoes_only:
             return super().sampling_params(defaults, max_tokens)
         changes = {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0}
         return self.model_copy(update=changes).sampling_params(defaults, max_tokens)
 
     def prompts(self) -> list[Prompt]:
-        """As the engine's door takes them; that ids are integers has been seen."""
+        """Return the prompts for the engine; the token ids have been validated as integers."""
         return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]

@@ -1,8 +1,8 @@
-"""Log probabilities in OpenAI's two shapes: chat's list of tokens, completions' parallel lists.
+"""Log probabilities in OpenAI's two formats: chat's list of tokens, completions' parallel lists.
 
-A token's text is its own decoding, so a token that is part of a character is shown as U+FFFD, as vLLM does;
-its `bytes` are those that it stands for, and add up to the answer's text.
-Without a tokenizer tokens are called `token_id:7`.
+A token's text is decoded on its own, so a token that is part of a character is shown as U+FFFD, as in vLLM.
+Its `bytes` are its actual ones, which add up to the answer's text. Without a tokenizer, tokens are called
+`token_id:7`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ..wire.json_io import JsonObject
 
 
 def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
-    """Of the tokens in `completion`, each with its `num_top` likeliest alternatives."""
+    """Return the log probabilities of a completion's tokens, with `num_top` likeliest alternatives each."""
     told = _told(completion)
-    seen: dict[int, JsonObject] = {}  # the same few tokens are likely again and again
+    seen: dict[int, JsonObject] = {}  # cache: the same few tokens are often likely
 
     def token(token_id: int, logprob: float) -> JsonObject:
         if (shown := seen.get(token_id)) is None:
@@ -36,13 +36,15 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
 
 
 def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
-    """The same in lists; `offset` is the length of the text of the tokens before."""
+    """Return the same as parallel lists; `offset` is the number of characters of the preceding tokens."""
     return _lists(_told(completion), num_top, offset)
 
 
 def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
-    """Of a prompt whose text has so many characters. Of its first token there is the text alone; tokens that
-    the tokenizer has put before the text begin where it does."""
+    """Return the log probabilities of a prompt of `num_chars` characters, as parallel lists.
+
+    The first token has only its text. Tokens that the tokenizer adds before the text begin at offset 0.
+    """
     first = prompt.first_text
     length = len(first) + _length(prompt.told)
     lists = _lists(prompt.told, num_top, num_chars - length + len(first))
@@ -60,7 +62,7 @@ def _lists(told: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
         tokens.append(told.text_of(own_id))
         offsets.append(offset)
         values.append(own)
-        # The token's own stands there always; of tokens that look alike the likeliest.
+        # The token itself is always included. Of tokens with the same text the likeliest is kept.
         shown = zip((own_id, *top_ids[:num_top][::-1]), (own, *top_logprobs[:num_top][::-1]), strict=True)
         tops.append({told.text_of(token_id): value for token_id, value in shown})
         offset += len(tokens[-1])
@@ -68,7 +70,7 @@ def _lists(told: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
 
 
 def token_lengths(completion: CompletionOutput) -> int:
-    """The length of the text of all tokens in `completion`, each by itself."""
+    """Return the total length of the texts of all tokens in a completion, each decoded on its own."""
     return _length(_told(completion))
 
 

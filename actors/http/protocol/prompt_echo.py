@@ -1,8 +1,8 @@
-"""What a request wants to see of its prompt in the answer: `echo` and `prompt_logprobs`, in vLLM's shapes.
+"""The parts of a response that show the prompt: `echo` and `prompt_logprobs`, in vLLM's formats.
 
-The echo begins a completion's text, and its log probabilities those of the choice; `prompt_logprobs` stand in
-each choice of completions and beside those of a chat. Used by `actors/http/generation/generation.py` and by
-batch rows.
+The echo precedes a completion's text, and its log probabilities precede the choice's. `prompt_logprobs` is a
+field of each choice in completions, and of the response in chat. Used by
+`actors/http/generation/generation.py` and by batch rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .protocol import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """Of one prompt.
+    """The parts of a response that show one prompt.
 
     Attributes:
-        echo: its text; None where it is not to be shown.
-        num_top: of the likeliest tokens in each place of the echo; None: no log probabilities.
-        told: the prompt's log probabilities; None where they were not asked for.
-        num_told: of the likeliest tokens in each of `prompt_logprobs`; None: no such field.
-        at_root: the field stands beside the choices.
+        echo: the prompt's text; None if it is not shown.
+        num_top: number of likeliest tokens per position of the echo; None: no log probabilities.
+        told: the prompt's log probabilities; None if they were not requested.
+        num_told: number of likeliest tokens per position of `prompt_logprobs`; None: no such field.
+        at_root: `prompt_logprobs` is a field of the response, not of each choice.
     """
 
     echo: str | None
@@ -46,7 +46,7 @@ class PromptParts:
         told: PromptLogprobs | None,
         tokenizer: Tokenizer | None,
     ) -> PromptParts:
-        """A long prompt's log probabilities are written out beside the event loop."""
+        """Return the parts of a prompt. Its log probabilities are written out in a thread."""
         if told is not None:
             await asyncio.to_thread(lambda: told.told)
         return cls(
@@ -59,15 +59,15 @@ class PromptParts:
 
     @property
     def num_chars(self) -> int:
-        """Of the echo."""
+        """Return the length of the echo."""
         return len(self.echo or "")
 
     def opening(self, index: int) -> JsonObject:
-        """The chunk of a stream that holds the echo."""
+        """Return the stream chunk with the echo."""
         return {"index": index, "text": self.echo, "logprobs": self._echo_logprobs(), "finish_reason": None}
 
     def begin(self, choice: JsonObject) -> JsonObject:
-        """A whole choice with what belongs there."""
+        """Return a whole choice with the prompt's parts added."""
         if self.echo is not None:
             choice["text"] = self.echo + choice["text"]
             before, behind = self._echo_logprobs(), choice["logprobs"]
@@ -77,7 +77,7 @@ class PromptParts:
         return choice if self.at_root else choice | self._field()
 
     def beside(self) -> JsonObject:
-        """What stands beside the choices."""
+        """Return the prompt's fields at the root of the response."""
         return self._field() if self.at_root else {}
 
     def _field(self) -> JsonObject:
@@ -93,7 +93,7 @@ class PromptParts:
 
 
 def without_answer(output: RequestOutput) -> RequestOutput:
-    """What came of a prompt that was only to be looked at: the engine generates a token at least."""
+    """Return an output without its generated token: the engine generates at least one."""
     outputs = [
         replace(
             each,
@@ -117,7 +117,7 @@ def _text(request: GenerationRequest, prompt: EncodedPrompt, tokenizer: Tokenize
 
 
 def _entries(place: PlaceLogprobs | None, num_top: int) -> JsonObject | None:
-    """The token itself and the likeliest ones, by id."""
+    """Return the entries of a position by token id: its own token and the `num_top` likeliest ones."""
     if place is None:
         return None
     own = next(iter(place))

@@ -1,9 +1,9 @@
-"""Request bodies that generate, as pydantic models: what completions and chat have in common.
+"""Pydantic models of requests that generate: the fields that completions and chat have in common.
 
-Written by hand, with vLLM's extensions; fields that are not here are `unsupported_fields.py`'s business. A
-wrong value ends in `RequestValidationError` or `RequestError`, both answered by `actors/http/wire/errors.py`.
-Responses are plain dictionaries (`actors/http/generation/generation.py`): they are ours to get right, and
-building models per token costs time.
+Written by hand, with vLLM's extensions; `unsupported_fields.py` handles fields that are not here. A wrong
+value raises `RequestValidationError` or `RequestError`, both answered by `actors/http/wire/errors.py`.
+Responses are plain dictionaries (`actors/http/generation/generation.py`), because we need not validate them
+and building models per token takes time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_STOP_STRINGS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1 << 13
 
-# The first wrong element is enough: pydantic describes each of a million, and all streams wait for it.
+# fail_fast: pydantic would otherwise describe each of a million wrong elements, which blocks all streams.
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
 
@@ -47,7 +47,7 @@ def _speculation(value: Any) -> Any:
 
 
 def no_boolean(field: str) -> Callable[[Any], Any]:
-    """A check for numbers of log probabilities: 0 is one, and `false` is what others call none."""
+    """Return a validator for counts of log probabilities: `false` means none, `true` is refused."""
 
     def check(value: Any) -> Any:
         if value is True:
@@ -67,14 +67,14 @@ class StreamOptions(BaseModel):
 
 
 class Speculative(BaseModel):
-    """How this request is to be speculated on; the answer is the same whatever stands here.
+    """Options of speculation for one request. The answer does not depend on them.
 
     Attributes:
-        enabled: false decodes plainly.
-        max_tokens: most drafts of a step.
-        tpot_ms: wish for a time per output token (`cluster/request/request.py`).
+        enabled: false decodes without drafts.
+        max_tokens: most drafts per step.
+        tpot_ms: target time per output token (`cluster/request/request.py`).
         drafter: refused; an engine has one.
-        return_trace: tell where each token came from, in `metrics`.
+        return_trace: return where each token came from, in `metrics`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -97,28 +97,29 @@ class Speculative(BaseModel):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """As of `cluster/request/request.py`: `Request`."""
+        """Return the bound of `Request` in `cluster/request/request.py`."""
         return self.max_tokens if self.enabled else 0
 
 
 class GenerationRequest(BaseModel):
-    """What completions and chat have in common. None means: the server's default.
+    """The fields that completions and chat have in common. None means: the server's default.
 
     Attributes:
-        model: which, of /v1/models; the first if absent.
+        model: one of /v1/models; the first if absent.
         stream: answer in events, one for each verified block.
-        stream_options: `include_usage` tells the usage at the end, `continuous_usage_stats` with every event.
-        max_completion_tokens: the newer name of max_tokens; wins over it.
+        stream_options: `include_usage` returns the usage at the end, `continuous_usage_stats` with every
+            event.
+        max_completion_tokens: the newer name of max_tokens; takes precedence over it.
         include_stop_str_in_output: the stop string that ended the text is part of it.
         response_format: OpenAI's: text, json_object, or json_schema.
         structured_outputs: vLLM's: json, regex, choice, grammar or structural_tag.
-        truncate_prompt_tokens: keep so many tokens of the prompt's end; -1: as many as leave room.
-        return_token_ids: tell the ids of the prompt's and the answer's tokens.
-        include_metrics: tell in `metrics` how long it took and what speculation did.
-        priority: lower goes first; needs scheduling_policy=priority.
-        cache_salt: prompts share their beginnings with those of the same salt alone.
-        request_id: stands in logs and in X-Request-Id.
-        speculative: false decodes plainly; or bounds, wishes and a trace. The answer is the same.
+        truncate_prompt_tokens: keep this many tokens of the prompt's end; -1: as many as leave room.
+        return_token_ids: return the ids of the prompt's and the answer's tokens.
+        include_metrics: return in `metrics` how long it took and what speculation did.
+        priority: lower is scheduled first; needs scheduling_policy=priority.
+        cache_salt: prompts share cached beginnings only with those of the same salt.
+        request_id: used in logs and in X-Request-Id.
+        speculative: false decodes without drafts; or bounds, targets and a trace. The answer is the same.
         store: false: nothing of this request is captured, where a server does that (`--capture`).
     """
 
@@ -177,13 +178,13 @@ class GenerationRequest(BaseModel):
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """The field that limits the answer, and its value."""
+        """Return the name and value of the field that limits the answer."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
     def truncation(self, max_model_len: int) -> int | None:
-        """How many tokens are kept of a prompt's end; with -1 as many as leave room for the answer."""
+        """Return how many tokens of a prompt's end are kept. -1: as many as leave room; None: all."""
         _, limit = self.token_limit
         if self.truncate_prompt_tokens != -1 or limit is None:
             return self.truncate_prompt_tokens
@@ -191,26 +192,29 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are asked for in each place; None: no log probabilities."""
+        """Return the number of likeliest tokens per position; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Return the same for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer begins with the prompt."""
+        """Return whether the answer begins with the prompt."""
         return False
 
     @property
     def echoes_only(self) -> bool:
-        """Whether nothing is to follow it."""
+        """Return whether the answer is the prompt alone."""
         return False
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
-        """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
+        """Return sampling parameters: the request's, else generation_config.json's, else OpenAI's defaults.
+
+        `max_tokens` is the default limit of the endpoint.
+        """
         limit_name, limit = self.token_limit
         try:
             return SamplingParams(

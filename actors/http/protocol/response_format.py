@@ -1,7 +1,7 @@
-"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's): what an answer's text must be, in bodies.
+"""`response_format` (OpenAI's) and `structured_outputs` (vLLM's): constraints on an answer's text.
 
-Two ways to ask for the same; one of them in a request. What they hold is read and compiled at the engine's
-door (`actors/structured_outputs/grammar_frontend.py`), which names the field that came.
+A request may have one of them. `actors/structured_outputs/grammar_frontend.py` validates and compiles their
+contents, and names the field in its errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ....cluster.request.structured_outputs import WAYS, StructuredOutputsParams
 
 
 class JsonSchemaFormat(BaseModel):
-    """A schema and its name. With `strict` or without, the answer is held to the schema."""
+    """A schema and its name. The answer follows the schema with or without `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -24,7 +24,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's. Structural tags bring `structures` and `triggers` beside `type`."""
+    """OpenAI's field. Structural tags have `structures` and `triggers` in addition to `type`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -53,7 +53,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's; see `StructuredOutputsParams`."""
+    """vLLM's field; see `StructuredOutputsParams`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -66,7 +66,7 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool = False
 
     def asked(self) -> StructuredOutputsParams | None:
-        """None where nothing is set."""
+        """Return the constraint; None if no field is set."""
         fields = self.model_dump(by_alias=True)
         if not fields["json_object"]:
             del fields["json_object"]
@@ -77,7 +77,7 @@ class StructuredOutputs(BaseModel):
 def asked_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutputsParams | None:
-    """What either of them asks for. Raises RequestError if both do."""
+    """Return the constraint of either field. Raises RequestError if both have one."""
     asked = [each.asked() for each in (response_format, structured_outputs) if each is not None]
     wanted = [each for each in asked if each is not None]
     if len(wanted) == 2:

@@ -1,15 +1,15 @@
-"""What a response says of speculation: `metrics.speculative_decoding`, in vLLM's shape, and our trace in it.
+"""`metrics.speculative_decoding` of a response: acceptance in vLLM's format, and our trace.
 
     "speculative_decoding": {"mean_acceptance_length": 2.5, ..,       vLLM's `summary`
                              "per_step_accepted": [1, 2],             vLLM's `detailed`: of verify steps
                              "per_step_drafted": [3, 3],
-                             "trace": {"first_token": 0,              where a request asks for it
+                             "trace": {"first_token": 0,              if the request asks for it
                                        "origins": ["plain", "draft", "bonus", "draft", "draft", "bonus"],
                                        "steps": [0, 1, 1, 2, 2, 2],
                                        "truncated": false}}
 
-A trace has an entry per token of the answer: where it came from, and the number of its step among all that
-brought some, the plain ones (which verify nothing) included. Called by
+A trace has an entry per token of the answer: its origin, and the index of its step among all steps that
+produced tokens, including plain ones (which verify nothing). Called by
 `actors/http/generation/request_run.py`.
 """
 
@@ -28,20 +28,20 @@ MAX_TRACED_TOKENS = 16_384  # about 200 kB of JSON
 def acceptance(
     cost: RequestMetrics, num_spec_tokens: int, *, detailed: bool, first_traced: int | None = None
 ) -> JsonObject:
-    """The object of a request of one completion.
+    """Return the object for a request with one completion.
 
     The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens.
 
     Args:
         num_spec_tokens: most drafts per step of the engine.
-        detailed: tell each verify step, too.
-        first_traced: tell each token, too: the traced ones begin with this one of the answer.
+        detailed: include each verify step.
+        first_traced: include a trace of the tokens from this index of the answer on.
     """
     histogram = cost.acceptance_histogram + [0] * (num_spec_tokens + 1 - len(cost.acceptance_histogram))
     drafted, trace = cost.num_draft_tokens, cost.trace or ()
     verified = [step for step in trace if step.num_drafted]
     found: JsonObject = {
-        # Where nothing was drafted numbers, too: that is vLLM's shape, and clients check it.
+        # Numbers even if nothing was drafted: vLLM's format has them, and clients check it.
         "mean_acceptance_length": rounded(cost.mean_acceptance_length or 1.0),
         "draft_acceptance_rate": rounded(cost.num_accepted_tokens / drafted) if drafted else 0.0,
         "acceptance_histogram": histogram,
@@ -66,5 +66,4 @@ def _trace(steps: Sequence[TracedStep], first_token: int) -> JsonObject:
 
 
 def rounded(value: float | None) -> float | None:
-    """To as many places as a reader looks at."""
     return None if value is None else round(value, 4)

@@ -21,11 +21,11 @@ class TokenizeRequest(ChatTemplateOptions):
     """`prompt`, or `messages` with chat's tools and template options.
 
     Attributes:
-        model: which, of /v1/models; the first if absent.
+        model: one of /v1/models; the first if absent.
         prompt: a text.
         messages: a conversation.
-        add_special_tokens: those that the tokenizer puts around a text; if absent, as requests have it.
-        return_token_strs: tell each token's text, too.
+        add_special_tokens: add those that the tokenizer puts around a text; if absent, as in requests.
+        return_token_strs: also return each token's text.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -44,10 +44,10 @@ class TokenizeRequest(ChatTemplateOptions):
 
 
 class DetokenizeRequest(BaseModel):
-    """Token ids to be read.
+    """Token ids to decode.
 
     Attributes:
-        model: which, of /v1/models; the first if absent.
+        model: one of /v1/models; the first if absent.
         tokens: their ids.
     """
 

@@ -1,7 +1,7 @@
-"""What a tool returned, as text: `tool` messages of chat, outputs of /v1/responses, results of /v1/messages.
+"""Tool outputs as text: `tool` messages of chat, outputs of /v1/responses, results of /v1/messages.
 
-A client does not choose what its tools return, so no kind of part is refused: search results and documents
-give their text, and images and files are named. Parts stand one below the other.
+A client does not control what its tools return, so parts of every type are accepted: search results and
+documents are converted to text, images and files to a placeholder. Parts are separated by newlines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def output_text(content: Any, at: str) -> str:
 
 
 def readable_text(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a search result or a document; None where it has none to be read."""
+    """Return the text of a search result or a document; None if it has no readable text."""
     if part.get("type") == "search_result":
         return _lines(part.get("title"), part.get("source"), _plain(part.get("content")))
     if part.get("type") == "document" and (text := _document(part.get("source"))) is not None:
@@ -55,7 +55,7 @@ def _placeholder(kind: str, part: Mapping[str, Any]) -> str:
 
 
 def _document(source: Any) -> str | None:
-    """The text of a document's source; None where it is a file, an address or the bytes of a PDF."""
+    """Return the text of a document's source; None for a file, a URL or the bytes of a PDF."""
     if not isinstance(source, Mapping):
         return None
     if source.get("type") == "text" and isinstance(source.get("data"), str):
@@ -64,7 +64,7 @@ def _document(source: Any) -> str | None:
 
 
 def _plain(content: Any) -> str:
-    """The texts of blocks within a block; other kinds are named."""
+    """Return the texts of nested blocks, with placeholders for blocks of other types."""
     if isinstance(content, str):
         return content
     blocks = [block for block in content or () if isinstance(block, Mapping)]

@@ -1,4 +1,4 @@
-"""The tools that a conversation offers, as OpenAI writes them: functions, and which must be called."""
+"""The tools of a conversation in OpenAI's format: functions, and which of them must be called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FunctionTool(BaseModel):
 
 
 class Tool(BaseModel):
-    """What `tools` lists; functions are all there is."""
+    """An entry of `tools`; functions are the only type."""
 
     type: Literal["function"] = "function"
     function: FunctionTool
@@ -39,14 +39,14 @@ class NamedFunction(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """`tool_choice` of one function, which then must be called."""
+    """A `tool_choice` that names one function, which must then be called."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ToolOptions(BaseModel):
-    """Fields about tools, wherever messages are taken.
+    """Fields about tools of requests that take messages.
 
     Attributes:
         tools: functions that the model may call.
@@ -80,14 +80,14 @@ class ToolOptions(BaseModel):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"]:
-        """What is to be done with the tools; a named one is required."""
+        """Return whether tools may or must be called; a named one must be."""
         if not self.tools or self.tool_choice == "none":
             return "none"
         return "auto" if self.tool_choice in (None, "auto") else "required"
 
     @property
     def offered(self) -> list[FunctionTool]:
-        """The functions that may be called."""
+        """Return the functions that may be called."""
         if self.choice == "none":
             return []
         functions = [tool.function for tool in self.tools or ()]
@@ -97,5 +97,5 @@ class ToolOptions(BaseModel):
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of the arguments of the functions that may be called, by name."""
+        """Return the argument schemas of the functions that may be called, by name."""
         return {each.name: each.parameters or {} for each in self.offered}

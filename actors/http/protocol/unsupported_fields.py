@@ -1,8 +1,8 @@
-"""Request fields beyond the ones we implement: which are refused, which are ignored, which are unknown.
+"""Request fields that are not implemented: which are refused, which are ignored, which are unknown.
 
-A field that would change the answer and is not implemented yet is refused when it is set to more than its
-default: an answer without it would be wrong in silence. When one is implemented it moves from `REFUSED`
-into a request model of `protocol.py`.
+A field that would change the answer is refused if it is set to anything but its default, because an answer
+that ignores it would be silently wrong. When a field is implemented, it moves from `REFUSED` to a request
+model of `protocol.py`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ NEVER: Mapping[str, tuple[object, str]] = {
     "regex": (None, "Send structured_outputs.regex."),
     "ebnf": (None, "Send structured_outputs.grammar."),
 }
-# Fields that say something about the request, not about the answer.
+# Fields that describe the request and do not affect the answer.
 SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "service_tier"})
 
 
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
-    """Refuse what must not be ignored. Returns the unknown fields, which are ignored."""
+    """Return the unknown, ignored fields. Raises RequestError for fields that must not be ignored."""
     for name, value in extra.items():
         if name in NEVER and value is not None and value != NEVER[name][0]:
             raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without storage: each request brings its whole conversation."""
+"""OpenAI's Responses API without storage: each request has the whole conversation. Start with `routes.py`."""

@@ -7,7 +7,7 @@ from ..wire.sse import named_event
 
 
 class LostResponse:
-    """A gateway knows nothing of the response, nor how many events it had: the number is none of theirs."""
+    """Ends the stream with an error event numbered -1: the gateway does not know how many were sent."""
 
     done = b""
 

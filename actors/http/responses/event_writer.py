@@ -1,4 +1,4 @@
-"""A response of /v1/responses: its events while it grows, and the whole of it, which is what they add up to.
+"""The events of a growing response of /v1/responses, and the whole response, which is their sum.
 
 created, in_progress
   output_item.added
@@ -7,7 +7,7 @@ created, in_progress
   output_item.done
 completed | incomplete | failed
 
-Calls of tools that are no functions (`tools.py`) are told when they are whole: their item is made of all of
+Calls of tools other than functions (`tools.py`) are sent when they are complete: their item depends on all of
 their arguments.
 """
 
@@ -35,12 +35,12 @@ _PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "func
 
 
 class ResponseWriter(SectionWriter):
-    """Of one request.
+    """Writes the response of one request.
 
     Args:
-        frame: all of the response that does not grow (`response_envelope.py`).
+        frame: the fields of the response that do not grow (`response_envelope.py`).
         tools: of the request.
-        metrics: called at the end, for what stands beside `usage`.
+        metrics: called at the end; returns the field next to `usage`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ResponseWriter(SectionWriter):
         return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
 
     def _ended_call(self, section: Section, item: JsonObject) -> Events:
-        """What is said of a call before its item is done."""
+        """Return the events of a call before its item is done."""
         place, events, field = self._place(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
         stem = f"response.{item['type']}_{field}"
         if self._is_told_whole(section):
@@ -129,7 +129,7 @@ class ResponseWriter(SectionWriter):
         return [*events, self._event(f"response.{status}", response=self._response)]
 
     def failed(self, error: BaseException) -> Events:
-        """The server could not end it."""
+        """Return the events of a response that failed, begun or not."""
         shown = public_error(error)
         self._response |= {
             "status": "failed",
@@ -175,12 +175,12 @@ def _part(section: Section, text: str) -> JsonObject:
 
 
 def _logprobs(section: Section) -> JsonObject:
-    """SDKs want the list; this API tells none."""
+    """Return an empty list of log probabilities, which SDKs require."""
     return {"logprobs": []} if section.kind == "content" else {}
 
 
 def _usage(usage: JsonObject) -> JsonObject:
-    """OpenAI's names in this API for what a chat calls prompt and completion."""
+    """Return the usage with this API's names for prompt and completion tokens."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {

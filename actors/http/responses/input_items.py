@@ -1,10 +1,10 @@
-"""Input items of /v1/responses become messages of a chat.
+"""Converts input items of /v1/responses to messages of a chat.
 
-An answer comes as several items (its reasoning, its text, each of its calls), and clients send them back like
-that; a chat has one message for all. Calls of all tools that a client runs are read, with what the tools
-returned. Items that say nothing here (calls that OpenAI's servers answered, what another server has
-encrypted, references to items that it keeps, unknown types) are skipped, and named to the client: a session
-goes on with them in it.
+An answer consists of several items (its reasoning, its text, each of its calls), and clients send them back
+as such; a chat has one message for all of them. Calls of all tools that a client runs are read, with their
+outputs. Items that cannot be used here are skipped and reported to the client, so that a session can
+continue: calls that OpenAI's servers answered, content that another server has encrypted, references to items
+that it stores, unknown types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..wire.json_io import JsonObject
 from .tools import INPUT, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
-PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in their order
+PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in order
 TEXT_PARTS = ("input_text", "output_text", "text")
 NAMED_CALLS = ("function_call", "custom_tool_call")
 TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -28,10 +28,11 @@ TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 @dataclass(slots=True)
 class ResponsesConversation:
-    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with.
+    """Messages in chat's format.
 
     Attributes:
-        skipped: types of items that were skipped, as X-Ignored-Params names them.
+        names: `messages.3` of the chat -> the item that it began with, for errors.
+        skipped: types of skipped items, as X-Ignored-Params names them.
     """
 
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
@@ -44,7 +45,7 @@ class ResponsesConversation:
 
 
 def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> ResponsesConversation:
-    """The conversation of a request; instructions stand before it."""
+    """Return the conversation of a request; the instructions are its system message."""
     reader = _Reader()
     if instructions:
         reader.conversation.add({"role": "system", "content": instructions}, "instructions")
@@ -82,7 +83,7 @@ class _Reader:
             self.conversation.add({"role": role, "content": text}, at)
 
     def _read_text(self, text: str, at: str) -> None:
-        """What an answer says behind a call goes on with what it said before."""
+        """Add text of an answer. Text after a call continues the text before it."""
         messages = self.conversation.messages
         if messages and messages[-1].get("tool_calls"):
             messages[-1]["content"] += text
@@ -99,7 +100,7 @@ class _Reader:
         calls.append(call)
 
     def _answer(self, at: str, without: Sequence[str] = ()) -> JsonObject:
-        """The message of the answer that an item is a part of; a new one if it has any of `without`."""
+        """Return the message of the answer that an item is part of; a new one if it has any of `without`."""
         messages = self.conversation.messages
         last = messages[-1] if messages else {"role": None}
         if last["role"] != "assistant" or any(last.get(name) for name in without):
@@ -112,7 +113,7 @@ def _kind_without_type(item: Mapping[str, Any]) -> str:
 
 
 def text_of(content: Any, at: str) -> str:  # Any: JSON.
-    """A string, or a list of parts that are text, one below the other."""
+    """Return the text of a string or of a list of text parts, joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -134,7 +135,7 @@ def _part(part: Any, at: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], at: str) -> str:
-    """What can be read of it: its text, else its summary."""
+    """Return the readable reasoning: its text, else its summary."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(
@@ -157,7 +158,7 @@ def _string(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _call_id(item: Mapping[str, Any]) -> str | None:
-    """The id of a call. What the local shell returned has it as an id of its own."""
+    """Return the id of a call. Outputs of the local shell may have it in `id`."""
     found = item.get("call_id")
     if found is None and item["type"] == "local_shell_call_output":
         found = item.get("id")
@@ -165,7 +166,7 @@ def _call_id(item: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
-    """Of a call: as `tools.py` tells the model to write them, where it does."""
+    """Return the arguments of a call in the format that `tools.py` gives the model, where it gives one."""
     if kind == "function_call":
         return item.get("arguments")
     if kind == "custom_tool_call":
@@ -181,7 +182,7 @@ def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
 
 
 def _output(item: Mapping[str, Any], at: str) -> str:
-    """What a tool returned; what is neither a string nor parts of a message, as JSON."""
+    """Return a tool's output; other than strings and message parts it becomes JSON."""
     output = item.get("output")
     if item["type"] in TEXT_OUTPUTS or isinstance(output, str):
         return output_text(output, f"{at}.output")

@@ -1,7 +1,7 @@
-"""The body of /v1/responses: which fields count, and the `ChatRequest` that they make.
+"""The body of /v1/responses, and its translation to a `ChatRequest`.
 
-Fields that are not of that API (`top_k`, `seed`, `speculative`, `chat_template_kwargs` ...) mean what they
-mean in a chat and go there as they are. What would need memory of earlier responses is refused.
+Fields that this API lacks (`top_k`, `seed`, `speculative`, `chat_template_kwargs` ...) are passed to the chat
+unchanged. Fields that need stored responses are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .input_items import ResponsesConversation, read_items
 from .tools import ClientTools
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
-# Field -> the values that ask for nothing, and what to do instead of using it.
+# Field -> the values that mean "not used", and what to do instead of using it.
 NEVER: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), NOTHING_STORED),
     "conversation": ((), NOTHING_STORED),
@@ -42,7 +42,7 @@ NEVER: Mapping[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "A response has one answer: send several requests, or use /v1/chat/completions."),
     "stop": (([],), "This API has no stop strings: use /v1/chat/completions."),
 }
-# They say something about the request, or would make a hosted service cheaper; no answer depends on them.
+# Fields that describe the request or save costs at a hosted service; they do not affect the answer.
 SILENT = frozenset(
     {
         *("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
@@ -63,7 +63,7 @@ NAMES = {
 
 
 class ReasoningOptions(BaseModel):
-    """`summary` is not made: the reasoning itself is told."""
+    """Options of reasoning. There are no summaries: the reasoning itself is returned."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,7 +71,7 @@ class ReasoningOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """`type` and, of a json_schema, its name and schema."""
+    """`type`, and the name and schema of a json_schema."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -84,7 +84,7 @@ class TextOptions(BaseModel):
     format: TextFormat = Field(default_factory=TextFormat)
 
     def response_format(self) -> JsonObject | None:
-        """As a chat has it: a schema and its name lie one level deeper there."""
+        """Return the format for a chat, where a schema and its name are one level deeper."""
         if self.format.type == "text":
             return None
         rest = dict(self.format.model_extra or {})
@@ -93,7 +93,7 @@ class TextOptions(BaseModel):
 
 # Any: a validator sees raw JSON.
 def _input_list(value: Any) -> Any:
-    """One list of items; a string is what the user says."""
+    """Return a list of items; a string becomes a message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
@@ -126,7 +126,7 @@ class ResponsesRequest(BaseModel):
         return ClientTools(self.tools or ())
 
     def ignored(self, heeds: Heeds) -> list[str]:
-        """What an SDK may send of its own, and is not heeded."""
+        """Return the names of ignored fields that SDKs send by themselves."""
         found = [*self.client_tools.left_out, *(["store"] if self.store else [])]
         found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
         found += ["reasoning.summary"] if self._asks_for(self.reasoning, "summary") else []
@@ -138,7 +138,7 @@ class ResponsesRequest(BaseModel):
         return read_items(self.instructions, self.input)
 
     def for_chat(self, conversation: ResponsesConversation, heeds: Heeds) -> ChatRequest:
-        """What is asked for, as a chat. Raises RequestError, in this body's words."""
+        """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():
             if extra.get(name) is not None and extra[name] not in nothing:
@@ -185,7 +185,7 @@ class ResponsesRequest(BaseModel):
         return self.reasoning.effort if self.reasoning else None
 
     def _switches(self, heeds: Heeds) -> bool:
-        """Whether thinking is to be switched off, where no effort could be told."""
+        """Return whether effort "none" switches thinking off, in a template without efforts."""
         return self._effort == "none" and heeds.switch and not heeds.effort
 
     def _thinking_fields(self, heeds: Heeds) -> JsonObject:

@@ -1,4 +1,4 @@
-"""What a response of /v1/responses says beside its output: the request, as it was understood."""
+"""The fields of a response of /v1/responses besides its output: the request as it was understood."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .request import ResponsesRequest
 
 
 def frame(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
-    """All fields that the SDKs' model of a response has, but those that grow (`event_writer.py`).
+    """Return all fields of the SDKs' response model except those that grow (`event_writer.py`).
 
     Args:
-        chat: what was made of the body.
+        chat: the translated body.
     """
     params = run.work.params
     text = body.text.model_dump() if body.text else {"format": {"type": "text"}}

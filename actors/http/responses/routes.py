@@ -1,4 +1,4 @@
-"""POST /v1/responses; and the routes that would need responses to be kept, which say that none are."""
+"""POST /v1/responses; the routes for stored responses answer 404, because none are stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, http: Request) -> Response:
-        """OpenAI's responses; nothing is stored."""
+        """Create a response (OpenAI's Responses API); nothing is stored."""
         with said_of(NAMES):
             heeds = Heeds.of(frontend)
         conversation = body.conversation()
@@ -38,7 +38,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
     @router.get("/v1/responses/{response_id}/input_items")
     @router.post("/v1/responses/{response_id}/cancel")
     async def find_response(response_id: str) -> Response:
-        """Says that nothing is stored."""
+        """Answer 404: no responses are stored."""
         raise NotFoundError(
             f"There is no response {shown(response_id)}: this server keeps none. What it answers to POST "
             "/v1/responses is all; a client that closes its connection cancels it.",

@@ -1,9 +1,8 @@
-"""Tools of /v1/responses as functions of a chat, and calls of those functions as items of this API.
+"""Converts tools of /v1/responses to functions of a chat, and calls of those functions to items of this API.
 
-A chat knows functions alone. Of the other types, those that the client runs become functions: the tools of a
-namespace, custom tools (which take one string) and the local shell. Tools that OpenAI's servers run are left
-out. `request.py` reads tools here, `input_items.py` the calls of a history, and `event_writer.py` writes new
-calls.
+A chat has only functions. Other types that the client runs become functions: the tools of a namespace, custom
+tools (which take one string) and the local shell. Tools that OpenAI's servers run are left out. `request.py`
+reads tools here, `input_items.py` the calls of a history, and `event_writer.py` writes new calls.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...tokenization.call_arguments import read_object
 from ..wire.json_io import JsonObject
 
 Kind = Literal["function", "custom", "local_shell"]
-INPUT = "input"  # the one property of a custom tool
+INPUT = "input"  # the only property of a custom tool
 _INPUT_SCHEMA = {
     "type": "object",
     "properties": {INPUT: {"type": "string"}},
@@ -46,18 +45,18 @@ class ClientTool:
 
     Attributes:
         name: within its namespace.
-        function: as a chat has it, with the flat name.
-        at: where it stands in the body.
+        function: in chat's format, with the flat name.
+        at: path in the body.
     """
 
     kind: Kind
-    name: Any  # what is no string, the chat refuses
+    name: Any  # chat validation refuses what is not a string
     namespace: str | None
     function: JsonObject
     at: str
 
     def call_item(self, call_id: str, arguments: str) -> JsonObject:
-        """A call as an item, without its id and status."""
+        """Return a call as an item, without its id and status."""
         call = {"call_id": call_id, "name": self.name}
         if self.namespace is not None:
             call["namespace"] = self.namespace
@@ -69,7 +68,7 @@ class ClientTool:
 
 
 def flat_name(namespace: Any, name: str) -> str:  # Any: JSON
-    """The name of a function that stands for a tool of a namespace."""
+    """Return the name of the function for a tool of a namespace."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -89,11 +88,11 @@ class ClientTools:
         self._by_name = {tool.function["name"]: tool for tool in self.tools}
 
     def called(self, name: str) -> ClientTool:
-        """The tool that a call names; a function where there is none of that name."""
+        """Return the tool that a call names; an unknown name is treated as a function."""
         return self._by_name.get(name) or ClientTool("function", name, None, {"name": name}, "tools")
 
     def choice(self, given: str | JsonObject | None) -> str | JsonObject | None:
-        """`tool_choice` as a chat has it. Raises RequestError for a tool that this server cannot offer."""
+        """Return `tool_choice` for a chat. Raises RequestError for a tool that this server cannot offer."""
         if given == "required" and self.left_out:
             raise RequestError(
                 f"{self.left_out[0]}: OpenAI's servers run this tool, and this server cannot require its "
@@ -132,7 +131,7 @@ class ClientTools:
                 raise RequestError(f"{place}.type must be a string.", param=f"{place}.type")
 
     def _read_namespace(self, given: JsonObject, at: str) -> Iterator[ClientTool]:
-        """Its tools; what it says of itself goes before what the first one says."""
+        """Yield a namespace's tools; its description is appended to that of the first tool."""
         name, tools = given.get("name"), given.get("tools")
         if not isinstance(name, str) or not name:
             raise RequestError(f"{at}.name must be a string.", param=f"{at}.name")
@@ -147,7 +146,7 @@ class ClientTools:
 
 
 def _function(kind: Kind, tool: Mapping[str, Any]) -> JsonObject:
-    """What a chat's function has beside its name."""
+    """Return the fields of a chat's function except its name."""
     if kind == "function":
         return {name: value for name, value in tool.items() if name != "type" and value is not None}
     if kind == "local_shell":
@@ -160,13 +159,13 @@ def _function(kind: Kind, tool: Mapping[str, Any]) -> JsonObject:
 
 
 def _custom_input(arguments: str) -> str:
-    """The string that a custom tool gets: all of the arguments where they are not written as it was told."""
+    """Return the string for a custom tool: the property `input`, or all arguments in another format."""
     found = read_object(arguments) or {}
     return found[INPUT] if len(found) == 1 and isinstance(found.get(INPUT), str) else arguments
 
 
 def _shell_action(arguments: str) -> JsonObject | None:
-    """What the local shell is to do; None where the arguments do not say it."""
+    """Return the action of the local shell; None if the arguments do not contain it."""
     found = read_object(arguments) or {}
     command, timeout_ms, folder = (found.get(name) for name in ("command", "timeout_ms", "working_directory"))
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):

@@ -1,8 +1,7 @@
-"""The live page `/ui`: one file of HTML with its styles and its script, and the routes that lead to it.
+"""The live page `/ui`: one HTML file with its styles and script, and its routes.
 
-It asks this server's own API as any client does (`page.html` says which routes): nothing is told to it that
-is not told to others. The page itself holds nothing of anybody, so it is open where keys are asked for; it
-asks for the key, keeps it until its tab is closed, and sends it with each request.
+The page uses this server's API like any other client (`page.html` lists the routes). It contains no data, so
+it needs no key itself; it asks for the key, keeps it until its tab is closed, and sends it with each request.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fastapi.responses import RedirectResponse
 
 PATH = "/ui"
 _NO_BATCHES = b"<body data-batches>", b"<body>"
-# Nothing from elsewhere is loaded, asked or framed; what a model writes is text, never HTML.
+# Nothing is loaded from, sent to or framed by other origins; model output is shown as text, never as HTML.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -28,10 +27,10 @@ _HEADERS = {
 
 
 def ui_routes(*, batches: bool) -> APIRouter:
-    """The routes of the page.
+    """Return the router of the page.
 
     Args:
-        batches: whether the server has any, so that the page asks for them.
+        batches: whether the server has batches for the page to show.
     """
     router = APIRouter(include_in_schema=False)
     page = files(__name__).joinpath("page.html").read_bytes()
@@ -40,7 +39,7 @@ def ui_routes(*, batches: bool) -> APIRouter:
 
     @router.get("/")
     async def root() -> Response:
-        return RedirectResponse(PATH.lstrip("/"))  # relative: a proxy may have a path before it
+        return RedirectResponse(PATH.lstrip("/"))  # relative: a proxy may add a path prefix
 
     @router.get(PATH)
     async def ui() -> Response:

@@ -1,7 +1,7 @@
-"""Every failure as OpenAI clients expect it: `{"error": {message, type, param, code}}` and a real status.
+"""Errors in OpenAI's format: `{"error": {message, type, param, code}}` with the matching HTTP status.
 
-Nothing of the server leaks: messages of our own tree are written for users, all others are replaced.
-Retryable failures say when (`Retry-After`), deterministic ones say that a retry is in vain.
+Server internals are not revealed: messages of our own errors are written for users, all others are replaced.
+Retryable errors have `Retry-After`; permanent ones have `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ MAX_SHOWN = 200  # characters of a path, or of a message that is not ours
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection; no response can be sent."""
 
 
 def error_body(status: int, message: str, param: str | None = None, kind: str | None = None) -> bytes:
-    """The JSON body of an error, also used inside a stream."""
+    """Return the JSON body of an error; also used inside streams."""
     error = {"message": message, "type": kind or kind_of(status), "param": param, "code": status}
     return orjson.dumps({"error": error})
 
@@ -68,7 +68,7 @@ def kind_of(status: int) -> str:
 
 
 def public_error(error: BaseException) -> MantaError:
-    """What a client may know of a failure: our own error if it is meant for users, else a bland one."""
+    """Return the error that a client may see: our own if it is meant for users, else a generic one."""
     if isinstance(error, EngineGoneError):
         return EngineGoneError(ENGINE_GONE)
     if isinstance(error, EngineDeadError) and not isinstance(error, EngineStalledError):
@@ -84,7 +84,7 @@ def is_engine_death(error: Mapping[str, Any]) -> bool:  # Any: JSON
 
 
 def ends_with_engine_death(end: bytes) -> bool:
-    """Return whether the end of a stream, in any API's events, says the same."""
+    """Return whether the end of a stream, in any API's events, says that an engine died."""
     return ENGINE_DEAD.encode() in end
 
 
@@ -93,7 +93,7 @@ def error_response(error: MantaError) -> Response:
 
 
 def refused(scope: Scope, error: MantaError) -> Response:
-    """The response to a request that fails before an engine has it; the reason is kept for the log."""
+    """Return the response to a request that fails before reaching an engine; record why, for the log."""
     note(scope, error)
     return error_response(error)
 
@@ -108,7 +108,7 @@ def json_error(
     headers: Mapping[str, str] | None = None,
     scope: Scope | None = None,
 ) -> Response:
-    """An error as a response. Given its request's scope, the reason is kept for the log."""
+    """Return an error as a response. With the request's scope, the reason is recorded for the log."""
     if scope is not None:
         note(scope, message)
     headers = dict(headers or {})
@@ -121,7 +121,7 @@ def json_error(
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer in one shape whatever fails before or inside a route. What is left is the gate's."""
+    """Install handlers that answer all errors before or inside a route; the gate answers the rest."""
 
     @app.exception_handler(MantaError)
     async def on_manta_error(request: Request, error: MantaError) -> Response:
@@ -147,18 +147,18 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
-    """Log, once and with the request id, a failure that the user did not cause."""
+    """Log a failure that the user did not cause, once and with the request id."""
     request_id = scope.get("state", {}).get("request_id")
     if isinstance(error, StorageError):
         logger.error("request %s: files and batches cannot be kept: %s", request_id, error.__cause__)
     elif isinstance(error, OutputProcessingError):
-        return  # where it happened it has been
+        return  # already logged where it happened
     elif not isinstance(error, MantaError) or error.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
 
 
 def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dictionaries are untyped.
-    """Name the first wrong field by its dotted path; what the client sent is not repeated."""
+    """Return an error that names the first wrong field by its dotted path, without the client's value."""
     first = errors[0]
     if (
         first["type"] in ("json_invalid", "model_attributes_type", "dict_type", "missing")
@@ -172,7 +172,7 @@ def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dicti
     return RequestError(f"{path}: {_in_json(first)}.{more}", param=path or None)
 
 
-# What pydantic calls by Python's names.
+# JSON's terms for pydantic messages that use Python's names.
 _JSON_WORDS = {
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
@@ -188,5 +188,5 @@ def _in_json(error: Mapping[str, Any]) -> str:  # Any: pydantic's error
 
 
 def _is_type(part: object) -> bool:
-    """Whether a piece of a pydantic path names the branch of a union, not a field."""
+    """Return whether a component of a pydantic path is the branch of a union, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

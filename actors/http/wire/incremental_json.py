@@ -1,8 +1,8 @@
-"""Long JSON parsed in slices, so that other threads have a turn between two of them: `loads_in_slices`.
+"""Parses long JSON in slices, so that other threads run between them: `loads_in_slices`.
 
-orjson parses every slice, and keeps Python's lock for it: 30 MB at once would be 100 ms in which no stream
-goes on. Only where to cut is found here. What comes out, and what is refused, is as with `orjson.loads`. For
-threads; `json_io.py` and the gateway call it, after they have counted the pieces.
+orjson parses each slice, and holds the GIL meanwhile: 30 MB at once would block all streams for 100 ms. This
+module only finds where to cut. Results and errors are the same as those of `orjson.loads`. Meant for threads;
+`json_io.py` and the gateway call it after counting the values.
 
     {"model": "m", "messages": [{..}, {..}, | {..}, {..}, | {.., "content": "a long | text | in slices"}]}
 """
@@ -27,15 +27,15 @@ Bytes: TypeAlias = bytes | bytearray
 
 
 def loads_in_slices(body: Bytes) -> Any:  # Any: JSON.
-    """As `orjson.loads`. Raises orjson.JSONDecodeError."""
+    """Parse like `orjson.loads`. Raises orjson.JSONDecodeError."""
     return _value(body, *_stripped(body, 0, len(body)), MAX_DEPTH)
 
 
 def end_of_string(body: Bytes, at: int) -> int:
-    """The place after the closing quote: the next one that no odd number of backslashes stands before.
+    """Return the index after the closing quote: the next quote after an even number of backslashes.
 
     Args:
-        at: behind the opening quote.
+        at: index after the opening quote.
     """
     while True:
         quote = body.find(b'"', at)
@@ -49,7 +49,7 @@ def end_of_string(body: Bytes, at: int) -> int:
         at = quote + 1
 
 
-# Below, `begin` and `end` enclose a part of the body, without spaces around it: long parts are not copied.
+# Below, `begin` and `end` delimit a part of the body without surrounding spaces: long parts are not copied.
 
 
 def _value(body: Bytes, begin: int, end: int, depth: int) -> Any:
@@ -78,7 +78,7 @@ def _value(body: Bytes, begin: int, end: int, depth: int) -> Any:
 
 
 def _member(body: Bytes, begin: int, end: int, depth: int) -> dict[str, Any]:
-    """Of one key and its value."""
+    """Return the object of one key and its value."""
     key_end = end_of_string(body, begin + 1)
     colon, _ = _stripped(body, key_end, end)
     if body[begin] != _QUOTE or colon >= end or body[colon] != _COLON:
@@ -91,11 +91,11 @@ def _is_long(run: tuple[int, int]) -> bool:
 
 
 def _runs(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """What stands between the brackets of a list or object, cut at its own commas.
+    """Yield the runs of elements of a list or object, cut at its own commas.
 
-    A run is as many elements as a slice holds, or one that is longer.
+    A run has as many elements as fit a slice, or one that is longer.
     """
-    first, comma = begin + 1, 0  # of the run; the last comma at which it can end
+    first, comma = begin + 1, 0  # start of the run; the last comma at which it can end
     for gap, gap_end in _gaps(body, begin, end):
         while True:
             most = first + SLICE_BYTES
@@ -114,7 +114,7 @@ def _runs(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _gaps(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The stretches of a list's or object's own level, between its brackets, strings and inner brackets."""
+    """Yield the parts of a list or object outside its strings and nested brackets."""
     depth, gap, at = 0, begin + 1, begin + 1
     while True:
         found = _BRACKET_OR_QUOTE.search(body, at, end)
@@ -144,7 +144,7 @@ def _filled(body: Bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def _stripped(body: Bytes, begin: int, end: int) -> tuple[int, int]:
-    """Without the spaces around it."""
+    """Return the range without surrounding spaces."""
     spaces = _SPACES.match(body, begin, end)
     begin = spaces.end() if spaces else begin
     while end > begin and body[end - 1] in _SPACE:
@@ -153,19 +153,19 @@ def _stripped(body: Bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def _string(body: Bytes, begin: int, end: int) -> str:
-    """Of what stands between the quotes."""
+    """Parse the text between two quotes."""
     if end_of_string(body, begin) != end + 1:
         raise orjson.JSONDecodeError("there is more behind the closing quote", "", 0)
     found = ""
     while begin < end:
         cut = end if end - begin <= SLICE_BYTES else _between_characters(body, begin, begin + SLICE_BYTES)
-        found += orjson.loads(b'"%b"' % body[begin:cut])  # it grows in place: no turn copies it all
+        found += orjson.loads(b'"%b"' % body[begin:cut])  # grows in place: no iteration copies all of it
         begin = cut
     return found
 
 
 def _between_characters(body: Bytes, begin: int, at: int) -> int:
-    """A place in a string at or before `at` that parts no character and no escape; `begin` is one."""
+    """Return an index at or before `at` that splits no character and no escape; `begin` is one."""
     while body[at] & 0xC0 == 0x80:
         at -= 1
     while (backslash := body.rfind(b"\\", max(begin, at - _ESCAPED_PAIR_BYTES), at)) >= 0:

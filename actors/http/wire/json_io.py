@@ -1,12 +1,12 @@
-"""JSON as it comes and goes.
+"""Reading and writing JSON bodies.
 
-Bodies are parsed by orjson, which refuses what Python's parser lets through: NaN and infinities. Half a
-character (a lone surrogate), which no tokenizer takes, becomes U+FFFD (`actors/tokenization/surrogates.py`).
+orjson parses bodies; unlike Python's parser it refuses NaN and infinities. Lone surrogates, which no
+tokenizer accepts, become U+FFFD (`actors/tokenization/surrogates.py`).
 
-Parsing holds Python's lock, so every stream waits for it: about 2 ms per MB of text, but 25 ms per million
-numbers and far more per million strings or objects, which then are checked one by one. Long bodies are
-therefore counted first, and those that consist of too many pieces are refused; the others are parsed in
-slices (`incremental_json.py`) and validated beside the event loop.
+Parsing holds the GIL, so every stream waits: about 2 ms per MB of text, but 25 ms per million numbers, and
+far more per million strings or objects, which are then validated one by one. The values of long bodies are
+therefore counted first, and bodies with too many are refused. The others are parsed in slices
+(`incremental_json.py`) and validated in a thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def json_response(body: JsonObject, status: int = 200, headers: Mapping[str, str
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-# A prompt of token ids is that long at most; longer contexts come as text.
+# A prompt of token ids has at most this many; longer contexts are sent as text.
 MAX_VALUES = 1 << 20
-# Keys count, too: 10,000 messages, or the 1,024 prompts of a request many times over.
+# Includes keys: enough for 10,000 messages, or many times the 1,024 prompts of a request.
 MAX_STRINGS_AND_CONTAINERS = 1 << 16
-# A body of fewer bytes has room for neither.
+# Shorter bodies cannot exceed either limit.
 SHORT_BODY_BYTES = 2 * MAX_STRINGS_AND_CONTAINERS
 
 
@@ -65,8 +65,10 @@ class _JsonRequest(Request):
         self._model = model
 
     async def body(self) -> Bytes:  # type: ignore[override]  # who asks does not change it
-        """Grown in place as its pieces come. Joining 30 MB at the end would hold the loop for as long as new
-        memory of that size takes, 100 ms on some machines."""
+        """Return the body, collected in place as it arrives.
+
+        Joining 30 MB at the end would block the loop while memory is allocated, 100 ms on some machines.
+        """
         if not hasattr(self, "_body"):
             body = bytearray()
             async for piece in self.stream():
@@ -75,7 +77,7 @@ class _JsonRequest(Request):
         return self._body
 
     async def json(self) -> Any:  # Any: JSON.
-        """A long body is returned as the route's model: validating it takes long, too."""
+        """Return the parsed body; a long one as the route's model, because validating it takes long, too."""
         body = await self.body()
         found = await parsed(body)
         take_request_id(self.scope, found)
@@ -85,7 +87,7 @@ class _JsonRequest(Request):
 
 
 def _validated(model: type[BaseModel], found: Any) -> Any:
-    """Return the model's instance, which FastAPI takes as it is. FastAPI validates again what is wrong."""
+    """Return an instance of the model, which FastAPI accepts; an invalid body unchanged for its error."""
     try:
         return model.model_validate(found)
     except Exception:
@@ -93,7 +95,7 @@ def _validated(model: type[BaseModel], found: Any) -> Any:
 
 
 async def parsed(body: Bytes) -> Any:  # Any: JSON.
-    """A body of JSON; a long one is parsed beside the event loop. Raises what orjson raises, and 413."""
+    """Parse a JSON body, long ones in a thread. Raises orjson.JSONDecodeError or HTTPException (413)."""
     if len(body) <= SHORT_BODY_BYTES:
         return loads(body)
     await asyncio.to_thread(check_pieces, body)
@@ -101,7 +103,7 @@ async def parsed(body: Bytes) -> Any:  # Any: JSON.
 
 
 def check_pieces(body: Bytes) -> None:
-    """Refuse a body of more pieces than can be parsed without holding up the others."""
+    """Raise HTTPException (413) for a body with too many values to parse without blocking other requests."""
     containers = values = strings = at = 0
     while True:
         quote = body.find(b'"', at)

@@ -1,8 +1,8 @@
-"""Numbers in bodies, one or a million.
+"""Numbers in bodies, single ones and long lists of token ids.
 
-pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which nobody means.
-Lists of token ids are long: those in order are neither looked at in Python nor copied, and what looks at
-them does so in slices: in a thread (`json_io.py`) it lets the event loop have its turn between two.
+pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which is refused
+here. Valid lists of token ids are neither looped over in Python nor copied. They are checked in slices, so
+that a thread (`json_io.py`) lets the event loop run in between.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-MAX_TOKEN_IDS = 1 << 18  # in a field that lists some; vocabularies are smaller
-SLICE_VALUES = 1 << 15  # of a list, in one call that holds Python's lock: a millisecond
+MAX_TOKEN_IDS = 1 << 18  # in a field that lists token ids; vocabularies are smaller
+SLICE_VALUES = 1 << 15  # values per call that holds the GIL: about a millisecond
 
 
 # Any: validators see raw JSON.
 def are_ids(values: list[Any]) -> bool:
-    """Whether all are integers and no booleans."""
+    """Return whether all values are integers and none is a boolean."""
     return types_of(values) <= {int}
 
 
@@ -33,12 +33,12 @@ def types_of(values: Iterable[Any]) -> set[type]:
 
 
 def lowest(values: list[int]) -> int:
-    """Return the lowest of them and 0."""
+    """Return the lowest value, or 0 for an empty list."""
     return min((min(each) for each in _slices(values)), default=0)
 
 
 def highest(values: list[int]) -> int:
-    """Return the highest of them and 0."""
+    """Return the highest value, or 0 for an empty list."""
     return max((max(each) for each in _slices(values)), default=0)
 
 
@@ -51,7 +51,7 @@ def _slices(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def no_booleans(types: set[type]) -> None:
-    """Raise PydanticCustomError where one is among the types of a list's values."""
+    """Raise PydanticCustomError if bool is among the types of a list's values."""
     if bool in types:
         raise PydanticCustomError("number_type", "Input should be numbers, not true or false")
 
@@ -63,7 +63,7 @@ def _number(value: Any) -> Any:
 
 
 def ids_as_they_are(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """What is in order is taken as it is; for what is not, pydantic finds the words."""
+    """Return a valid list unchanged; pydantic reports the error of an invalid one."""
     if isinstance(values, list):
         types = types_of(values)
         if types <= {int} and lowest(values) >= 0:
@@ -84,5 +84,5 @@ def _not_many_ids(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[float, BeforeValidator(_number)]
-# The first wrong element is enough: pydantic describes each of a million, and all streams wait for it.
+# fail_fast: pydantic would otherwise describe each of a million wrong elements, which blocks all streams.
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True), WrapValidator(_not_many_ids)]

@@ -1,6 +1,6 @@
-"""What OpenAPI says of failures: every status that a route may answer, and the one shape of their bodies.
+"""Errors in the OpenAPI document: the statuses of the routes, and the common format of error bodies.
 
-Documentation only: `errors.py` makes the bodies.
+Documentation only: `errors.py` creates the bodies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-# As FastAPI takes it (Any: its own type); 422 is ours, so that FastAPI adds none.
+# In FastAPI's format (Any: its own type). 422 is listed here so that FastAPI adds none of its own.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": meaning} for status, meaning in MEANINGS.items()
 }

@@ -1,8 +1,8 @@
-"""A request that no engine answered: which one, with what status and why; its line in the log.
+"""Requests that failed before reaching an engine: which one, with what status and why, and their log line.
 
-A request that reaches the engine is logged by its run (`telemetry.py`), one that is passed on by the replica
-that answers it: those say so (`logged_elsewhere`). No line holds what a client wrote: of a reason what stands
-in quotes is left out, where `errors.shown` puts all that is the client's.
+A request that reaches the engine is logged by its run (`observability/telemetry.py`), a forwarded one by the
+replica that answers it; `logged_elsewhere` marks both. Log lines contain no client text: `errors.shown`
+quotes it, and quoted parts of a reason are left out.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..config.settings import OPEN_PATHS
 
 logger = logging.getLogger("manta.requests")
 
-_PLAIN_PATH = re.compile(r"[\w.-]{1,100}", re.A)  # what declared fields look like
+_PLAIN_PATH = re.compile(r"[\w.-]{1,100}", re.A)  # the format of declared field names
 MAX_REASON = 300
 MAX_PARAM = 100
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class Rejection(NamedTuple):
-    """A request that went no further.
+    """A request that failed before reaching an engine.
 
     Attributes:
-        request_id: the client's, or ours for it.
-        route: as it is declared; None where there is none.
-        param: the field that is to blame.
-        reason: without what the client wrote.
-        seconds: from the request's arrival to its answer's end.
-        error: of our tree, where it was one.
+        request_id: the client's, or one that we generated.
+        route: path template; None if there is none.
+        param: the wrong field.
+        reason: the error's message without client text.
+        seconds: from the request's arrival to the end of its response.
+        error: the exception, if it is one of ours.
         trace_headers: as the client sent them.
     """
 
@@ -58,26 +58,26 @@ class _Noted(NamedTuple):
 
 
 def ignore(refusal: Rejection) -> None:
-    """For who needs no more than the log's line."""
+    """Do nothing: the default for callers that need only the log line."""
 
 
 def note(scope: Scope, error: MantaError | str) -> None:
-    """Remember why the request is refused."""
+    """Record why the request is refused."""
     ours = None if isinstance(error, str) else error
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
-    if param and not _PLAIN_PATH.fullmatch(param):  # its name is the client's
+    if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
         message = message.replace(param, "...")
     reason = printable(without_values(message)[:MAX_REASON])
     scope.setdefault("state", {})["refusal"] = _Noted(param and param[:MAX_PARAM], reason, ours)
 
 
 def logged_elsewhere(scope: Scope) -> None:
-    """This request has, or gets, a line of another's."""
+    """Mark the request as logged by its run or by another process."""
     scope.setdefault("state", {})["logged"] = True
 
 
 def refusal_of(scope: Scope, status: int, seconds: float) -> Rejection | None:
-    """What is to be told of a request, if it has failed here. Of probes that are refused nothing is."""
+    """Return the rejection of a request that failed here, else None. Refused probes are not reported."""
     state: dict[str, Any] = scope.get("state", {})  # Any: Starlette's open state
     if status < 400 or state.get("logged") or scope["path"] in OPEN_PATHS:
         return None
@@ -102,5 +102,5 @@ def log_refusal(refusal: Rejection, replica: str) -> None:
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """What a client says of the trace that its request is a part of."""
+    """Return the headers with the client's trace context."""
     return {name: headers[name] for name in TRACE_HEADERS if name in headers}

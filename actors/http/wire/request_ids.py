@@ -1,4 +1,4 @@
-"""Request ids: the client's own where it is acceptable, else a new one; sent back in `X-Request-Id`."""
+"""Request ids: the client's own if it is valid, else a new one; returned in `X-Request-Id`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def new_id(prefix: str = "") -> str:
 
 
 def acceptable_id(asked: object) -> str | None:
-    """A client's own id for its request, if that fits a header and a log line."""
+    """Return a client's id for its request if it fits a header and a log line, else None."""
     return asked if isinstance(asked, str) and _REQUEST_ID.fullmatch(asked) else None
 
 
 def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
-    """Log and answer a request under the id in its body, which wins over its header's.
+    """Use the id in the request's body, if any, instead of its header's, for the log and the response.
 
-    Not where others have fixed it: a gateway, which has read the body, or Serve, which echoes the header's.
+    Does nothing if the id is fixed by a gateway, which has read the body, or by Serve, which echoes the
+    header's.
     """
     state = scope["state"]
     asked = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None

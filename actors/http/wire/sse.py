@@ -1,9 +1,9 @@
-"""Server-sent events as OpenAI clients read them: `data: {json}`, errors inside, `[DONE]` always last.
+"""Server-sent events in OpenAI's format: `data: {json}`, errors as events, `[DONE]` always last.
 
-Newer APIs name their events and end with one of their own (`Ending`).
+Newer APIs name their events and have an ending of their own (`Ending`).
 
-`stream` waits for the first event before it answers, so that a failure before the first token is a real
-HTTP status. A client that leaves cancels the generator behind the stream, which frees its request.
+`stream` waits for the first event before it sends a status, so that a failure before the first token has a
+real HTTP status. If a client disconnects, its generator is canceled, which frees the request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def event(payload: Mapping[str, Any]) -> bytes:  # Any: a JSON object.
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """An event whose `type` is its name, too."""
+    """Return an event whose name is its `type`."""
     return b"event: " + payload["type"].encode() + b"\n" + event(payload)
 
 
@@ -44,7 +44,7 @@ def error_event(error: BaseException) -> bytes:
 
 
 class Ending(Protocol):
-    """How an API's streams end: with `done`, behind `failed` if something went wrong."""
+    """The end of an API's streams: `failed` if there was an error, then `done`."""
 
     done: bytes
 
@@ -52,7 +52,7 @@ class Ending(Protocol):
 
 
 class DoneEnding:
-    """Of completions and chat."""
+    """The ending of completions and chat."""
 
     done = DONE
 
@@ -67,7 +67,7 @@ async def stream(
     keep_alive_s: float,
     ending: Ending | None = None,
 ) -> EventStream:
-    """Answer with `events`. Raises what they raise before the first one; later failures are events."""
+    """Return a response with `events`. Raises their errors before the first one; later ones become events."""
     if keep_alive_s > 0:
         events = _with_keep_alive(events, keep_alive_s)
     try:
@@ -79,7 +79,7 @@ async def stream(
 
 
 class EventStream(Response):
-    """The 200 and its events; ends with its API's ending whatever happens, unless the client has gone."""
+    """A 200 response with events. It always ends with its API's ending, unless the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -110,10 +110,10 @@ class EventStream(Response):
             try:
                 async for chunk in self._rest:
                     await send(_body(chunk))
-                    await turns.yield_if_over()  # neither sending nor the next chunk need be a wait
+                    await turns.yield_if_over()  # neither sending nor the next chunk necessarily waits
             except ENDINGS:
                 raise
-            except BaseException as error:  # a stream's edge: tell the client, end properly
+            except BaseException as error:  # top level of a stream: report to the client, end properly
                 log_if_ours(error, scope)
                 await send(_body(self._ending.failed(error)))
             await send(_body(self._ending.done))
@@ -121,7 +121,7 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it and raise ClientGoneError when the client leaves before it is done."""
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -139,7 +139,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """End them, and wait until they have ended."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,7 +148,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 async def _with_keep_alive(
     events: AsyncGenerator[bytes, None], interval_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events, and a comment whenever none came for `interval_s`."""
+    """Yield the events, and a comment whenever there was none for `interval_s`."""
     pending: asyncio.Future[bytes] | None = None
     try:
         while True:
