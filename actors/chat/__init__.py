@@ -1,1 +1,1 @@
-"""What a conversation's texts mean: prompts out of messages and tools, answers taken apart. No HTTP here."""
+"""Chat formats: prompts from messages and tools, parsing of model output. Contains no HTTP."""

@@ -1,6 +1,6 @@
-"""How the answers to one request are read: each completion's text goes through an `AnswerParser`.
+"""Parses the responses to one request; each completion's text goes through its own `AnswerParser`.
 
-Made by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
+Created by `ChatModel.reading` for a request and its prompt; used by the endpoints and by batch rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .stream_parser import Splitter
 
 
 class AnswerParser:
-    """One completion, being read.
+    """Parses the text of one completion incrementally.
 
     Args:
-        with_reasoning: False leaves it out of what is given.
+        with_reasoning: False drops the reasoning from the output.
 
     Attributes:
-        called: whether it has called a tool so far.
+        called: whether the completion has called a tool so far.
     """
 
     def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
@@ -32,7 +32,7 @@ class AnswerParser:
         self.called = False
 
     def feed(self, text: str, *, final: bool = False) -> AnswerDelta:
-        """Take in what follows, the last of it if `final`; returns what is new."""
+        """Parse the next text, the last one if `final`; return what is new."""
         piece = self._splitter.feed(text)
         if final:
             piece = together((piece, self._splitter.finish()))
@@ -42,11 +42,11 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParserFactory:
-    """What a request and its prompt say of the texts that follow; arguments as of `Splitter`.
+    """Creates the parsers of a request's completions; most arguments are those of `Splitter`.
 
     Attributes:
-        with_reasoning: False leaves out what the model thinks.
-        tokenizer: of the model; only to count tokens.
+        with_reasoning: False drops the model's reasoning.
+        tokenizer: the model's tokenizer, used only to count tokens.
     """
 
     thinking: ThinkingFormat | Messages | None = None
@@ -58,7 +58,8 @@ class AnswerParserFactory:
     tokenizer: Tokenizer | None = None
 
     def answer(self, response_id: str, index: int) -> AnswerParser:
-        """For the `index`th completion of a response; ids of calls are made of both, so they never change."""
+        """Return a parser for the `index`th completion of a response. Tool call ids derive from both
+        arguments."""
         splitter = Splitter(
             self.thinking,
             self.calls,
@@ -70,20 +71,20 @@ class AnswerParserFactory:
         return AnswerParser(splitter, with_reasoning=self.with_reasoning)
 
     def token_counter(self) -> ReasoningCounter | None:
-        """What counts the reasoning of one completion; None where its marks are no tokens."""
+        """Return a counter of one completion's reasoning tokens; None if the marks are not single tokens."""
         if self.thinking is None or self.tokenizer is None:
             return None
         return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)
 
     def counted(self, token_ids: Sequence[int]) -> ReasoningCounter | None:
-        """Of a whole answer."""
+        """Return the counter after a complete output."""
         if counter := self.token_counter():
             counter.feed(token_ids)
         return counter
 
     def whole(self, response_id: str, index: int, text: str) -> AnswerDelta:
-        """A whole answer at once."""
+        """Parse a complete output."""
         return self.answer(response_id, index).feed(text, final=True)
 
 
-PLAIN = AnswerParserFactory()  # of completions: text is text
+PLAIN = AnswerParserFactory()  # for completions: no parsing

@@ -1,6 +1,8 @@
-"""The parts of an answer: what a model thought, what it said, which tools it calls.
+"""The parts of a response: reasoning, content and tool calls.
 
-Values only. `stream_parser.py` makes them of text, the endpoints (`actors/http/`) and batch rows show them.
+Plain values, created from text by `stream_parser.py` and formatted by the endpoints (`actors/http/`) and
+batch
+rows.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """What came of one call of a tool.
+    """A new part of one tool call.
 
     Attributes:
-        index: of the call in its answer, from 0.
-        id: with the call's first piece only, as is `name`.
-        name: of the tool.
-        arguments: JSON, as far as it came; all pieces of a call together are its arguments.
+        index: index of the call in its response, from 0.
+        id: set on the call's first part only, as is `name`.
+        name: name of the tool.
+        arguments: a fragment of JSON; the fragments of a call concatenated are its arguments.
     """
 
     index: int
@@ -28,7 +30,7 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What came of a stretch of text. A whole answer is the same, put together (`together`)."""
+    """The parsed content of a stretch of text. A complete response is the concatenation (`together`)."""
 
     reasoning: str = ""
     content: str = ""
@@ -42,7 +44,7 @@ NO_PIECE = AnswerDelta()
 
 
 def together(pieces: Iterable[AnswerDelta]) -> AnswerDelta:
-    """The sum of successive pieces, with one `CallPiece` for each call."""
+    """Concatenate successive parts, with one `CallPiece` for each call."""
     found = list(pieces)
     calls: dict[int, CallPiece] = {}
     for call in (call for piece in found for call in piece.calls):

@@ -1,9 +1,10 @@
-"""How families of models write down what they think and which tools they call, as tables.
+"""Tables of the reasoning and tool-call formats of model families.
 
-Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). What can be said with the
-dataclasses here needs no code: `stream_parser.py` and `tool_parsers.py` are driven by them, and
-`tool_call_grammars.py` makes grammars of them. Marks are part of what models were trained on; so are newlines
-around them, not shown.
+Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that these
+dataclasses
+can express needs no code: `stream_parser.py` and `tool_parsers.py` parse by them, and `tool_call_grammars.py`
+makes grammars from them. Marks are part of what models were trained on, as are the newlines around marks,
+which are not shown.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingFormat:
-    """Reasoning between two marks, at an answer's start or behind a call.
+    """Reasoning between two marks, at the start of a response or after a call.
 
     Attributes:
-        heading: follows `begin`, and is not shown.
-        always_open: an answer begins within, whether or not the prompt ended with `begin`.
+        heading: text that follows `begin` and is not shown.
+        always_open: a response begins within reasoning, whether or not the prompt ends with `begin`.
     """
 
     begin: str
@@ -30,12 +31,12 @@ class ThinkingFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """`begin {"name": .., "arguments": {..}} end`.
+    """Calls written as `begin {"name": .., "arguments": {..}} end`.
 
     Attributes:
-        begin: of every call; "" where an answer that begins with a brace is one, if it names a tool.
-        before: may come before the first.
-        between: calls that have no `begin`.
+        begin: mark before every call; if "", a response that begins with a brace and names a tool is a call.
+        before: optional text before the first call.
+        between: separator of calls that have no `begin`.
     """
 
     begin: str = ""
@@ -47,7 +48,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadedCalls:
-    """`begin functions.NAME:0 heading {..} end`; the header is the call's id."""
+    """Calls written as `begin functions.NAME:0 heading {..} end`; the header is the call's id."""
 
     section: str
     section_end: str
@@ -59,16 +60,17 @@ class HeadedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """`section name_open NAME name_close (key_open KEY key_close value value_close)* end section_end`.
+    """Calls in `section name_open NAME name_close (key_open KEY key_close value value_close)* end
+    section_end`.
 
-    Values stand there raw; which type they are of the tool's schema says.
+    Values are written without quotes; the tool's schema determines their type.
 
     Attributes:
-        section: may be missing where `name_open` is a mark of its own.
-        name_close: "" where the name ends with its line, or where the next mark begins.
-        value_open: between key and value.
-        end: of a call; the section's own where a section holds one call.
-        newlines: one right before and behind a value belongs to the marks.
+        section: may be absent where `name_open` is a mark of its own.
+        name_close: "" if the name ends at the end of its line or at the next mark.
+        value_open: mark between key and value.
+        end: mark after a call; the section's end mark where a section holds one call.
+        newlines: one newline directly before and after a value belongs to the marks.
     """
 
     section: str
@@ -85,7 +87,8 @@ class TaggedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotedCalls:
-    """`begin call:NAME{key:quote text quote,other:42} end`: JSON with bare keys and a mark for quotes."""
+    """Calls written as `begin call:NAME{key:quote text quote,other:42} end`: JSON with bare keys and a quote
+    mark."""
 
     begin: str
     heading: str
@@ -98,15 +101,15 @@ CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """An answer as several messages, each with a header that says whom it is for.
+    """A response of several messages, each with a header that names its recipient.
 
     `start ROLE to=RECIPIENT channel CHANNEL kind json body text end`
 
     Attributes:
-        first: how an answer may begin: the prompt has ended with `start` and the role.
-        thoughts: channels, or recipients, of reasoning.
-        answers: recipients of content; a message without one is content, too.
-        prefix: of the names of tools, as recipients.
+        first: possible beginnings of a response; the prompt has ended with `start` and the role.
+        thoughts: channels or recipients of reasoning.
+        answers: recipients of content; a message without a recipient is also content.
+        prefix: prefix of tool names as recipients.
     """
 
     start: str
@@ -205,7 +208,7 @@ CALLS: Mapping[str, CallSyntax | Messages] = {
     "openai": HARMONY,
     "muse_glimmer": MUSE,
 }
-# What a chat template names that knows a format: the first line that it holds all of.
+# Strings by which a chat template reveals its formats; the first line whose strings all occur applies.
 TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
     (("<|channel|>", "<|message|>"), "openai", "openai_gptoss"),
     (("<|tool_call>",), "gemma4", "gemma4"),
@@ -224,7 +227,7 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 
 
 def marks_of(given: Format) -> frozenset[str]:
-    """All strings of a format that a vocabulary may have as tokens."""
+    """Return all strings of a format that may be tokens of a vocabulary."""
     values = [getattr(given, f.name) for f in fields(given)]
     several = (value if isinstance(value, tuple) else (value,) for value in values)
     return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)

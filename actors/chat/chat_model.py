@@ -1,7 +1,7 @@
-"""How a model converses: which formats its answers are written in, found by its chat template or by name.
+"""The chat formats of a model, found by its chat template or configured by name.
 
-Made once per engine, by whoever answers conversations: the HTTP front and those who answer batch rows. Makes
-a `AnswerParserFactory` for each request.
+Created once per engine by the HTTP server and by batch row processing. Creates an `AnswerParserFactory` for
+each request.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatModel:
-    """Of one model.
+    """The chat formats of one model.
 
     Attributes:
-        calls: how it calls tools; None: it cannot.
-        thinking: how it writes what it thinks; None: it does not.
-        call_parser, reasoning_parser: their names.
-        auto_calls: a model may be left the choice whether to call tools.
-        kept_token_ids: special tokens that the formats read, so that no text may lack them.
+        calls: tool-call format; None if the model cannot call tools.
+        thinking: reasoning format; None if the model does not reason.
+        call_parser, reasoning_parser: names of the formats.
+        auto_calls: whether tool_choice "auto" is allowed.
+        kept_token_ids: special tokens that the formats parse, so they must not be removed from the text.
     """
 
     calls: CallSyntax | Messages | None = None
@@ -51,7 +51,7 @@ class ChatModel:
         reasoning_parser: str = AUTO,
         auto_calls: bool = True,
     ) -> ChatModel:
-        """Found by what the chat template names, or by what settings say. Raises ConfigError."""
+        """Select the formats by settings or, for "auto", by the chat template. Raises ConfigError."""
         by_template = _by_template(tokenizer)
         call_name = _chosen("tool_call_parser", tool_call_parser, CALLS, by_template[0])
         reasoning_name = _chosen("reasoning_parser", reasoning_parser, REASONING, by_template[1])
@@ -70,9 +70,9 @@ class ChatModel:
         )
 
     def check_tools(self, tool_choice: str) -> None:
-        """Raise RequestError if tools cannot be offered so.
+        """Raise RequestError if tools cannot be offered with this `tool_choice`.
 
-        They are refused rather than ignored: an agent whose tools are never called has no way to see why.
+        They are rejected rather than ignored: an agent whose tools are never called cannot see why.
         """
         if self.calls is None:
             raise RequestError(
@@ -96,14 +96,14 @@ class ChatModel:
         with_reasoning: bool = True,
         continued: str | None = None,
     ) -> AnswerParserFactory:
-        """How what follows a prompt is read.
+        """Return the parser factory for the text that follows a prompt.
 
         Args:
             prompt: a rendered conversation.
-            schemas: tools that may be called, with their arguments' schemas; None or none: no call is read.
-            parallel: False leaves out all calls behind the first.
-            with_reasoning: False leaves out what the model thinks.
-            continued: the message that the answer continues, if it does.
+            schemas: argument schemas of the callable tools by name; if None or empty, no calls are parsed.
+            parallel: False drops all calls after the first.
+            with_reasoning: False drops the model's reasoning.
+            continued: the message that the response continues, if any.
         """
         return AnswerParserFactory(
             thinking=self.thinking,
@@ -118,7 +118,8 @@ class ChatModel:
     def forced(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
     ) -> StructuredOutputsParams:
-        """What makes an answer call these tools, behind its reasoning. Arguments as of `reading`."""
+        """Return the grammar that forces calls of these tools after the reasoning. Arguments as in
+        `reading`."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         lark = forced_calls(self.calls, schemas, self.tokenizer.special_token_ids, several=parallel)
         return StructuredOutputsParams(
@@ -128,7 +129,8 @@ class ChatModel:
     def strict(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
     ) -> StructuredOutputsParams | None:
-        """What makes calls of strict tools, if there are any, heed their schemas; None where nothing can."""
+        """Return the structural tags that make calls of strict tools follow their schemas; None if not
+        possible."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
         if tags is None:
@@ -137,9 +139,10 @@ class ChatModel:
         return StructuredOutputsParams(structural_tag=tags, after_token_ids=behind, sent_as="tools")
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
-        """The tokens that end the reasoning which is to follow a prompt; () where none can be awaited.
+        """Return the tokens that end the reasoning after a prompt; () if they cannot be relied on.
 
-        That is also where its end is no token of its own: a model may write the same text with others.
+        This includes end marks that are not a single token: the model may write the same text with other
+        tokens.
         """
         if self.thinking is None or self.tokenizer is None:
             return ()
@@ -152,7 +155,8 @@ class ChatModel:
         return tuple(ids) if len(ids) == 1 else ()
 
     def limited(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """The parameters with the marks of reasoning, where its budget needs them and they are known."""
+        """Return the parameters with the reasoning marks if a thinking budget needs them and they are
+        known."""
         if params.thinking_token_budget is None or params.reasoning_end_token_ids:
             return params
         if self.thinking is None or self.tokenizer is None:
@@ -160,11 +164,11 @@ class ChatModel:
         begin, end = reasoning_marks(self.thinking, self.tokenizer)
         is_told = not isinstance(self.thinking, ThinkingFormat) or self.thinking.begin in prompt
         if not is_told and self._opened(prompt, None):
-            begin = ()  # the answer begins within
+            begin = ()  # the response begins within reasoning
         return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
     def _opened(self, prompt: str, continued: str | None) -> bool:
-        """Whether the prompt ends within reasoning."""
+        """Return whether the prompt ends within reasoning."""
         if not isinstance(self.thinking, ThinkingFormat):
             return False
         begin, end = self.thinking.begin, self.thinking.end
@@ -190,7 +194,7 @@ def _chosen(setting: str, name: str, known: Mapping[str, object], found: str | N
 
 
 def _by_template(tokenizer: Tokenizer | None) -> tuple[str | None, str | None]:
-    """The names of both formats."""
+    """Return the names of the tool-call and reasoning formats."""
 
     def names(signs: Sequence[str]) -> bool:
         return tokenizer is not None and all(map(tokenizer.template_uses, signs))

@@ -1,4 +1,4 @@
-"""JSON that comes in pieces, for `tool_parsers.py`: strings that are read, values handed on as they stand."""
+"""Incremental JSON reading for `tool_parsers.py`: strings are decoded, values are passed on verbatim."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from ..tokenization.surrogates import loads
 from .text_stream import NotACallError, Sink, TextSource, Waiting
 
-_STRUCTURE = re.compile(r'["{}\[\]<]')  # no JSON has "<" outside of a string: there a mark begins
+_STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there
 _IN_STRING = re.compile(r'["\\]')
 _AFTER_SCALAR = re.compile(r"[,}\]\s<]")
 _MOST_CHARS = 1024  # of a string that is a key or a name
 
 
 def json_string(source: TextSource) -> Waiting[str]:
-    """A string's value. Raises NotACallError for what is none, or is too long for a name."""
+    """Read a string and return its value. Raises NotACallError if it is not one or too long for a name."""
     parts: list[str] = []
 
     def take(text: str) -> None:
@@ -33,10 +33,11 @@ def json_string(source: TextSource) -> Waiting[str]:
 
 
 def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
-    """Hand on a value that begins with a brace or a bracket, to the one that closes it.
+    """Pass on a value that begins with a brace or bracket, up to the matching close.
 
-    Nothing is checked but that they are as many: what is wrong inside is the reader's of the arguments. Where
-    a mark comes between, the value ends.
+    Only the nesting depth is tracked; errors inside are left to the consumer of the arguments. A mark in
+    between
+    ends the value.
     """
     depth = 0
     while True:
@@ -54,7 +55,7 @@ def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
 
 
 def skip_value(source: TextSource) -> Waiting[None]:
-    """Read on behind a value."""
+    """Skip a value."""
     first = yield from source.peek()
     if first and first in "{[":
         yield from json_value(source, _nowhere)
@@ -65,7 +66,7 @@ def skip_value(source: TextSource) -> Waiting[None]:
 
 
 def _string(source: TextSource, sink: Sink) -> Waiting[bool]:
-    """Hand on a string with its quotes; False where the text ends within."""
+    """Pass on a string with its quotes. Return False if the text ends within it."""
     sink((yield from source.character()))
     while True:
         found = yield from source.span(_IN_STRING, sink)

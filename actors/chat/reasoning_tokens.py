@@ -1,7 +1,8 @@
-"""Which tokens stand around reasoning, and how many tokens of a completion were reasoning, for `usage`.
+"""The tokens around reasoning, and the number of reasoning tokens of a completion, for `usage`.
 
-Counted by tokens alone, so that the figure depends neither on speculation nor on how an answer is cut. So it
-is only told where marks are tokens of their own, as in all models that were trained to think.
+Counted by tokens alone, so that the number depends neither on speculation nor on how the text was split. It
+is
+therefore reported only if the marks are single tokens, as in all models trained to reason.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from .chat_formats import Messages, ThinkingFormat
 
 
 class ReasoningCounter:
-    """Of one completion.
+    """Counts the reasoning tokens of one completion.
 
     Args:
         begin: the tokens before reasoning.
-        end: the token behind it.
+        end: the token after it.
         opened: the prompt ends within reasoning.
 
     Attributes:
-        count: tokens of reasoning so far, without the marks.
+        count: reasoning tokens so far, without the marks.
     """
 
     def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
@@ -35,7 +36,7 @@ class ReasoningCounter:
     def of(
         cls, thinking: ThinkingFormat | Messages, tokenizer: Tokenizer, *, opened: bool
     ) -> ReasoningCounter | None:
-        """None where a mark is no token."""
+        """Return a counter, or None if a mark is not a single token."""
 
         begin, end = reasoning_marks(thinking, tokenizer)
         last = thinking.begin if isinstance(thinking, ThinkingFormat) else thinking.body
@@ -44,7 +45,7 @@ class ReasoningCounter:
         return cls(begin, end[0], opened=opened)
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Take in what follows."""
+        """Count the next tokens."""
         for token_id in token_ids:
             self._recent.append(token_id)
             if not self._inside:
@@ -58,7 +59,7 @@ class ReasoningCounter:
 def reasoning_marks(
     thinking: ThinkingFormat | Messages, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens before reasoning and behind it."""
+    """Return the tokens before and after reasoning."""
     if isinstance(thinking, ThinkingFormat):
         texts = thinking.begin, thinking.end
     else:

@@ -1,4 +1,4 @@
-"""What a raw value of a call means as JSON: its type is what the tool's schema says of it."""
+"""Converts raw values of tool calls to JSON, using the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from ..tokenization.surrogates import without_surrogates
 
-_MOST_REFERENCES = 8  # behind each other
-_MOST_PARTS = 1000  # of a property: branches that refer to branches multiply
+_MOST_REFERENCES = 8  # longest chain of references
+_MOST_PARTS = 1000  # schemas visited per property: branches that refer to branches multiply
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """What a schema says of one property; references within it are followed."""
+    """Return the schema of one property with references resolved; None if there is none."""
     properties = schema.get("properties")
     parts = iter(range(_MOST_PARTS))
     return _resolved(properties.get(name), schema, parts) if isinstance(properties, Mapping) else None
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
-    """Whether a value is text as it stands: the schema says so, or says nothing."""
+    """Return whether a value is plain text: the schema says string, or nothing."""
     return types_of(schema) in (frozenset(), frozenset({"string"}))
 
 
 def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
-    """A raw value as JSON of a type that the schema allows; text where it is none of those."""
+    """Return a raw value as JSON of a type that the schema allows, or as a JSON string if none matches."""
     types, word = types_of(schema), raw.strip()
     known = _WORDS.get(word.lower())
     if known is not None and ("null" if known == "null" else "boolean") in types:
@@ -43,7 +43,7 @@ def as_json(raw: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
-    """The JSON types that a schema allows; none where it does not tell."""
+    """Return the JSON types that a schema allows; an empty set if it does not say."""
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
@@ -61,10 +61,10 @@ def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
 def _resolved(
     schema: Any, root: Mapping[str, Any], parts: Iterator[int], depth: int = 0
 ) -> Mapping[str, Any] | None:
-    """A schema without references on its top, and in its branches; None where it is none.
+    """Return a schema with references resolved at its top level and in its branches; None if invalid.
 
     Args:
-        parts: one is taken for each schema that is looked at; None is returned when there are no more.
+        parts: budget of schemas to visit; None is returned once it is exhausted.
     """
     if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES or next(parts, None) is None:
         return None
@@ -80,7 +80,7 @@ def _resolved(
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(word)  # NaN and infinities are no JSON
+    raise ValueError(word)  # NaN and infinities are not valid JSON
 
 
 def _type_of(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""An answer's text, taken apart as it comes: reasoning, content, calls of tools.
+"""Splits a streamed response into reasoning, content and tool calls.
 
-One `Splitter` per completion, driven by a table of formats (`chat_formats.py`). What it has given out after
-some text depends on that text alone, not on how the text was cut: a stream and a whole answer have equal
-sums, and so has a stream that another replica continues. Held back is what may be a mark's beginning, and a
-call until it is known to be one; what looks like a call and is none is content. Newlines beside a mark belong
-to it. Used by the endpoints and by batch rows through `answer_parser.py`.
+One `Splitter` per completion, driven by a table of formats (`chat_formats.py`). The total output depends only
+on the text received, not on how it was split: a stream, a complete response and a stream that another replica
+continues give the same result. Text that may begin a mark is held back, and so is a call until it is known to
+be one; text that looks like a call but is none is content. Newlines next to a mark belong to it. Used by the
+endpoints and by batch rows through `answer_parser.py`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MOST_CALLS = 128
 
 
 class Splitter:
-    """Of one completion.
+    """Parser of one completion.
 
     Args:
-        thinking: how reasoning is written; None looks for none.
-        calls: how tools are called; None looks for no calls.
-        schemas: the tools that may be called, with their arguments' schemas (Any: JSON).
+        thinking: reasoning format; None parses no reasoning.
+        calls: tool-call format; None parses no calls.
+        schemas: argument schemas of the callable tools by name (Any: JSON).
         opened: the prompt ends within reasoning.
-        id_seed: ids of calls are made of it.
-        parallel: False leaves out all calls behind the first.
+        id_seed: seed of the call ids.
+        parallel: False drops all calls after the first.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Splitter:
         self._done = False
 
     def feed(self, text: str) -> AnswerDelta:
-        """Take in what follows; returns what can be told of the text so far and was not told before."""
+        """Parse the next text; return what is known now and was not returned before."""
         self._source.add(text)
         return self._take()
 
     def finish(self) -> AnswerDelta:
-        """The text has ended: what was held back."""
+        """Mark the end of the text; return what was held back."""
         self._source.closed = True
         return self._take()
 
@@ -73,7 +73,7 @@ class Splitter:
         self._pieces.clear()
         return found
 
-    # What readers find.
+    # Output of the readers.
 
     def open(self, name: str, id: str | None = None) -> None:
         if not TOOL_NAME.fullmatch(name):
@@ -97,7 +97,7 @@ class Splitter:
     def _say(self, text: str) -> None:
         self._pieces.append(AnswerDelta(content=text))
 
-    # How an answer is read.
+    # Parsing.
 
     def _read(
         self, thinking: ThinkingFormat | Messages | None, calls: CallSyntax | Messages | None, opened: bool
@@ -110,14 +110,14 @@ class Splitter:
             if opened or (thinking is not None and thinking.always_open):
                 assert thinking is not None, "nothing is open where there is no reasoning"
                 yield from self._source.skip("\n")
-                yield from self._source.starts_with(thinking.begin)  # some say it again
+                yield from self._source.starts_with(thinking.begin)  # some models repeat it
                 yield from self._read_thoughts(thinking)
             yield from self._read_marked(thinking, calls)
-        while not self._source.ended:  # all the rest is content
+        while not self._source.ended:  # the rest is content
             yield from self._source.through(_NO_MARKS, self._say)
 
     def _read_marked(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Waiting[None]:
-        """Thoughts at the start and behind calls, content and calls in any order."""
+        """Read reasoning at the start and after calls, and content and calls in any order."""
         begins = _begins(calls)
         marks = Marks(*begins, newlines=_NEWLINES) if begins else _NO_MARKS
         bare = calls if isinstance(calls, JsonCalls) and not calls.begin else None
@@ -149,7 +149,7 @@ class Splitter:
         yield from self._source.skip("\n")
 
     def _read_call(self, calls: CallSyntax, mark: str) -> Waiting[None]:
-        """What a mark begins: a call, or a section of several."""
+        """Read what a mark begins: a call, or a section of several."""
         self._source.mark()
         before = self._num_calls
         try:
@@ -183,7 +183,8 @@ class Splitter:
             yield from self._source.starts_with(calls.section_end)
 
     def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
-        """Calls that have no mark, from an answer's start on. False where there was one, and no more."""
+        """Read calls without marks at the start. Return False if at least one was read, so nothing else
+        follows."""
         while True:
             before = self._num_calls
             self._source.mark()
@@ -202,7 +203,7 @@ class Splitter:
                     return True
 
     def _read_messages(self, messages: Messages, *, with_calls: bool) -> Waiting[None]:
-        """Messages with headers. What does not begin with one is content."""
+        """Read messages with headers. Text that does not begin with a header is content."""
         ends = Marks(*messages.ends, messages.start)
         self._source.mark()
         headed = (yield from self._source.starts_with(*messages.first)) is not None
@@ -228,7 +229,7 @@ class Splitter:
                 yield from self._source.through(ends, self._sink(messages, header))
 
     def _sink(self, messages: Messages, header: str) -> Any:
-        """Where the text of a message without a call goes."""
+        """Return the sink for the text of a message that is not a call."""
         to, channel = _RECIPIENT.search(header), None
         if messages.channel:
             channel = _CHANNEL.match(header.rpartition(messages.channel)[2])
@@ -237,7 +238,7 @@ class Splitter:
 
 
 def _tool(messages: Messages, header: str) -> str | None:
-    """The tool that a message calls."""
+    """Return the tool that a message calls, or None."""
     to = _RECIPIENT.search(header)
     if to is None or to[1] in messages.thoughts | messages.answers or not to[1].startswith(messages.prefix):
         return None
@@ -245,12 +246,12 @@ def _tool(messages: Messages, header: str) -> str | None:
 
 
 def _header_marks(messages: Messages) -> tuple[str, ...]:
-    """What no content begins with."""
+    """Return the marks that no content begins with."""
     return tuple(filter(None, (messages.start, messages.channel)))
 
 
 def _begins(calls: CallSyntax | None) -> tuple[str, ...]:
-    """The marks that begin a call, or a section of calls."""
+    """Return the marks that begin a call or a section of calls."""
     if calls is None:
         return ()
     if isinstance(calls, JsonCalls):

@@ -1,8 +1,8 @@
-"""Text that comes in pieces, read as if it were all there.
+"""A text source for incremental parsers that read as if the whole text were available.
 
-A reader is a generator that yields when it must know more than has come (`Waiting`); `Splitter` wakes it
-when there is more. Each step here decides by the text alone: it waits only while what has come could still go
-either way, so that how the text was cut changes nothing. Behind a `mark` what was read can be read again.
+A reader is a generator that yields when it needs more text (`Waiting`); `Splitter` resumes it when text
+arrives. Each decision depends on the text alone: a reader waits only while the received text is ambiguous, so
+how the text was split does not matter. After `mark`, text can be read again with `go_back`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Sink = Callable[[str], None]
 
 
 class NotACallError(Exception):
-    """What looked like a call of a tool is none: it is content. Never leaves this package."""
+    """Text that looked like a tool call is not one and is treated as content. Never leaves this package."""
 
 
 class Marks:
     """Strings that end a stretch of text; without any, nothing ends it. No mark may begin within another.
 
     Args:
-        newlines: as many newlines before a mark belong to it: they are neither shown nor part of a value.
+        newlines: up to this many newlines before a mark belong to it; they are neither shown nor part of a
+            value.
     """
 
     def __init__(self, *marks: str, newlines: int = 0) -> None:
@@ -39,7 +40,7 @@ class Marks:
         return self._pattern.search(text, at)
 
     def held_from(self, text: str, at: int) -> int:
-        """Where the end of `text` begins that may be a mark's beginning."""
+        """Return the position from which the end of `text` may be the beginning of a mark."""
         for begin in range(max(at, len(text) - self._most_chars), len(text)):
             if text[begin] in self._first_chars and self._may_begin(text[begin:]):
                 return begin
@@ -51,13 +52,13 @@ class Marks:
 
 
 class TextSource:
-    """What has come of a text and was not read."""
+    """Text received and not read yet."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._kept_from: int | None = None
-        self.closed = False  # nothing more comes
+        self.closed = False  # no more text will arrive
 
     def add(self, text: str) -> None:
         begin = self._at if self._kept_from is None else self._kept_from
@@ -67,7 +68,7 @@ class TextSource:
             self._kept_from = 0
 
     def mark(self, num_chars: int = 0) -> None:
-        """From here on everything is kept, for `go_back`; and `num_chars` that were read just now."""
+        """Keep everything from here on for `go_back`, and the last `num_chars` characters read."""
         self._kept_from = self._at - num_chars
 
     def forget(self) -> None:
@@ -82,7 +83,7 @@ class TextSource:
         return self.closed and self._at >= len(self._text)
 
     def peek(self) -> Waiting[str]:
-        """The next character, not read; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self._at >= len(self._text):
             if self.closed:
                 return ""
@@ -90,18 +91,18 @@ class TextSource:
         return self._text[self._at]
 
     def character(self) -> Waiting[str]:
-        """The next character; "" at the end."""
+        """Read the next character; "" at the end."""
         found = yield from self.peek()
         self._at += len(found)
         return found
 
     def skip(self, characters: str = " \t\r\n") -> Waiting[None]:
-        """Read on as long as there is one of these."""
+        """Skip characters of this set."""
         while (found := (yield from self.peek())) and found in characters:
             self._at += 1
 
     def starts_with(self, *marks: str) -> Waiting[str | None]:
-        """Read the longest of these marks that comes next, if one does."""
+        """Read the longest of these marks that comes next; return it, or None."""
         for mark in sorted(marks, key=len, reverse=True):
             while not self._text.startswith(mark, self._at):
                 rest = self._text[self._at : self._at + len(mark)]
@@ -114,12 +115,12 @@ class TextSource:
         return None
 
     def expect(self, mark: str) -> Waiting[None]:
-        """Raises NotACallError where something else comes."""
+        """Read `mark`. Raises NotACallError if something else comes."""
         if (yield from self.starts_with(mark)) is None:
             raise NotACallError
 
     def through(self, marks: Marks, sink: Sink) -> Waiting[str | None]:
-        """Hand text to `sink` until a mark comes; returns it, read, with its newlines, or None at the end."""
+        """Pass text to `sink` up to a mark. Read and return the mark with its newlines; None at the end."""
         while True:
             if found := marks.search(self._text, self._at):
                 self._hand(found.start(), sink)
@@ -131,7 +132,7 @@ class TextSource:
             yield
 
     def span(self, pattern: re.Pattern[str], sink: Sink) -> Waiting[str]:
-        """Hand text to `sink` until a character comes that matches; returns it, unread, or "" at the end."""
+        """Pass text to `sink` up to a character that matches. Return it unread, or "" at the end."""
         while True:
             found = pattern.search(self._text, self._at)
             self._hand(found.start() if found else len(self._text), sink)
@@ -142,7 +143,8 @@ class TextSource:
             yield
 
     def short(self, marks: Marks, limit: int = 256) -> Waiting[str]:
-        """The text before a mark, which is read. Raises NotACallError where none comes in time."""
+        """Return the text before a mark and read the mark. Raises NotACallError if none comes within
+        `limit`."""
         parts: list[str] = []
 
         def take(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Grammars of answers that must call tools, each in its format's own syntax, in llguidance's Lark.
+"""Grammars that force tool calls in the syntax of each format, in llguidance's Lark.
 
-The other direction of `tool_parsers.py`: what these grammars allow, that reads. Arguments heed the tools'
-schemas. Marks that are tokens of their own are named by their ids, since no text stands for a special token.
+The counterpart of `tool_parsers.py`, which reads what these grammars allow. Arguments follow the tools'
+schemas. Marks that are special tokens are named by their ids, since text never matches a special token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, QuotedCa
 from .schema_values import is_text, property_schema
 
 Schema = Mapping[str, Any]  # Any: JSON.
-# Spaces as in the JSON that chat templates show models; so most of them need not be chosen, either.
+# Spaces as in the JSON of chat templates, which also makes most of them forced tokens.
 _AS_TRAINED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY_OBJECT: Schema = {"type": "object"}
 
@@ -23,12 +23,12 @@ _ANY_OBJECT: Schema = {"type": "object"}
 def forced_calls(
     syntax: CallSyntax | Messages, schemas: Mapping[str, Schema], special: Mapping[str, int], *, several: bool
 ) -> str:
-    """The Lark of at least one call of these tools, and nothing else.
+    """Return the Lark grammar of at least one call of these tools and nothing else.
 
     Args:
-        schemas: of the tools' arguments, by name.
-        special: ids of special tokens, by their text.
-        several: whether more than one call may follow another.
+        schemas: argument schemas by tool name.
+        special: ids of special tokens by text.
+        several: whether several calls may follow each other.
 
     Raises:
         RequestError: the schemas are too long or nested too deep.
@@ -43,9 +43,10 @@ def strict_calls(
     strict: Collection[str],
     special: Mapping[str, int],
 ) -> Mapping[str, Any] | None:
-    """A structural tag of answers that may call these tools: the arguments of strict ones heed their schemas.
+    """Return a structural tag for optional calls of these tools; arguments of strict ones follow their
+    schemas.
 
-    None where the format does not allow it: its calls must begin with a mark that is text, and be JSON.
+    None if the format does not allow it: its calls must begin with a mark that is text, and be JSON.
     """
     if not isinstance(syntax, JsonCalls) or not syntax.begin or syntax.begin in special:
         return None
@@ -61,12 +62,12 @@ def strict_calls(
 
 
 def _json_head(syntax: JsonCalls, name: str) -> str:
-    """A call up to its arguments."""
+    """Return a call up to its arguments."""
     return f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
 
 
 class _Writer:
-    """Rules are collected as they are needed."""
+    """Collects Lark rules as they are needed."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -81,7 +82,7 @@ class _Writer:
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def _around(self, syntax: CallSyntax | Messages) -> tuple[str, str, str]:
-        """What stands before, between and behind calls."""
+        """Return the Lark before, between and after calls."""
         if isinstance(syntax, JsonCalls):
             return "", self._text("\n" if syntax.begin else syntax.between + " "), ""
         if isinstance(syntax, HeadedCalls):
@@ -124,7 +125,8 @@ class _Writer:
         return " ".join([*parts, self._text(closing)])
 
     def _quoted(self, syntax: QuotedCalls, name: str, schema: Schema, at: int) -> str:
-        """Texts between marks, everything else as JSON has it; what may be left out stands last."""
+        """Return a call with texts between quote marks and other values as JSON; optional fields come
+        last."""
         fields: tuple[list[str], list[str]] = ([], [])
         for i, (key, optional) in enumerate(_properties(schema)):
             value = property_schema(schema, key)
@@ -146,7 +148,8 @@ class _Writer:
         return f"{self._text(header + syntax.body)} {self._json(f'args_{at}', schema)}"
 
     def _json(self, rule: str, schema: Schema, root: Schema | None = None) -> str:
-        """The name of a rule for JSON of a schema; `root` has the definitions that it refers to."""
+        """Add a rule for JSON of a schema and return its name; `root` holds the definitions that it refers
+        to."""
         schema = schema or _ANY_OBJECT if root is None else schema
         if root is not None:
             schema = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
@@ -154,7 +157,7 @@ class _Writer:
         return rule
 
     def _text(self, text: str) -> str:
-        """Text as Lark, special tokens in it by their ids."""
+        """Return text as Lark, with special tokens by their ids."""
         parts: list[str] = []
         while text:
             found = [(text.find(mark), mark) for mark in self._special if mark in text]
@@ -168,7 +171,7 @@ class _Writer:
 
 
 def _properties(schema: Schema) -> list[tuple[str, bool]]:
-    """The properties that a schema names, and whether each may be left out."""
+    """Return the properties of a schema, each with whether it is optional."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
     needed = (
@@ -178,7 +181,7 @@ def _properties(schema: Schema) -> list[tuple[str, bool]]:
 
 
 def _listed(required: list[str], optional: list[str]) -> str:
-    """With commas between what is there."""
+    """Return the Lark of fields separated by commas, of which the optional ones may be absent."""
 
     def behind(fields: list[str]) -> str:
         return " ".join(f'("," {field})?' for field in fields)

@@ -1,8 +1,8 @@
-"""Readers of calls of tools, one for each kind of syntax (`chat_formats.py`).
+"""Readers of tool calls, one for each kind of syntax (`chat_formats.py`).
 
-A reader begins behind the mark that begins a call and reads to the mark that ends it. Until it has opened
-the call it raises NotACallError for whatever does not belong there, and `Splitter` shows the text as content;
-from then on all it reads are arguments, and what is wrong with those whoever takes them finds out.
+A reader begins after the mark that begins a call and reads up to the mark that ends it. Before it has opened
+the call it raises NotACallError for unexpected text, which `Splitter` then shows as content. Afterwards all
+text it reads is arguments; the consumer of the arguments checks them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _LABELS = {"type", "id"}
 
 
 class OpenCalls(Protocol):
-    """Where calls go."""
+    """Receives the calls that a reader finds."""
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """The tools that may be called, with their arguments' schemas (Any: JSON)."""
+        """Argument schemas of the callable tools by name (Any: JSON)."""
         ...
 
     def open(self, name: str, id: str | None = None) -> None:
-        """A call begins. Raises NotACallError where the name is none."""
+        """Begin a call. Raises NotACallError if the name is not valid."""
         ...
 
     def add(self, arguments: str) -> None: ...
 
 
 def read_json_call(source: TextSource, calls: OpenCalls, syntax: JsonCalls) -> Waiting[None]:
-    """`{"name": .., "arguments": {..}}`, keys in either order."""
+    """Read `{"name": .., "arguments": {..}}`, keys in either order."""
     name: str | None = None
-    early: list[str] = []  # arguments that came before their name
+    early: list[str] = []  # arguments that came before the name
     opened = False
     yield from source.skip()
     yield from source.expect("{")
@@ -58,7 +58,7 @@ def read_json_call(source: TextSource, calls: OpenCalls, syntax: JsonCalls) -> W
         if key in _NAMES and name is None:
             name = yield from json_string(source)
             if not syntax.begin and name not in calls.schemas:
-                raise NotACallError  # some other JSON
+                raise NotACallError  # other JSON
             if early:
                 calls.open(name)
                 opened = True
@@ -90,14 +90,14 @@ def read_json_call(source: TextSource, calls: OpenCalls, syntax: JsonCalls) -> W
 
 
 def read_headed_call(source: TextSource, calls: OpenCalls, syntax: HeadedCalls) -> Waiting[None]:
-    """`functions.NAME:0 heading {..} end`."""
+    """Read `functions.NAME:0 heading {..} end`."""
     header = (yield from source.short(Marks(syntax.heading))).strip()
     calls.open(header.removeprefix(syntax.prefix).rpartition(":")[0] or header, header)
     yield from read_raw_arguments(source, calls, Marks(syntax.end))
 
 
 def read_raw_arguments(source: TextSource, calls: OpenCalls, end: Marks) -> Waiting[str | None]:
-    """JSON up to a mark, which is returned; where there is none, the call has no arguments."""
+    """Read JSON up to a mark and return the mark. If there is no JSON, the arguments are `{}`."""
     yield from source.skip()
     some = False
 
@@ -113,7 +113,7 @@ def read_raw_arguments(source: TextSource, calls: OpenCalls, end: Marks) -> Wait
 
 
 def read_tagged_call(source: TextSource, calls: OpenCalls, syntax: TaggedCalls) -> Waiting[None]:
-    """`NAME name_close (key_open KEY key_close value_open value value_close)* end`."""
+    """Read `NAME name_close (key_open KEY key_close value_open value value_close)* end`."""
     if syntax.name_close:
         name = yield from source.short(Marks(syntax.name_close))
     else:
@@ -152,7 +152,8 @@ def read_tagged_call(source: TextSource, calls: OpenCalls, syntax: TaggedCalls) 
 def _read_value(
     source: TextSource, calls: OpenCalls, syntax: TaggedCalls, schema: Mapping[str, Any] | None
 ) -> Waiting[bool]:
-    """False where the text ends within. Text is handed on as it comes, everything else when it is whole."""
+    """Read a value: text is passed on as it arrives, other types when complete. False if the text ends
+    within."""
     if syntax.newlines:
         yield from source.starts_with("\n")
     if is_text(schema):
@@ -169,10 +170,10 @@ def _read_value(
 
 
 def _through_value(source: TextSource, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
-    """Hand on a value up to its end; False where the text ends before.
+    """Pass on a value up to its end. Return False if the text ends before.
 
-    Its end is its own mark or, where the model forgot that one, the call's: not read then, and only where
-    nothing follows but what may follow a call, for a value may contain the mark itself.
+    The value ends at its own mark or, if the model omitted that, at the call's end mark. The latter is left
+    unread, and counts only if nothing but what may follow a call comes next, since a value may contain it.
     """
     followers = tuple(filter(None, (syntax.section_end, syntax.section, syntax.name_open)))
     ends = Marks(syntax.value_close, syntax.end, newlines=int(syntax.newlines))
@@ -191,7 +192,7 @@ def _through_value(source: TextSource, syntax: TaggedCalls, sink: Sink) -> Waiti
 
 
 def read_quoted_call(source: TextSource, calls: OpenCalls, syntax: QuotedCalls) -> Waiting[None]:
-    """`call:NAME{key:quote text quote,other:42} end`, turned into JSON as it comes."""
+    """Read `call:NAME{key:quote text quote,other:42} end` and convert it to JSON as it arrives."""
     yield from source.expect(syntax.heading)
     name = yield from _name_before(source, re.compile(r"[{<\n]"))
     if (yield from source.peek()) != "{":
@@ -203,7 +204,7 @@ def read_quoted_call(source: TextSource, calls: OpenCalls, syntax: QuotedCalls) 
 
 
 def _read_quoted_value(source: TextSource, add: Sink, quote: str) -> Waiting[None]:
-    """One value that begins with a brace."""
+    """Read one value that begins with a brace."""
     depth = 0
     quotes = Marks(quote)
     while True:
@@ -213,7 +214,7 @@ def _read_quoted_value(source: TextSource, add: Sink, quote: str) -> Waiting[Non
             add(_bare_as_json(word, is_key=found == ":"))
         if found == "<":
             if (yield from source.starts_with(quote)) is None:
-                return  # the end of the call, too early
+                return  # the call ends too early
             add('"')
             if (yield from source.through(quotes, lambda text: add(escaped(text)))) is None:
                 return
@@ -256,7 +257,8 @@ def _name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:
 
 
 def escaped(text: str) -> str:
-    """Text as it stands between the quotes of a JSON string; so pieces of text make pieces of a string."""
+    """Return text as written between the quotes of a JSON string; pieces of text give pieces of the
+    string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -1,10 +1,10 @@
-"""The engine as a living thing: its loop in a thread of its own, requests as async streams.
+"""The asynchronous engine: runs the step loop in its own thread and serves requests as async streams.
 
     event loop: add() ─ inbox ─▶ step thread: plan, execute, commit ─ updates ─▶ event loop: text, streams
 
-The step thread never touches text; detokenization and stop strings run on the event loop while the next
-step is under way. A stop string found there aborts the sequence one step later; its tokens never come out.
-Used by the Serve replica and by batch actors. `LLM` (llm.py) is the synchronous twin.
+The step thread never touches text: detokenization and stop strings run on the event loop during the next
+step. A stop string found there aborts the sequence one step later, and the tokens of that step are dropped.
+Used by the Serve replica and by batch actors. `LLM` (llm.py) is the synchronous counterpart.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ from .unread_outputs import ReaderLimit
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-DELIVERY_TIMEOUT_S = 10.0  # that updates may wait while the event loop runs and hands out none
+DELIVERY_TIMEOUT_S = 10.0  # longest time that updates may wait undelivered while the event loop runs
 
 
 @runtime_checkable
 class SwapsDrafters(Protocol):
-    """An executor that can change its drafter between two steps: those of `uniproc_executor.py` and
-    `workers/`."""
+    """An executor that can replace its drafter between two steps (`uniproc_executor.py`, `workers/`)."""
 
     def swap_drafter(self, model: str) -> None: ...
 
@@ -58,21 +57,23 @@ class SwapsDrafters(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """An executor whose workers are processes of their own (`workers/`). Called from any thread."""
+    """An executor whose workers are separate processes (`workers/`). Methods may be called from any
+    thread."""
 
     def stopped_workers(self) -> Sequence[str]:
-        """Return the names of those that are stopped."""
+        """Return the names of the stopped workers."""
         ...
 
     def give_up(self, reason: str) -> None:
-        """End all of them, stopped ones too; the executor is dead from then on."""
+        """Kill all workers, also the stopped ones. The executor is dead afterwards."""
         ...
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is served, as in `cluster/request/request.py`: `Request`; `begun` by another engine.
+    """Per-request options, as the fields of `Request` in `cluster/request/request.py`.
 
-    With `trace` the metrics of the whole answer tell each step.
+    `begun` is the output that another engine generated before this one took over. With `trace` the metrics of
+    the finished request list every step.
     """
 
     priority: int
@@ -90,18 +91,18 @@ class RequestOptions(TypedDict, total=False):
 
 
 class AsyncEngine:
-    """One engine for many concurrent users.
+    """One engine that serves many concurrent requests.
 
     Args:
-        config: of the engine.
-        make: builds the executor; runs in a thread, since loading takes long.
-        watch: judges steps that do not end.
+        config: engine configuration.
+        make: builds the executor; runs in a thread because loading takes long.
+        watch: detects steps that do not end.
 
     Attributes:
         drafter: the checkpoint that drafts, as it was named; None without speculation.
-        candidate: the one beside it that is on trial, if there is one.
-        trial: of which requests that come, and may be drafted for, draw lots.
-        verdicts: how many trials have ended so.
+        candidate: the drafter on trial, if any.
+        trial: the running trial, which assigns new requests that may be drafted for to an arm at random.
+        verdicts: number of finished trials by verdict.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self._watch = watch or StepWatch()
-        self._stall: Stall | None = None  # while a step does not end
-        self._stopping = threading.Event()  # of the thread that watches steps
+        self._stall: Stall | None = None  # set while a step does not end
+        self._stopping = threading.Event()  # ends the thread that watches steps
         spec = config.speculative_config
         self.drafter = None if spec is None else spec.drafter
         self.candidate: str | None = None
@@ -136,9 +137,10 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Load the models and start the loop. Raises ConfigError and its kin; then it is closed."""
+        """Load the models and start the loop. Raises ConfigError or another MantaError; the engine is then
+        closed."""
         self._loop = asyncio.get_running_loop()
-        # Side by side: workers are processes, and mostly waited for.
+        # In parallel: the workers are processes, so this process mostly waits for them.
         loading = asyncio.to_thread(self._load)
         reading = asyncio.to_thread(load_tokenizer, self.config)
         try:
@@ -158,7 +160,8 @@ class AsyncEngine:
         self._watch_delivery()
 
     def _load(self) -> Executor:
-        """In a thread; whom `close` did not find here, because it still loaded, ends itself."""
+        """Build the executor. Runs in a thread. Closes the executor itself if `close` was called
+        meanwhile."""
         executor = self._make(self.config)
         with self._wake:
             self._executor = executor
@@ -178,7 +181,8 @@ class AsyncEngine:
 
     @property
     def encoder(self) -> AsyncPromptEncoder:
-        """The door for text: encodes beside the event loop, and refuses what cannot fit."""
+        """Return the prompt encoder, which encodes off the event loop and rejects prompts that are too
+        long."""
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
 
@@ -187,12 +191,12 @@ class AsyncEngine:
         return self._engine.stats()
 
     def lives(self, name: str) -> list[RequestTimeline]:
-        """What became of the requests of this name; see `EngineCore.lives`."""
+        """Return the timelines of the requests with this name; see `EngineCore.lives`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.lives(name)
 
     def spent(self) -> dict[UsageAccount, Usage]:
-        """What steps were for whom; see `EngineCore.spent`."""
+        """Return the usage by account; see `EngineCore.spent`."""
         assert self._engine is not None, "start() the engine first"
         return self._engine.spent()
 
@@ -208,7 +212,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether `check_health` would be silent."""
+        """Whether `check_health` does not raise."""
         try:
             self.check_health()
         except MantaError:
@@ -224,13 +228,13 @@ class AsyncEngine:
         limit: ReaderLimit | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request; yields what is new, once per step that brought tokens; less often where the
-        reader is behind.
+        """Serve one request. Yield the new output once per step that produced tokens, or less often to a slow
+        reader.
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
 
         Args:
-            limit: of what may be unread; beyond it the request ends with SlowReaderError.
+            limit: bounds the unread output; the request ends with SlowReaderError when it is exceeded.
         """
         async with self._held(params) as held:
             with self._opened(request_id, prompt, held, options, limit=limit) as stream:
@@ -246,10 +250,11 @@ class AsyncEngine:
         watch: Callable[[RequestOutput], None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """Serve one request to its end; the whole answer, all n completions. Cancellation aborts it.
+        """Serve one request and return its complete output with all n completions. Cancellation aborts it.
 
         Args:
-            watch: called with what `add` would have yielded; what it raises ends the request.
+            watch: called with every output that `add` would have yielded; an exception from it ends the
+                request.
         """
         async with self._held(params) as held:
             with self._opened(request_id, prompt, held, options, whole=watch is None) as stream:
@@ -263,20 +268,21 @@ class AsyncEngine:
         return self._streams.abort(request_id)
 
     async def swap_drafter(self, model: str) -> None:
-        """Draft with the checkpoint `model` from now on. Requests that run go on, with the same tokens.
+        """Draft with the checkpoint `model` from now on. Running requests continue with unchanged tokens.
 
         Raises:
-            CheckpointError, ConfigError: it does not fit this engine; the old one stays.
+            CheckpointError, ConfigError: the checkpoint does not fit this engine; the old drafter stays.
             EngineDeadError: the engine cannot serve.
         """
         await self._ordered(lambda executor, engine: executor.swap_drafter(model))
         self.drafter = model
 
     async def begin_trial(self, model: str, trial: CanaryTrial) -> None:
-        """Have the checkpoint `model` beside the drafter: it drafts for requests that are `on_trial`, by lot.
+        """Load the checkpoint `model` as a candidate; it drafts for the requests that are assigned to it at
+        random.
 
         Raises:
-            CheckpointError, ConfigError: it does not fit this engine; nothing has changed.
+            CheckpointError, ConfigError: the checkpoint does not fit this engine; nothing has changed.
             EngineDeadError: the engine cannot serve.
         """
 
@@ -288,11 +294,12 @@ class AsyncEngine:
         self.candidate, self.trial = model, trial
 
     async def end_trial(self, verdict: Verdict | None) -> None:
-        """Have one drafter again: the candidate if it is "promoted". Requests that run go on, and keep their
-        drafts but for those older than the trial.
+        """Return to one drafter: the candidate if `verdict` is "promoted", else the previous one.
+
+        Running requests continue and keep drafting, except for those older than the trial.
 
         Args:
-            verdict: None: it was taken back.
+            verdict: result of the trial; None if it was withdrawn.
 
         Raises:
             EngineDeadError: the engine cannot serve.
@@ -312,7 +319,7 @@ class AsyncEngine:
             self.verdicts[verdict] += 1
 
     async def end_warm_up(self) -> None:
-        """Leave the requests so far out of all figures; only what their steps took stays known.
+        """Exclude the requests so far from all statistics; only the measured step times are kept.
 
         Raises:
             EngineDeadError: the engine cannot serve.
@@ -322,25 +329,25 @@ class AsyncEngine:
         await self._ordered(lambda executor, engine: kept.end_warm_up())
 
     async def _ordered(self, order: Callable[[SwapsDrafters, EngineCore], None]) -> None:
-        """Done by the step thread between two steps; raises what that raises."""
+        """Run `order` on the step thread between two steps. Raises what `order` raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tell(lambda engine: self._obey(engine, order, done))
         while not done.done():
-            self.check_health()  # a dead engine's thread does nothing any more
+            self.check_health()  # the thread of a dead engine runs no commands
             await asyncio.wait({done}, timeout=LOOK_S)
         done.result()
 
     def end_all(self, failure: MantaError) -> None:
-        """End the requests that run, with `failure`; not those in the background, which nobody waits for."""
+        """End the running requests with `failure`, except background requests."""
         self._streams.fail_online(failure)
 
     def give_up_stalled(self) -> None:
-        """End the workers if a step does not end: nothing is left that could go on, or hold a device."""
+        """Kill the workers if a step does not end, so that none keeps a device."""
         if self._stall is not None and isinstance(self._executor, HasWorkers):
             self._executor.give_up(self._stall.reason)
 
     def close(self) -> None:
-        """Stop the loop and end the workers. Living requests fail with EngineDeadError. Idempotent."""
+        """Stop the loop and end the workers. Running requests fail with EngineDeadError. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -356,13 +363,14 @@ class AsyncEngine:
             self._executor.close()
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the seed that a request without one gets, for who must know it."""
+        """Return the parameters with the seed that the engine would choose for a request without one."""
         return self._seeds.seeded(params)
 
     # On the event loop.
 
     def _held(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
-        """The parameters with their grammar, which is compiled beside the event loop and the steps."""
+        """Hold the grammar of the parameters while in use; it is compiled off the event loop and the step
+        thread."""
         assert self._grammars is not None, "start() the engine first"
         return self._grammars.held(params)
 
@@ -377,7 +385,7 @@ class AsyncEngine:
         whole: bool = False,
         limit: ReaderLimit | None = None,
     ) -> Iterator[OutputStream]:
-        """A request that runs while somebody reads."""
+        """Run a request for as long as the context is open."""
         try:
             self.check_health()
         except MantaError as error:
@@ -401,9 +409,10 @@ class AsyncEngine:
                 trial.end(ticket, tracker.metrics.brought)
 
     def _watch_delivery(self, num_stuck: int = 0) -> None:
-        """Check every second that updates reach their readers. If none does for long, the engine is dead.
+        """Check every LOOK_S seconds that updates reach their readers; declare the engine dead if none does
+        for long.
 
-        Checks are counted, not seconds, so a loop that was blocked itself is no reason.
+        Counts checks rather than seconds, so a blocked event loop does not count as a failure.
         """
         if self._closing or self._failure is not None:
             return
@@ -434,7 +443,7 @@ class AsyncEngine:
             engine.add_requests(requests)
         except MantaError as error:
             self._post(stream.fail, error)
-        except Exception as error:  # a request's edge: it alone fails
+        except Exception as error:  # contain the failure: only this request fails
             child_ids = [request.request_id for request in requests]
             self._post(stream.fail, processing_failure(child_ids[0], error, client_id=stream.client_id))
             for child_id in child_ids:
@@ -473,7 +482,7 @@ class AsyncEngine:
             self._failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self._failure = error
-        except BaseException as error:  # a thread's edge: whatever broke, the requests must be answered
+        except BaseException as error:  # the thread's outermost level: every request must get an answer
             ids = self._streams.ids
             logger.exception(
                 "the engine's loop failed; running requests: %s", ids, extra={"request_ids": ids}
@@ -483,7 +492,7 @@ class AsyncEngine:
         self._post(self._streams.fail_all, self._failure)
 
     def _watch_steps(self) -> None:
-        """In a thread of its own: see that steps end."""
+        """Watch in a separate thread that steps end."""
         executor = self._executor
         stopped = executor.stopped_workers if isinstance(executor, HasWorkers) else tuple[str, ...]
         while not self._stopping.wait(TICK_S):
@@ -498,7 +507,7 @@ class AsyncEngine:
                     *(stall.reason, ids),
                     extra={"request_ids": ids},
                 )
-                # To them, and to a gateway, it is a death like others; the reason is for whoever probes.
+                # Streams and the gateway treat it as any engine death; health probes get the reason.
                 self._post(self._streams.fail_online, EngineDeadError(_stalled(stall).message))
 
     def _await_work(self, engine: EngineCore) -> bool:

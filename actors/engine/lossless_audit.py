@@ -1,15 +1,15 @@
-"""Answers that are computed once more in idle steps: for the audit, and for a drafter's trial in the shadow.
+"""Recomputes finished responses in idle steps, for the lossless audit and for shadow trials of a drafter.
 
-The audit computes without speculation and compares token by token. Speculation changes no token; this is
-whoever doubts it, at work on real traffic. The trial (`cluster/fleet/canary.py`) computes with the drafter
-and with the candidate, and compares what their drafts are worth.
+The audit decodes a response without speculation and compares the tokens; they must be equal. A shadow trial
+(`cluster/fleet/canary.py`) decodes it with the drafter and with the candidate and compares their acceptance.
 
-A share of the answers is kept (token ids, in memory, bounded) and computed anew when no online request is
-here: as background work, and from nothing (no page of the prefix cache is read, and none is left there). An
-online request that comes ends that at once; later the audit goes on behind the tokens that were compared.
-`manta audit` (jobs/audit/) does the same for a dataset, with whole blocks. In half precision, where a row's
-bits depend on its batch, a near-tie may fall otherwise: that is a mismatch here, too, for it is one to the
-client. Fed by `http/generation/request_run.py`; all on the event loop.
+A share of the responses is kept in memory (token ids, bounded). They are recomputed as background work while
+no online request runs, without reading or filling the prefix cache. An arriving online request cancels the
+work at once; the audit later continues after the tokens already compared.
+
+`manta audit` (jobs/audit/) does the same for a dataset, with whole blocks. In half precision a row's bits
+depend on its batch, so a near-tie may resolve differently: this counts as a mismatch here, since the client
+would also see it. Fed by `http/generation/request_run.py`. Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 AuditResult = Literal["match", "mismatch", "skipped"]
 
-MAX_WAITING = 64  # answers
-MAX_WAITING_TOKENS = 1 << 18  # theirs and their prompts', together
+MAX_WAITING = 64  # responses
+MAX_WAITING_TOKENS = 1 << 18  # total tokens of the waiting responses and their prompts
 
 
 @dataclass(slots=True, eq=False)
 class AuditedAnswer:
-    """An answer that was chosen, as it comes.
+    """A response chosen for recomputation, fed while it is generated.
 
     Attributes:
-        num_compared: so many of its tokens have been found to be right.
-        audits: whether they are to be compared (yet).
-        trial: for which it is to be decoded by both drafters.
-        tallies: of those that have done so.
+        num_compared: number of leading tokens found to be equal.
+        audits: whether its tokens still have to be compared.
+        trial: the trial for which both drafters decode it.
+        tallies: acceptance counts of the drafters that have decoded it.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class AuditedAnswer:
     tallies: list[ArmStats] = field(default_factory=list[ArmStats])
 
     def feed(self, output: RequestOutput) -> None:
-        """What is new of it."""
+        """Append new tokens of the response."""
         self.token_ids += output.outputs[0].token_ids
 
     @property
@@ -67,7 +67,8 @@ class AuditedAnswer:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def compare(self, output: RequestOutput) -> None:
-        """What is new of the answer without speculation. Raises _DiffersError at the first other token."""
+        """Compare new tokens decoded without speculation. Raises _DiffersError at the first different
+        token."""
         for token_id in output.outputs[0].token_ids:
             if self.token_ids[self.num_compared : self.num_compared + 1] != [token_id]:
                 raise _DiffersError
@@ -75,16 +76,16 @@ class AuditedAnswer:
 
 
 class _DiffersError(Exception):
-    """The answers differ behind the tokens that were compared."""
+    """The responses differ after the compared tokens."""
 
 
 class LosslessAudit:
-    """Of one engine.
+    """Audits the responses of one engine.
 
     Args:
-        engine: computes them.
-        share: of the answers that are audited.
-        count: told what came of each.
+        engine: recomputes the responses.
+        share: fraction of the responses that are audited.
+        count: called with the result of each audit.
     """
 
     def __init__(self, engine: AsyncEngine, share: float, count: Callable[[AuditResult], None]) -> None:
@@ -98,7 +99,7 @@ class LosslessAudit:
 
     @contextmanager
     def online(self) -> Iterator[None]:
-        """An online request is here: nothing is audited meanwhile."""
+        """Pause the audit while an online request runs."""
         self._num_online += 1
         self._may_run.clear()
         if self._running is not None:
@@ -112,8 +113,11 @@ class LosslessAudit:
     def choose(
         self, request_id: str, response_id: str, prompt: EncodedPrompt, params: SamplingParams, begun: Begun
     ) -> AuditedAnswer | None:
-        """Whether the answer to this request is one of the share: then serve it with the `params` that are in
-        what comes back, which have a seed, and feed that."""
+        """Return an `AuditedAnswer` if this request is sampled, else None.
+
+        The request must then be served with its `params`, which have a seed, and its outputs passed to
+        `feed`.
+        """
         audits, trial = random.random() < self._share, self._shadow()
         if not audits and trial is None:
             return None
@@ -121,14 +125,14 @@ class LosslessAudit:
         return AuditedAnswer(*told, audits=audits, trial=trial)
 
     def _shadow(self) -> CanaryTrial | None:
-        """The trial that this answer is for, if there is one and it is."""
+        """Return the shadow trial that this response is sampled for, or None."""
         trial = self._engine.trial
         if trial is None or not trial.rules.shadow or random.random() >= trial.rules.fraction:
             return None
         return trial
 
     def submit(self, answer: AuditedAnswer) -> None:
-        """A whole answer."""
+        """Queue a finished response; drop it if the queue is full."""
         kept = sum(each.num_tokens for each in self._waiting)
         if len(self._waiting) == MAX_WAITING or kept + answer.num_tokens > MAX_WAITING_TOKENS:
             if answer.audits:
@@ -142,7 +146,7 @@ class LosslessAudit:
             self._may_run.set()
 
     async def work_forever(self) -> None:
-        """One answer after the other, whenever there is nothing else. Cancelled at the end."""
+        """Recompute queued responses one by one while no online request runs. Runs until cancelled."""
         while True:
             await self._may_run.wait()
             self._running = asyncio.create_task(self._compute_anew(self._waiting[0]))
@@ -164,17 +168,17 @@ class LosslessAudit:
             await self._try_both(answer, answer.trial)
 
     async def _try_both(self, answer: AuditedAnswer, trial: CanaryTrial) -> None:
-        """The same tokens by the drafter and by the candidate; who was done before stays done."""
+        """Decode the response with the drafter and with the candidate, skipping a finished one."""
         try:
             while len(answer.tallies) < 2:
                 answer.tallies.append(await self._decode(answer, on_trial=bool(answer.tallies)))
-        except Exception:  # a task's edge: no word on this answer, and the next one has its turn
+        except Exception:  # the task's outermost level: skip this response, continue with the next
             logger.exception("request %s could not be decoded again for the trial", answer.request_id)
         else:
             trial.compare(*answer.tallies)
 
     async def _decode(self, answer: AuditedAnswer, *, on_trial: bool) -> ArmStats:
-        """What one of the two brings."""
+        """Decode the response with one of the two drafters and return its acceptance counts."""
         output = await self._engine.complete(
             f"{'candidate' if on_trial else 'incumbent'}-{answer.response_id}",
             answer.prompt,
@@ -191,15 +195,17 @@ class LosslessAudit:
             await self._compute(answer)
         except _DiffersError:
             self._report(answer)
-        except Exception:  # a task's edge: no word on this answer, and the next one has its turn
+        except Exception:  # the task's outermost level: skip this response, continue with the next
             logger.exception("request %s could not be audited", answer.request_id)
             self._count("skipped")
         else:
             self._count("match")
 
     async def _compute(self, answer: AuditedAnswer) -> None:
-        """Raises _DiffersError. What was compared before is not computed again, but for a last token: that
-        the answer ends there must be seen."""
+        """Decode the rest without speculation. Raises _DiffersError.
+
+        Tokens compared before are not computed again, except for the last one: the run must also end there.
+        """
         answer.num_compared = min(answer.num_compared, len(answer.token_ids) - 1)
         await self._engine.complete(
             f"audit-{answer.response_id}",

@@ -1,5 +1,4 @@
-"""Log probabilities as users read them: in vLLM's shape, with the text of tokens. Called by
-`output_processor.py`."""
+"""Log probabilities in vLLM's shape, with the text of tokens. Called by `output_processor.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from ..tokenization.tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """Of a token in one place of the output.
+    """Log probability of one token at one position of the output.
 
     Attributes:
-        logprob: natural, of the model's own distribution.
-        rank: the token's place among all of the vocabulary, from 1.
-        decoded_token: its text by itself; None without a tokenizer.
+        logprob: natural logarithm, of the model's own distribution.
+        rank: rank of the token in the vocabulary, from 1.
+        decoded_token: text of this token alone; None without a tokenizer.
     """
 
     logprob: float
@@ -26,17 +25,18 @@ class Logprob(NamedTuple):
 
 
 Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs
-PlaceLogprobs = dict[int, Logprob]  # by token id, the one that came out first, then the likeliest
+PlaceLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
 
 
 class OutputLogprobs(Sequence[PlaceLogprobs]):
-    """One place for each token of an output; kept as numbers, made readable where it is looked at.
+    """One `PlaceLogprobs` for each token of an output, stored as numbers and converted on access.
 
-    Twenty likeliest tokens in thousands of places would be millions of objects, which Python's collector
-    goes through with all streams waiting; plain tuples of numbers it lets alone.
+    Twenty top tokens at thousands of positions would be millions of objects, whose garbage collection blocks
+    all
+    streams. The collector does not track plain tuples of numbers.
 
     Args:
-        found, token_ids: as in `extend`.
+        found, token_ids: log probabilities and the tokens they belong to.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        # Not TokenLogprobs: only plain tuples are let alone. A stop string may leave some tokens out.
+        # Not TokenLogprobs: only plain tuples are untracked. A stop string may cut off some tokens.
         self._numbers: list[Numbers] = [
             (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
             for token_id, told in zip(token_ids, found, strict=False)
@@ -57,26 +57,26 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
 
     @classmethod
     def joined(cls, first: OutputLogprobs, more: OutputLogprobs) -> OutputLogprobs:
-        """Return the places of both; neither is changed."""
+        """Return the positions of both; neither is changed."""
         found = cls(first._tokenizer)
         found._numbers = [*first._numbers, *more._numbers]
         return found
 
     def clear(self) -> None:
-        """Forget all places."""
+        """Remove all positions."""
         self._numbers.clear()
 
     @property
     def numbers(self) -> Sequence[Numbers]:
-        """The places as they are kept: for whoever writes many of them."""
+        """The stored numbers, for code that serializes many of them."""
         return self._numbers
 
     def text_of(self, token_id: int) -> str:
-        """As it is shown."""
+        """Return the displayed text of a token."""
         return shown_token(token_id, _text_of(token_id, self._tokenizer))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what the token adds to a text; without a tokenizer what is shown."""
+        """Return the bytes that the token adds to a text; without a tokenizer, its displayed text."""
         data = None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
         return self.text_of(token_id).encode() if data is None else data
 
@@ -106,11 +106,11 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
 
 
 class PromptLogprobs:
-    """Those of a prompt: numbers at first, for a long prompt's texts take a while to make.
+    """Log probabilities of a prompt, converted to text on first use because long prompts take a while.
 
     Args:
-        token_ids: of the prompt.
-        rows: of all of its tokens but the first; None of a prompt of one token.
+        token_ids: the prompt's tokens.
+        rows: log probabilities of all tokens but the first; None for a prompt of one token.
     """
 
     def __init__(
@@ -120,23 +120,23 @@ class PromptLogprobs:
 
     @cached_property
     def told(self) -> OutputLogprobs:
-        """One for each token but the first, which nothing foretells."""
+        """Log probabilities of each token but the first, which has no prediction."""
         rows = () if self._rows is None else self._rows.tokens()
         return OutputLogprobs(self._tokenizer, rows, self._token_ids[1:])
 
     @property
     def places(self) -> list[PlaceLogprobs | None]:
-        """One for each token; None of the first."""
+        """Log probabilities of each token; None for the first."""
         return [None, *self.told]
 
     @property
     def first_text(self) -> str:
-        """The first token, as it is shown."""
+        """Displayed text of the first token."""
         return shown_token(self._token_ids[0], _text_of(self._token_ids[0], self._tokenizer))
 
 
 def shown_token(token_id: int, text: str | None) -> str:
-    """A token's text; without a tokenizer its number."""
+    """Return a token's text, or its id if it has no text."""
     return f"token_id:{token_id}" if text is None else text
 
 

@@ -1,7 +1,7 @@
-"""From token updates to what a user sees: text, stop strings, n completions, acceptance figures.
+"""Turns token updates into user output: text, stop strings, n completions, acceptance statistics.
 
-The engine deals in token ids of single requests; here they become `RequestOutput`s in vLLM's shape. Not
-thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, away from the step's thread.
+The engine core handles the token ids of single requests; here they become `RequestOutput`s in vLLM's shape.
+Not thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, outside of the step thread.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .request_spec_stats import RequestSteps, TracedStep
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of n completions. In a stream `text` and `token_ids` hold what is new, else everything.
+    """One of n completions. In a stream `text` and `token_ids` hold only the new part, otherwise everything.
 
-    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end. `logprobs`
-    are those of `token_ids`, None where they were not asked for.
+    `stop_reason` is the stop string or stop token id that ended it, None for EOS. `logprobs` belong to
+    `token_ids`; None if not requested.
     """
 
     index: int
@@ -41,7 +41,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all of `token_ids` together; None without `logprobs`."""
+        """Sum of the log probabilities of `token_ids`; None without `logprobs`."""
         if self.logprobs is None:
             return None
         return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
@@ -49,11 +49,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """What a request cost. Times in seconds; None until known.
+    """Statistics of a request. Times in seconds; None until known.
 
-    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted (the bonus not counted).
-    `trace` holds every step of a finished request of one completion, where it was asked for.
-    `num_decoding_steps` are all that brought tokens but those that ended the prompt.
+    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted, without the bonus token.
+    `trace` lists every step of a finished request with one completion, if requested. `num_decoding_steps`
+    counts
+    the steps that produced tokens, except those that completed the prompt.
     """
 
     num_cached_tokens: int
@@ -69,20 +70,20 @@ class RequestMetrics:
 
     @property
     def brought(self) -> ArmStats:
-        """What its drafter did."""
+        """Acceptance counts for the drafter that served the request."""
         return ArmStats(1, self.num_decoding_steps, self.num_accepted_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Of the request's verify steps; see `cluster/speculation/acceptance_length.py`."""
+        """Mean acceptance length of the verify steps; see `cluster/speculation/acceptance_length.py`."""
         return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of a request: everything so far, or (in a stream) what is new since the last one.
+    """The state of a request: everything so far or, in a stream, the new part since the last output.
 
-    `prompt_told` holds log probabilities of the prompt, where they were asked for, from the first tokens on.
+    `prompt_told` holds log probabilities of the prompt if requested, from the first tokens on.
     """
 
     request_id: str
@@ -95,13 +96,13 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[PlaceLogprobs | None] | None:
-        """Of each token of the prompt, None of the first; None where they were not asked for."""
+        """Log probabilities of each prompt token, None for the first; None if not requested."""
         return None if self.prompt_told is None else self.prompt_told.places
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How far another engine came with a request: its tokens, and how many characters of text it gave out."""
+    """Progress that another engine made on a request: its output tokens and the number of characters sent."""
 
     token_ids: tuple[int, ...] = ()
     num_chars: int = 0
@@ -111,12 +112,12 @@ NOTHING = Begun()
 
 
 def begun_text(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun) -> str:
-    """What another engine gave out."""
+    """Return the text that the previous engine sent to the client."""
     return _Text(tokenizer, prompt, params, begun).text[: begun.num_chars]
 
 
 class _Text:
-    """The growing text of one completion, with stop strings found and held back."""
+    """The growing text of one completion. Finds stop strings and holds back text that may begin one."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
@@ -129,20 +130,20 @@ class _Text:
         self._stop = params.stop
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        # A stop string may begin in text that is already here: never emit what could be its beginning.
+        # A stop string may begin in text that has already arrived: never emit what could be its beginning.
         self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
         self.text = self._stream.step(begun.token_ids)
-        # Not what is there: how much of the same tokens comes out at once depends on what was held back.
+        # Not len(self.text): how much text the same tokens emitted depends on what was held back.
         self._emitted = begun.num_chars
-        # Text that was searched for stop strings, but which later tokens may change.
+        # Text that was searched for stop strings, but that later tokens may still change.
         self._ahead = self._stream.peek() if self._stop else ""
 
     def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
-        """Append tokens. Returns how many of them count and the stop string that ended the text.
+        """Append tokens. Return how many of them count and the stop string that ended the text, if any.
 
         Args:
-            num_before: tokens of the completion before these.
-            ends: they are the last ones, so text that is held back is taken as well.
+            num_before: number of tokens of the completion before these.
+            ends: these are the last tokens, so text held back is included.
         """
         if not self._stop:
             self.text += self._stream.step(token_ids)
@@ -157,7 +158,7 @@ class _Text:
         ) if ends else None
 
     def _append(self, fresh: str, num_tokens: int) -> str | None:
-        """Append a token's text. Returns the stop string that ends in it; the text is then cut there."""
+        """Append a token's text. Return the stop string that ends in it; the text is then cut there."""
         ahead = self._stream.peek()
         if not (fresh or ahead):
             return None
@@ -169,7 +170,7 @@ class _Text:
         return self._find_stop(self.text + ahead, begin) if num_tokens > self._min_tokens else None
 
     def take(self, *, final: bool) -> str:
-        """The text not yet given out."""
+        """Return the text not emitted yet."""
         end = len(self.text) if final else max(self._emitted, len(self.text) - self._held)
         piece, self._emitted = self.text[self._emitted : end], end
         return piece
@@ -197,7 +198,7 @@ class _Completion:
     stop_reason: int | str | None = None
 
     def feed(self, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
-        """Take in an update. Returns what is new, and whether a stop string ends the sequence early."""
+        """Process an update. Return the new part, and whether a stop string ends the sequence early."""
         token_ids, hit = list(update.token_ids), None
         if self.text is not None:
             used, hit = self.text.feed(token_ids, len(self.token_ids), ends=update.finish_reason is not None)
@@ -223,7 +224,7 @@ class _Completion:
 
 
 class RequestTracker:
-    """All completions of one user request and its figures."""
+    """All completions of one user request and its statistics."""
 
     def __init__(
         self,
@@ -267,12 +268,12 @@ class RequestTracker:
 
     @property
     def child_ids(self) -> list[str]:
-        """The ids under which the engine knows the completions."""
+        """The ids of the completions in the engine."""
         count = len(self._completions)
         return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
 
     def fail(self) -> None:
-        """End the completions that have not ended with finish_reason "error"."""
+        """End the unfinished completions with finish_reason "error"."""
         for completion in self._completions:
             completion.finish_reason = completion.finish_reason or "error"
 
@@ -281,7 +282,7 @@ class RequestTracker:
         return all(c.finish_reason is not None for c in self._completions)
 
     def feed(self, index: int, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
-        """Take in an update of completion `index`; see `_Completion.feed`."""
+        """Process an update of completion `index`; see `_Completion.feed`."""
         self._last_s = time.monotonic()
         if update.token_ids and self._first_token_s is None:
             self._first_token_s = self._last_s
@@ -296,16 +297,16 @@ class RequestTracker:
         return delta, stopped
 
     def forget_logprobs(self, index: int) -> None:
-        """Forget those of a completion that have been handed out: `whole` is not asked for."""
+        """Drop delivered log probabilities of a completion; `whole` must not be called afterwards."""
         if (logprobs := self._completions[index].logprobs) is not None:
             logprobs.clear()
 
     def whole(self) -> RequestOutput:
-        """Everything so far: at the end, the answer."""
+        """Return everything so far; once finished, the complete output."""
         return self.output([completion.whole() for completion in self._completions])
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
-        """The request as it is now, with these completions."""
+        """Return the current state of the request with these completions."""
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -318,7 +319,7 @@ class RequestTracker:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """What it has cost so far."""
+        """Statistics of the request so far."""
         first, steps = self._first_token_s, self._steps
         return RequestMetrics(
             num_cached_tokens=self._num_cached,
@@ -335,7 +336,7 @@ class RequestTracker:
 
 
 class OutputProcessor:
-    """All living requests of an engine, by the ids that the engine knows."""
+    """Processes the updates of all running requests of an engine, by engine request id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -343,7 +344,7 @@ class OutputProcessor:
 
     @cached_property
     def _chat(self) -> ChatModel:
-        """For those who have not asked a server, whose settings say more: how the model reasons."""
+        """Chat formats found without server settings, used to apply thinking budgets."""
         return ChatModel.of(self._tokenizer)
 
     def add(
@@ -365,11 +366,11 @@ class OutputProcessor:
         account: UsageAccount | None = None,
         on_trial: bool = False,
     ) -> tuple[RequestTracker, list[Request]]:
-        """Register a user request; returns its tracker and one engine request per completion.
+        """Register a user request; return its tracker and one engine request per completion.
 
         Args:
-            trace: the metrics of the whole answer are to tell each step.
-            begun: what is not generated, and no text of it given out, again.
+            trace: the metrics of the complete output list every step.
+            begun: output of another engine, which is neither generated nor emitted again.
         """
         params = encode_bad_words(params, self._tokenizer)
         if params.thinking_token_budget is not None:
@@ -400,11 +401,13 @@ class OutputProcessor:
         return tracker, requests
 
     def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
-        """Take in one update. Returns whose it is, what is new, and whether a stop string ends the sequence
-        early; None for a request that was forgotten while its last step was in flight.
+        """Process one update. Return its tracker, the new output, and whether a stop string ends the sequence
+        early.
+
+        Returns None for a request that was forgotten while its last step was in flight.
 
         Raises:
-            NotANumberError: the target computed no numbers for it.
+            NotANumberError: the target computed NaN or infinite logits for it.
         """
         known = self._living.get(update.request_id)
         if known is None:
@@ -422,7 +425,8 @@ class OutputProcessor:
         return tracker, fresh, hit
 
     def tracker_of(self, child_id: str) -> RequestTracker | None:
-        """Return the request that a completion belongs to; None if it has ended or was forgotten."""
+        """Return the tracker of the request a completion belongs to; None if it has ended or was
+        forgotten."""
         known = self._living.get(child_id)
         return None if known is None else known[0]
 

@@ -1,7 +1,7 @@
-"""An engine's requests as their readers see them: a stream each, fed with what steps brought.
+"""The output streams of an engine's requests, one for each request, fed with the results of steps.
 
-All of it lives on the event loop. What a step brought is handed out in turns, so that hundreds of requests
-hold nobody else up. Used by `async_engine.py` alone.
+Everything here runs on the event loop. The updates of a step are delivered in slices, so that hundreds of
+requests do not block other tasks. Used by `async_engine.py` alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TOO_SLOW = (
 
 @dataclass(slots=True)
 class OutputStream:
-    """Where the outputs of one user request go. `failure` ends it.
+    """The outputs of one user request on their way to its reader. `failure` ends the stream.
 
     Attributes:
-        whole: the reader waits for the end alone, and is neither woken nor given anything before.
-        limit: of what its client may leave unread; None where nobody can be slow.
+        whole: the reader wants only the complete output; it gets nothing earlier.
+        limit: bounds what the client may leave unread; None if the reader cannot be slow.
         client_id: the client's name for the request, for the log.
     """
 
@@ -58,7 +58,7 @@ class OutputStream:
         self.unread = Unread(self.tracker, self.limit)
 
     async def next(self) -> RequestOutput | None:
-        """What is new, None at the end. Raises what ended the request early."""
+        """Return the new output, or None at the end. Raises the failure that ended the request early."""
         while not self.unread:
             if self.failure is not None:
                 raise self.failure
@@ -69,53 +69,53 @@ class OutputStream:
         return self.unread.take()
 
     def take(self, fresh: CompletionOutput) -> None:
-        """What is new of the request, for its reader."""
+        """Add new output for the reader."""
         if not self.whole:
             self.unread.add(fresh)
-            if self.limit is not None:  # its reader puts them together, if anybody does
+            if self.limit is not None:  # a reader with a limit assembles the output itself
                 self.tracker.forget_logprobs(fresh.index)
         elif not self.tracker.finished:
             return
         self.wake.set()
 
     def fail(self, failure: MantaError) -> None:
-        """End a request that has not finished."""
+        """End the request with `failure` unless it has finished."""
         if not self.tracker.finished:
             self.spoil(failure)
 
     def spoil(self, failure: MantaError) -> None:
-        """End a request, also one whose last tokens have arrived: its answer is incomplete."""
+        """End the request with `failure` even if its last tokens have arrived: the output is incomplete."""
         self.failure = failure
         self.wake.set()
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether its client has left too much unread, and more is to come."""
+        """Whether the client exceeds its limit while more output is to come."""
         return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
 
 
 class OutputStreams:
-    """Those of one engine, by the user's request id.
+    """The streams of one engine, by user request id.
 
     Args:
-        abort: has the engine end completions, for a reason.
+        abort: ends completions in the engine, with a reason.
     """
 
     def __init__(self, abort: Callable[[Sequence[str], FinishReason], None]) -> None:
         self.processor = OutputProcessor(None)
         self._abort = abort
         self._open: dict[str, OutputStream] = {}
-        self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
-        self._has_turn = False  # the event loop is going to call `_deliver_a_turn`
+        self._updates: deque[SequenceUpdate] = deque()  # not delivered yet
+        self._has_turn = False  # a call of `_deliver_a_turn` is scheduled on the event loop
         self._num_handed_out = self._num_at_last_look = 0
 
     @property
     def ids(self) -> list[str]:
-        """Of the requests that run; from any thread."""
+        """Ids of the running requests; may be read from any thread."""
         return sorted(self._open)
 
     def check_new(self, request_id: str) -> None:
-        """Raise RequestError if a request of this id runs."""
+        """Raise RequestError if a request with this id is running."""
         if request_id in self._open:
             raise RequestError(
                 f"request_id={shown(request_id)} is already running; give each request an id of its own.",
@@ -126,7 +126,7 @@ class OutputStreams:
         self._open[stream.tracker.request_id] = stream
 
     def leave(self, stream: OutputStream) -> None:
-        """Its reader is done or gone: forget what is left of the request everywhere."""
+        """Remove a stream whose reader has finished or gone; abort the request if it has not finished."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
         if not tracker.finished:
@@ -134,7 +134,7 @@ class OutputStreams:
             self._abort(tracker.child_ids, "abort")
 
     def abort(self, request_id: str) -> bool:
-        """End a request as aborted. False if it is unknown."""
+        """End a request as aborted. Return False if it is unknown."""
         stream = self._open.get(request_id)
         if stream is None:
             return False
@@ -149,25 +149,25 @@ class OutputStreams:
             self._deliver_a_turn()
 
     def is_stuck(self) -> bool:
-        """Return whether updates wait of which none has been handed out since the last call."""
+        """Return whether updates are pending and none was delivered since the last call."""
         moved, self._num_at_last_look = self._num_handed_out - self._num_at_last_look, self._num_handed_out
         return bool(self._updates) and not moved
 
     def fail_all(self, failure: MantaError) -> None:
-        """With what came before it."""
+        """Deliver all pending updates, then end every stream with `failure`."""
         while self._updates:
             self._hand_out(self._updates.popleft())
         for stream in self._open.values():
             stream.fail(failure)
 
     def fail_online(self, failure: MantaError) -> None:
-        """Those that somebody waits for: all but the background's."""
+        """End all streams with `failure` except those of background requests."""
         for stream in self._open.values():
             if not stream.background:
                 stream.fail(failure)
 
     def _deliver_a_turn(self) -> None:
-        """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
+        """Deliver updates for one time slice; a step with hundreds of requests may need several."""
         self._has_turn = False
         turns = LoopYielder()
         try:
@@ -181,7 +181,7 @@ class OutputStreams:
                 self._has_turn = True
 
     def _hand_out(self, update: SequenceUpdate) -> None:
-        """Process one update for its reader. Any exception ends its request, and no other."""
+        """Deliver one update. An exception ends its request and no other."""
         self._num_handed_out += 1
         tracker = self.processor.tracker_of(update.request_id)
         if tracker is None:
@@ -226,7 +226,7 @@ class OutputStreams:
 
 
 def processing_failure(request_id: str, error: BaseException, *, client_id: str | None = None) -> MantaError:
-    """Log what failed in processing a request's output. Return the error that ends the request."""
+    """Log an exception from processing a request's output. Return the error that ends the request."""
     name = client_id or request_id
     if isinstance(error, NotANumberError):
         logger.error("request %s: %s", name, error.message, extra={"request_id": name})

@@ -1,8 +1,9 @@
-"""What the steps of one request drafted and accepted, counted as they end; and a trace of them for who asks.
+"""Counts what the steps of one request drafted and accepted, and optionally traces every step.
 
-A step that drafts is a *verify step*: vLLM's `num_spec_steps`. Others bring one plain token, as the step that
-ends the prompt does. Fed by `output_processor.py`; what HTTP shows of it is
-`http/protocol/speculation_usage.py`'s.
+A step that drafts is a *verify step*, vLLM's `num_spec_steps`. All others produce one plain token, as the
+step
+that completes the prompt does. Fed by `output_processor.py`; `http/protocol/speculation_usage.py` formats the
+statistics for HTTP.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ TokenOrigin = Literal["plain", "draft", "bonus"]
 
 
 class TracedStep(NamedTuple):
-    """A step that brought tokens to a request.
+    """A step that produced tokens for a request.
 
     Attributes:
-        num_drafted: drafts that it verified; 0 where it decoded plainly.
-        num_accepted: of these, as in `RequestMetrics`.
-        num_tokens: that came out of it, cut where a stop string ends the text.
+        num_drafted: drafts verified; 0 in a plain decoding step.
+        num_accepted: drafts accepted, as in `RequestMetrics`.
+        num_tokens: tokens produced, cut where a stop string ends the text.
     """
 
     num_drafted: int
@@ -30,7 +31,7 @@ class TracedStep(NamedTuple):
 
     @property
     def origins(self) -> Iterator[TokenOrigin]:
-        """Of each of its tokens: an accepted draft; the target's own behind drafts, or without any."""
+        """Origin of each token: accepted draft, bonus token after drafts, or plain token."""
         for place in range(self.num_tokens):
             if place < self.num_accepted:
                 yield "draft"
@@ -39,16 +40,16 @@ class TracedStep(NamedTuple):
 
 
 class RequestSteps:
-    """Of all completions of one request together.
+    """Statistics of all completions of one request together.
 
     Args:
-        trace: also keep each step. Makes sense of a single completion only.
+        trace: also record each step. Only meaningful for a single completion.
 
     Attributes:
-        num_decoding: steps that brought tokens behind a completion's first.
+        num_decoding: steps that produced tokens after a completion's first.
         num_drafted: drafts verified.
         histogram: histogram[a] counts verify steps in which `a` drafts were accepted.
-        trace: the steps in their order, None if not asked for.
+        trace: the steps in order; None if not requested.
     """
 
     def __init__(self, *, trace: bool) -> None:
@@ -58,7 +59,7 @@ class RequestSteps:
         self.trace: list[TracedStep] | None = [] if trace else None
 
     def feed(self, update: SequenceUpdate, num_tokens: int, *, decodes: bool) -> None:
-        """A step has ended; so many of its tokens count; `decodes`: the completion had tokens before it."""
+        """Record a step of which `num_tokens` count; `decodes`: the completion had tokens before it."""
         self.num_decoding += decodes and bool(update.token_ids)
         if update.num_drafted:
             self.num_drafted += update.num_drafted
@@ -78,7 +79,7 @@ class RequestSteps:
 
 
 def token_origins(trace: Iterable[TracedStep]) -> Iterator[tuple[int, TokenOrigin]]:
-    """(number of its step, where it comes from) of each token in turn."""
+    """Yield (step number, origin) of each token in order."""
     for number, step in enumerate(trace):
         for origin in step.origins:
             yield number, origin

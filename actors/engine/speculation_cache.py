@@ -1,15 +1,15 @@
-"""What speculation has learned is kept between starts, so that an engine begins where the last one stood.
+"""Stores what speculation has learned on disk, so that a restarted engine begins with it.
 
-    step-costs   what steps take: of this model, drafter and whatever else decides what runs, on this machine
-    acceptance   how likely drafts are to stand, by margin, position and temperature: of this model and
-                 drafter, on whatever machine
+    step-costs   step times of this model, drafter and configuration on this machine
+    acceptance   acceptance probability by margin, position and temperature of this model and drafter,
+                 on any machine
 
-Read when an engine is made, written when it is closed and every few minutes in between. What is kept is
-where an engine begins, no more: what it measures itself takes its place. What says that drafts do not pay was
-measured while the machine was busy, or of other text, as likely as it is true; so it is not believed, and the
-engine tries drafts in its first steps as one that knows nothing. What few drafts have told is completed by
-the acceptance lengths on the drafter's card. `cluster/disk_cache.py` says where it lies and what becomes of a
-broken file. Called by `actors/llm.py` and `async_engine.py`.
+Read when an engine is made; written when it is closed and every few minutes in between. The stored values are
+only a starting point that new measurements replace. Stored values that say drafts do not pay may come from a
+busy machine or from other text; they are ignored, and the engine tries drafts in its first steps as without a
+cache. If few drafts were observed, the acceptance lengths on the drafter's model card complete them.
+`cluster/disk_cache.py` defines the location and handles broken files. Called by `actors/llm.py` and
+`async_engine.py`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _EVERY_S = 300.0
 
 
 class SpeculationCache:
-    """Of one engine; nothing is kept where nothing is decided by it.
+    """Reads and writes the cache of one engine; stores nothing that the engine does not learn.
 
     Args:
-        engine: freshly made.
+        engine: a new engine.
     """
 
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: EngineCore) -> None:
@@ -56,7 +56,7 @@ class SpeculationCache:
         self._begin()
 
     def end_warm_up(self) -> None:
-        """Have the engine forget the requests so far, and begin with the drafts that were kept."""
+        """Have the engine forget the requests so far and start again from the stored values."""
         self._engine.end_warm_up()
         if self._survival is not None:
             _read(self._survival, self._kept_survival)
@@ -72,12 +72,12 @@ class SpeculationCache:
             survival.expect(mean(self._card_lengths))
 
     def keep_if_due(self) -> None:
-        """Between two steps."""
+        """Write the cache if it is due; called between two steps."""
         if time.monotonic() >= self._due_s:
             self.keep()
 
     def keep(self) -> None:
-        """Now, if anything was learned; of a drafter that took the first one's place nothing."""
+        """Write what was learned; acceptance is not written if the drafter was replaced since the start."""
         self._due_s = time.monotonic() + _EVERY_S
         if self._costs is not None and self._costs.has_measured_drafts:
             self._kept_costs.write(self._costs.as_json())
@@ -96,7 +96,7 @@ def _read(learned: StepCostModel | AcceptanceModel, kept: DiskCache) -> None:
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """Whose drafts, judged by whom."""
+    """Return the cache key of a target and drafter pair."""
     spec = config.speculative_config
     return {
         "manta": __version__,
@@ -110,7 +110,7 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
 
 
 def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """What else decides what a step takes, as far as it can be told."""
+    """Return the further cache key of step times: what else determines them, as far as known."""
     spec = config.speculative_config
     return {
         "placement": None if spec is None else spec.placement,
@@ -124,7 +124,7 @@ def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
 
 
 def _written_s(config: EngineConfig) -> dict[str, float | None]:
-    """When the drafter's weights were written, if they lie in a folder: who trains writes others there."""
+    """Return the modification time of the drafter's weights in a local folder, which training changes."""
     spec = config.speculative_config
     folder = Path("" if spec is None else spec.model or "")
     files = folder.glob("*.safetensors") if spec is not None and spec.model is not None else ()
@@ -132,7 +132,7 @@ def _written_s(config: EngineConfig) -> dict[str, float | None]:
 
 
 def _gpu_names() -> str:
-    """As the driver tells them: this process may be none that uses a GPU."""
+    """Return the GPU names from the driver; this process may not use the GPU itself."""
     names: set[str] = set()
     for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         lines = file.read_text(encoding="utf-8").splitlines()

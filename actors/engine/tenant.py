@@ -1,11 +1,11 @@
-"""For whom a request is counted: tenant and category, by its key, a header or OpenAI's `metadata`.
+"""Tenant and category that a request is counted for: from its API key, a header or OpenAI's `metadata`.
 
     X-Tenant: acme                    or    "metadata": {"tenant": "acme", "category": "coding"}
     X-Category: coding
 
-A key that has a tenant wins (`ServerSettings.api_key`). Else the header does: whoever stands in front and
-knows the client sets it, and no body may contradict. A name counts as itself if it is configured
-(`ServerSettings.tenants`) or the key may name any; all others count as one. Pure.
+The tenant of the key has priority (`ServerSettings.api_key`), then the header, which a trusted proxy sets and
+which a body cannot override. A name is counted by itself if it is configured (`ServerSettings.tenants`) or if
+the key may name any tenant; all other names are counted as one. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ...cluster.request.caller import Caller
 
 
 class Tenant(NamedTuple):
-    """Whom a request counts for.
+    """The tenant and category a request is counted for.
 
     Attributes:
-        named: the tenant that the request names, whether it counts for it or not; its key's, if it has one.
+        named: the tenant of its key, else the one that the request names, whether or not it is counted for
+            it.
     """
 
     tenant: str | None = None
@@ -34,10 +35,11 @@ def tenant_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Tenant, str | None]:
-    """Return tenant and category of a request over HTTP, and the field that names a tenant in vain.
+    """Return tenant and category of an HTTP request, and the name of the field whose tenant is ignored, if
+    any.
 
     Args:
-        tenants: that every request may count for.
+        tenants: tenants that every request may name.
     """
     told = parse_tenant(metadata)
     in_header = headers.get("x-tenant")
@@ -49,7 +51,7 @@ def tenant_of(
 
 
 def parse_tenant(metadata: Any) -> Tenant:  # Any: JSON
-    """What a body says."""
+    """Return the tenant and category in a body's `metadata`."""
     told = metadata if isinstance(metadata, Mapping) else {}
     return Tenant(_text(told.get("tenant")), _text(told.get("category")))
 

@@ -1,6 +1,6 @@
-"""Executors that compute: in this process, or by workers under Ray.
+"""Executors that compute, in this process or in Ray workers.
 
-`InProcessExecutor` needs no Ray: one target rank, the drafter beside it. `make_executor` picks by topology.
+`InProcessExecutor` runs one target rank and the drafter without Ray. `make_executor` selects by topology.
 Called by `LLM` and `AsyncEngine`.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor:
-    """Runs steps in the caller's thread. Sets the threads of the process's CPU products.
+    """Runs steps in the caller's thread. Sets the process's number of PyTorch CPU threads.
 
     Raises:
         CheckpointError, ConfigError: from loading.
@@ -45,7 +45,7 @@ class InProcessExecutor:
         self._runner: Runner | None = runner
         self._exchange: DrafterExchange | None = DrafterExchange(plan, runner)
         self._num_swaps = 0
-        self._threads = TorchThreads.of(self._info)  # of those that the backend left to PyTorch
+        self._threads = TorchThreads.of(self._info)  # the threads that the backend leaves to PyTorch
 
     @property
     def info(self) -> ExecutorInfo:
@@ -53,7 +53,7 @@ class InProcessExecutor:
 
     @property
     def drafter_health(self) -> DrafterHealth:
-        """The drafter lives and dies with the target; swaps are counted."""
+        """Health of the drafter: always that of the target; the generation counts swaps."""
         return DrafterHealth(generation=self._num_swaps)
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -67,10 +67,11 @@ class InProcessExecutor:
         self._alive()
 
     def swap_drafter(self, model: str) -> None:
-        """Draft with another checkpoint from now on; between steps. Then the generation is one higher.
+        """Draft with another checkpoint from now on; called between steps. Increments the drafter's
+        generation.
 
         Raises:
-            CheckpointError, ConfigError: it does not fit this engine. The old one stays.
+            CheckpointError, ConfigError: the checkpoint does not fit this engine. The old drafter stays.
         """
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
@@ -79,20 +80,25 @@ class InProcessExecutor:
         self._num_swaps += 1
 
     def begin_trial(self, model: str) -> None:
-        """Load a candidate beside the drafter, to draft for requests `on_trial`; between steps. Then tell the
-        engine. Raises CheckpointError, ConfigError: nothing has changed."""
+        """Load a candidate that drafts for requests `on_trial`; called between steps, before
+        `EngineCore.begin_trial`.
+
+        Raises:
+            CheckpointError, ConfigError: nothing has changed.
+        """
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.begin_trial(model)
 
     def end_trial(self, *, promoted: bool) -> None:
-        """Have one drafter again: the candidate if it is `promoted`. Then tell the engine."""
+        """Return to one drafter, the candidate if `promoted`; called before `EngineCore.end_trial`."""
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.end_trial(promoted=promoted)
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar beside the steps, and keep it until it is let go. Raises GrammarError."""
+        """Compile a grammar in parallel with the steps and hold it until `let_go_grammar`. Raises
+        GrammarError."""
         if (grammars := self._alive().grammars) is not None:
             grammars.compiler.hold(grammar)
 
@@ -114,7 +120,7 @@ class InProcessExecutor:
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """Start what `config` describes; returns when it can run steps."""
+    """Start the executor that `config` describes; returns when it can run steps."""
     if config.needs_ray:
         from ..workers.ray_executor import RayExecutor
 

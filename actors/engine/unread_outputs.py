@@ -1,8 +1,8 @@
-"""What a stream has brought and its reader has not taken: merged while the reader is behind, and bounded.
+"""Unread outputs of a stream: merged while the reader is slow, and bounded.
 
-A reader that keeps up gets one output for each step that brought tokens. When many are unread, those of a
-completion are merged (text, tokens, log probabilities), so that they hold about as much memory as what they
-say. A client's streams together may hold so many bytes (`ReaderLimit`). Used by `output_streams.py`.
+A reader that keeps up gets one output for each step that produced tokens. When many are unread, those of a
+completion are merged (text, tokens, log probabilities), so that their memory is about that of their content.
+`ReaderLimit` bounds the bytes of all streams of a client together. Used by `output_streams.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from .output_logprobs import OutputLogprobs
 from .output_processor import CompletionOutput, RequestOutput, RequestTracker
 
-KEPT_APART = 16  # outputs that are not merged; in any case two of each completion
-MERGED_TOKENS = 128  # of an output; to write one of them takes the event loop no longer than a turn
+KEPT_APART = 16  # outputs that are not merged; at least two per completion
+MERGED_TOKENS = 128  # per merged output, so that writing one takes the event loop at most one time slice
 ENTRY_BYTES, TOKEN_BYTES = 512, 8
-PLACE_BYTES, TOP_BYTES = 150, 72  # of a place's log probabilities, and of each likeliest token in it
+PLACE_BYTES, TOP_BYTES = 150, 72  # bytes of log probabilities per position, and per top token at a position
 
 
 @dataclass(slots=True)
 class ReaderLimit:
-    """Bounds what one client, of one HTTP request, may leave unread in all of its streams together.
+    """Bounds what the client of one HTTP request may leave unread in all of its streams together.
 
     Attributes:
-        client_id: the request, as its client knows it.
-        max_bytes: of memory, about.
-        num_bytes: that are unread now.
-        is_logged: whether the log says that they are too many.
+        client_id: the client's name for the request.
+        max_bytes: limit, in approximate bytes of memory.
+        num_bytes: bytes that are unread now.
+        is_logged: whether exceeding the limit has been logged.
     """
 
     client_id: str
@@ -48,17 +48,17 @@ class _Entry:
 
 @dataclass(slots=True)
 class Unread:
-    """Outputs of one stream, oldest first.
+    """Unread outputs of one stream, oldest first.
 
     Attributes:
-        tracker: of the stream's request.
-        limit: of its client; None where nobody can be slow.
+        tracker: tracker of the stream's request.
+        limit: limit of its client; None if the reader cannot be slow.
     """
 
     tracker: RequestTracker
     limit: ReaderLimit | None = None
     _entries: deque[_Entry] = field(default_factory=deque[_Entry])
-    _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # by completion
+    _last: dict[int, _Entry] = field(default_factory=dict[int, _Entry])  # newest entry by completion
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,7 +76,7 @@ class Unread:
             self.limit.num_bytes += num_bytes
 
     def take(self) -> RequestOutput:
-        """Remove and return the oldest; the request is finished for its reader when none is left."""
+        """Remove and return the oldest output; it is marked as finished only if no other is left."""
         entry = self._entries.popleft()
         if self._last.get(entry.output.index) is entry:
             del self._last[entry.output.index]
@@ -86,7 +86,7 @@ class Unread:
         return replace(output, finished=False) if self._entries and output.finished else output
 
     def clear(self) -> None:
-        """Drop all. What they held stays counted: the client's other streams end, too."""
+        """Drop all outputs. Their bytes stay counted, so the client's other streams end too."""
         self._entries.clear()
         self._last.clear()
 
@@ -96,7 +96,7 @@ class Unread:
 
 
 def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutput:
-    """Two outputs of a completion as one."""
+    """Return two outputs of a completion as one."""
     logprobs = before.logprobs
     if logprobs is not None and fresh.logprobs is not None:
         logprobs = OutputLogprobs.joined(logprobs, fresh.logprobs)
@@ -111,7 +111,7 @@ def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutp
 
 
 def size_of(output: CompletionOutput) -> int:
-    """Return the memory of what an output says, about, in bytes."""
+    """Return the approximate memory of an output, in bytes."""
     num_bytes = len(output.text) + TOKEN_BYTES * len(output.token_ids)
     if output.logprobs:
         places = output.logprobs.numbers
