@@ -1,8 +1,8 @@
-"""Prompts of many users become token ids without holding anybody up.
+"""Encodes prompts of many clients without blocking the event loop.
 
-`Tokenizer.encode` keeps Python's lock, and with it every stream, while it runs. Here a text that can never
-fit is refused unread, short ones are encoded on the spot, and long ones in a few threads that leave the lock
-alone. The door itself is `prompts.py`. Owned by `AsyncEngine`; HTTP and batch rows come through here.
+`Tokenizer.encode` holds the GIL and so blocks every stream while it runs. Here a text that can never fit is
+rejected without encoding it, short texts are encoded inline, and long ones in a few threads that release the
+GIL. Prompt parsing is in `prompts.py`. Owned by `AsyncEngine`; used by HTTP and batch rows.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ from .tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# Shorter texts take less than a millisecond; those in between a few, and they wait for no long one.
+# Shorter texts take less than a millisecond. Medium ones take a few; their threads run no long ones.
 SHORT_TEXT_CHARS = 2_000
 LONG_TEXT_CHARS = 8_000
-LONG_CHAT_PARTS = 100  # messages, or variables of the template
-# Templates are rendered with Python's lock held, at 5 to 12 ms per million characters. A context of a million
-# tokens is about so long.
+LONG_CHAT_PARTS = 100  # messages, or template variables
+# Templates are rendered with the GIL held, at 5 to 12 ms per million characters. A context of a million
+# tokens has about this many characters.
 MAX_CHAT_CHARS = 1 << 22
-# While it is encoded, a long text costs a core and 100 to 200 bytes of memory per character.
+# Encoding a long text occupies a core and 100 to 200 bytes of memory per character.
 MAX_LONG_TEXTS = 2
 MAX_MIDDLE_TEXTS = 2
-# All prompts of a request: their ids are kept until the last answer is there, at about 40 bytes each.
+# For all prompts of a request: their ids are kept until the last response is complete, at about 40 bytes
+# each.
 MAX_TOKENS_TOGETHER = 1 << 22
-# A text whose tokens are listed: while it is encoded it takes 100 bytes of memory per character.
+# For texts whose tokens are listed: encoding takes 100 bytes of memory per character.
 MAX_CHARS_PER_LISTED_TOKEN = 8
-# Where a text is cut its tokens are others than in the whole; after so many they are the same.
+# Tokens near a cut differ from those of the whole text; after this many they are the same.
 CUT_TOKENS = 256
 
 
 class AsyncPromptEncoder:
-    """Encodes for one engine.
+    """The prompt encoder of one engine.
 
     Args:
-        tokenizer: None where prompts come as token ids.
-        max_model_len: tokens of prompt and output together.
+        tokenizer: None if prompts are always token ids.
+        max_model_len: maximum tokens of prompt and output together.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
@@ -67,10 +68,10 @@ class AsyncPromptEncoder:
         self._middle = ThreadPoolExecutor(MAX_MIDDLE_TEXTS, thread_name_prefix="manta-encode-middle")
 
     async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
-        """Whatever is given as a prompt, ready for `AsyncEngine`; refused if it does not fit the model.
+        """Encode a prompt for `AsyncEngine`. Raises RequestError if it does not fit the model.
 
         Args:
-            truncate: `truncate_prompt_tokens`: take only so many tokens from the end; -1 as many as fit.
+            truncate: `truncate_prompt_tokens`: keep only the last N tokens; -1 keeps as many as fit.
         """
         keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
@@ -84,7 +85,8 @@ class AsyncPromptEncoder:
         return given
 
     async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
-        """Those of one request; refused as soon as they surely have more than MAX_TOKENS_TOGETHER tokens."""
+        """Encode the prompts of one request. Raises RequestError once they exceed MAX_TOKENS_TOGETHER
+        tokens."""
         found: list[EncodedPrompt] = []
         count, turns = 0, LoopYielder()
         for prompt in prompts:
@@ -100,16 +102,16 @@ class AsyncPromptEncoder:
         return found
 
     async def bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with their bad words as token ids alone."""
+        """Return the parameters with their bad words as token ids only."""
         return await self.in_thread(encode_bad_words, params, self._tokenizer) if params.bad_words else params
 
     async def list_tokens(
         self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool | None = None
     ) -> list[int]:
-        """Token ids of a prompt that need not fit the model, only `max_tokens`.
+        """Return the token ids of a prompt that need not fit the model, only `max_tokens`.
 
         Args:
-            add_special_tokens: by default to a text, and not to a conversation: they come from its template.
+            add_special_tokens: default: True for a text, False for a conversation, whose template adds them.
         """
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):
@@ -136,15 +138,19 @@ class AsyncPromptEncoder:
         keep_last: int | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """Token ids of a prompt. Raises RequestError, naming `param`, if they do not fit the model.
+        """Return the token ids of a text. Raises RequestError, naming `param`, if they do not fit the model.
 
-        With `keep_last` only so many tokens from the end are returned, and no text is too long: of one that
-        surely has more tokens than the model takes, only an end with at least that many is read.
+        With `keep_last` only the last N tokens are returned and no text is too long: of a text that certainly
+        exceeds
+        the model's limit, only the end is encoded.
         """
         return await self._token_ids(PromptText(text, add_special_tokens, param), keep_last)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
-        """Run work on long texts. Who leaves keeps his thread until it is done, so that the limit holds."""
+        """Run work on long texts in a thread. A cancelled caller's thread stays occupied until the work is
+        done, so the
+        limit on threads holds.
+        """
         call = partial(work, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
@@ -153,7 +159,7 @@ class AsyncPromptEncoder:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self, prompt: Prompt) -> PromptText | EncodedPrompt:
-        """What is given, conversations rendered; long ones apart from the event loop's other turns."""
+        """Parse the prompt and render a conversation, in a thread if it is long."""
         given = read_prompt(prompt)
         if not isinstance(given, Chat):
             return given
@@ -181,7 +187,7 @@ class AsyncPromptEncoder:
 
     async def _encode(self, given: PromptText) -> tokenizers.Encoding:
         tokenizer, num_chars = needed(self._tokenizer), len(given.guarded or given.text)
-        if num_chars < SHORT_TEXT_CHARS:  # who gives the lock away waits to get it again
+        if num_chars < SHORT_TEXT_CHARS:  # releasing the GIL means waiting to get it back
             return given.encode(tokenizer.encoding)
         threads = self._middle if num_chars < LONG_TEXT_CHARS else self._threads
         return await asyncio.get_running_loop().run_in_executor(
@@ -209,6 +215,6 @@ class AsyncPromptEncoder:
 
 
 def _last_ids(encoding: tokenizers.Encoding, count: int) -> list[int]:
-    if len(encoding) > 2 * max(count, LONG_TEXT_CHARS):  # cut before millions of integers are made
+    if len(encoding) > 2 * max(count, LONG_TEXT_CHARS):  # truncate before millions of integers are created
         encoding.truncate(max(count, LONG_TEXT_CHARS), direction="left")
     return encoding.ids[-count:] if count else []

@@ -1,10 +1,11 @@
-"""Arguments of the calls in a conversation's history, in the form that the model's chat template can write.
+"""Converts tool call arguments in a conversation's history to a form that the chat template can render.
 
-APIs carry arguments as JSON in a string, and templates are written for objects (transformers' convention).
-Models make slips, and answers are cut: then the string is no JSON object, and the template gets the text as
-the model wrote it. No history is refused for it, because a client sends it again with every later turn.
-Templates that cannot write text (they go through an object's items) get an object with the text in it; those
-that cannot write an object (they join strings) get JSON. Used by `Tokenizer` and `ChatTemplate`.
+APIs carry arguments as JSON in a string; templates are written for objects (transformers' convention). Models
+make mistakes and responses are cut off, so a string may not be a JSON object; the template then gets the text
+as the model wrote it. It is never an error, because clients send the history again with every turn. A
+template
+that cannot render text (it iterates an object's items) gets an object containing the text; a template that
+cannot render an object (it joins strings) gets JSON. Used by `Tokenizer` and `ChatTemplate`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from ...cluster.errors import RequestError
 from .surrogates import loads
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # Any: a message's content is a string or a list of parts
-# The key of an object that holds text in place of arguments; Anthropic's documentation recommends it.
+# Key of an object that wraps invalid arguments; Anthropic's documentation recommends it.
 INVALID_JSON = "INVALID_JSON"
-MAX_DEPTH = 64  # of an object that templates get; what is nested deeper is text
+MAX_DEPTH = 64  # of an object given to templates; deeper arguments are passed as text
 _PROBE = "manta-probe"
 
 
 def parse_arguments(messages: Messages) -> list[Mapping[str, Any]]:
-    """Return the messages with the arguments of each call as an object where they are one, else as text."""
+    """Return the messages with each call's arguments as an object if they are one, else as text."""
     return _with_arguments(messages, _parsed)
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
-    """Return the JSON object that a call's arguments are, or None; no arguments are an empty object."""
+    """Return a call's arguments as a JSON object, or None if they are not one; "" is an empty object."""
     try:
         found = loads(arguments or "{}")
     except ValueError:
@@ -39,17 +40,17 @@ def read_object(arguments: str) -> dict[str, Any] | None:
 
 
 def invalid_json(arguments: str) -> dict[str, Any]:
-    """Return an object in place of arguments that are none, for APIs and templates that take only objects."""
+    """Return an object that wraps invalid arguments, for APIs and templates that only take objects."""
     return {INVALID_JSON: arguments}
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentForms:
-    """What a template can write as a call's arguments.
+    """The forms in which a template can render a call's arguments.
 
     Attributes:
-        objects: it takes objects.
-        text: it takes text, and shows it.
+        objects: it renders objects.
+        text: it renders text unchanged.
     """
 
     objects: bool
@@ -57,14 +58,14 @@ class ArgumentForms:
 
     @classmethod
     def of(cls, render: Callable[[Messages], str]) -> ArgumentForms:
-        """Try a template with a call of each form."""
+        """Probe a template with a call in each form."""
         return cls(
             objects=_rendered(render, {"key": _PROBE}) is not None,
             text=_PROBE in (_rendered(render, f'{{"key": "{_PROBE}') or ""),
         )
 
     def apply(self, messages: Messages) -> list[Mapping[str, Any]]:
-        """Return the messages with arguments in a form that the template takes."""
+        """Return the messages with arguments in a form that the template can render."""
         return _with_arguments(messages, self._written)
 
     def _written(self, arguments: Any) -> Any:
@@ -86,7 +87,7 @@ def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Ma
     ]
 
 
-def _changed(call: Any, change: Callable[[Any], Any]) -> Any:  # Any: what `LLM.chat` is given
+def _changed(call: Any, change: Callable[[Any], Any]) -> Any:  # Any: input of `LLM.chat`
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -94,7 +95,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:  # Any: what `LLM.
 
 
 def _parsed(arguments: Any) -> Any:
-    """An object, or text. Nothing at all is an object without keys."""
+    """Return arguments as an object or as text. None becomes an empty object."""
     found = read_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if not isinstance(found, Mapping) or not _depth_fits(found, MAX_DEPTH):
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -103,7 +104,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _depth_fits(value: Any, most: int) -> bool:
-    """Whether a value has at most so many levels of objects and lists."""
+    """Return whether a value has at most `most` levels of objects and lists."""
     if isinstance(value, Mapping):
         return most > 0 and all(_depth_fits(each, most - 1) for each in value.values())
     if isinstance(value, list):
@@ -112,7 +113,8 @@ def _depth_fits(value: Any, most: int) -> bool:
 
 
 def _rendered(render: Callable[[Messages], str], arguments: Any) -> str | None:
-    """A prompt with a call that has these arguments, and its result; None where the template refuses it."""
+    """Render a prompt with a call that has these arguments, and its result; None if the template rejects
+    it."""
     function = {"name": "probe", "arguments": arguments}
     call = {"id": "probe0000", "type": "function", "function": function}  # Mistral's ids have nine characters
     messages = [

@@ -1,8 +1,9 @@
-"""Conversations as prompts: a model's chat template, rendered by minijinja.
+"""A model's chat template, rendered by minijinja.
 
-10 times faster than transformers, without importing it, and with a limit to what a template may burn; what
-transformers gives templates beyond Jinja (`tojson`, `raise_exception`, `strftime_now`) they get here, too.
-Nothing is ever evaluated as Python. Thread-safe. Used by `Tokenizer`.
+This is 10 times faster than transformers, does not import it, and bounds a template's execution steps. The
+functions that transformers adds to Jinja (`tojson`, `raise_exception`, `strftime_now`) are provided. Nothing
+is
+ever evaluated as Python. Thread-safe. Used by `Tokenizer`.
 """
 
 from __future__ import annotations
@@ -22,38 +23,40 @@ from .message_roles import Message, TemplateRoles
 from .tokenizer_config import DEFAULT, TOOL_USE
 from .typescript_tools import declare, sort_keys
 
-MAX_SHOWN = 300  # characters of what a template's error says
+MAX_SHOWN = 300  # characters of a template's error message
 MAX_TEMPLATE_STEPS = 2_000_000
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
-# Arguments of a rendering, which no request may set as `chat_template_kwargs`.
+# Rendering arguments that no request may set in `chat_template_kwargs`.
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 )
-_TYPESCRIPT = "tools_ts_str"  # a template's name for tools in TypeScript
-# Marks for training, around what the model said; without effect on the text.
+_TYPESCRIPT = "tools_ts_str"  # a template's variable for tools in TypeScript
+# Training marks around model output; they have no effect on the text.
 _GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")
 
 
 class ChatTemplate:
-    """A model's template, or several by name, and what they are given besides messages.
+    """A model's chat template, or several by name, with the variables that they are given besides messages.
 
     Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
-    rest are for those who name them.
+    rest
+    are used only by name.
 
     Args:
-        source: Jinja; or of several, by name.
-        special_tokens: by their names in templates (`bos_token` ..).
-        defaults: variables that a rendering may replace: `default_chat_template_kwargs`.
-        sorts_tools: the model knows tools with the keys of all their objects in order, as one does whose
-            template takes declarations in TypeScript (`tools_ts_str`).
+        source: Jinja source, or several by name.
+        special_tokens: special tokens by their template names (`bos_token` ..).
+        defaults: variables that a request may override: `default_chat_template_kwargs`.
+        sorts_tools: the model was trained on tools with sorted object keys, as are models whose template
+            takes
+            TypeScript declarations (`tools_ts_str`).
 
     Attributes:
-        source: of all of them.
-        names: of several.
+        source: the source of all templates.
+        names: names of the templates if there are several.
 
     Raises:
-        RequestError: it is too long, or no template; `param` is `chat_template`.
+        RequestError: it is too long or not a template; `param` is `chat_template`.
     """
 
     def __init__(
@@ -84,12 +87,12 @@ class ChatTemplate:
             self._tool_jinja = _Jinja(self._named[TOOL_USE], given)
 
     def another(self, source: str) -> ChatTemplate:
-        """The same with other Jinja, or the one that has this name."""
+        """Return the same with other Jinja source, or with the named template `source`."""
         source = self._named.get(source, source)
         return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
-        """Whether the template names a variable; one that it does not name has no effect."""
+        """Return whether the template names a variable; other variables have no effect."""
         return variable in self.source
 
     def render(
@@ -102,14 +105,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt. Messages are given to the template as it takes them (`message_roles.py`).
+        """Render the prompt. Messages are first adapted to what the template accepts (`message_roles.py`).
 
         Args:
-            variables: further ones, `chat_template_kwargs`.
-            tools: in OpenAI's shape, with `type` and `function`.
+            variables: additional variables, `chat_template_kwargs`.
+            tools: in OpenAI's format, with `type` and `function`.
 
         Raises:
-            RequestError: the template refuses the messages, or `variables` names an argument of its own.
+            RequestError: the template rejects the messages, or `variables` contains a reserved name.
         """
         variables = dict(variables or {})
         for name in TEMPLATE_ARGUMENTS & variables.keys():
@@ -121,7 +124,7 @@ class ChatTemplate:
         tools = self._told(tools or ())
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
-            declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
+            declared[_TYPESCRIPT] = typescript  # otherwise the template writes JSON
         messages = jinja.fit(messages)
         arguments = {
             "tools": tools or None,
@@ -140,7 +143,7 @@ class ChatTemplate:
         return _cut_after_final_message(text, messages) if continue_final_message else text
 
     def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Tools as the model knows them."""
+        """Return the tools with sorted keys if the model was trained so."""
         if not self._sorts_tools:
             return list(tools)
         try:
@@ -150,10 +153,10 @@ class ChatTemplate:
 
 
 class _Jinja:
-    """One template.
+    """One compiled template.
 
     Args:
-        variables: with which it is tried, to find out what it takes.
+        variables: variables for probing what the template accepts.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -162,11 +165,11 @@ class _Jinja:
         self._roles = TemplateRoles(self.render, names_developers="developer" in source)
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages as the template takes them."""
+        """Return the messages in a form that the template accepts."""
         return self._roles.fit(messages)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Return what the template makes of messages. Raises RequestError where it refuses them."""
+        """Return the rendered messages. Raises RequestError if the template rejects them."""
         if has_calls(messages):
             messages = self._argument_forms.apply(messages)
         return self._text(messages, variables)
@@ -186,7 +189,7 @@ class _Jinja:
 
 
 def _refusing(named: Mapping[str, str]) -> str:
-    """A template for models that have none for conversations without a name."""
+    """Return a template that rejects every conversation, for models without a default template."""
     said = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
     return f"{{{{ raise_exception({json.dumps(said)}) }}}}"
 
@@ -205,14 +208,14 @@ def _environment(source: str) -> minijinja.Environment:
             f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
             param="chat_template",
         ) from None
-    environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
+    environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound its execution steps
     environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
     environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]
     environment.add_filter("tojson", _tojson)
     return environment
 
 
-# Templates call these with whatever they are given.
+# Templates may call these with any arguments.
 def _raise_exception(message: object) -> None:
     raise _refusal("refused them", message)
 
@@ -225,7 +228,7 @@ def _strftime_now(form: object) -> str:
 
 
 def _refusal(what: str, why: object) -> RequestError:
-    """What went wrong is quoted, for it may repeat what messages say."""
+    """Return an error that quotes the template's message, which may repeat message contents."""
     return RequestError(
         f"messages: the chat template {what}: {shown(str(why), MAX_SHOWN)}.", param="messages"
     )
@@ -238,7 +241,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it; Jinja's own escapes what HTML would read."""
+    """Return JSON as in transformers; Jinja's own filter escapes HTML characters."""
     separators = None if separators is None else (separators[0], separators[1])
     try:
         return json.dumps(

@@ -1,7 +1,7 @@
-"""Where a checkpoint is: a folder here, one of this package, or a snapshot from the Hugging Face hub.
+"""Locates a checkpoint: a local folder, one shipped in this package, or a snapshot from the Hugging Face hub.
 
-Reads it no further than to see that a target is one. Called by whoever takes a model's or tokenizer's name
-from a user.
+Reads only enough to check that a target is not a drafter. Called by all code that takes a model's or
+tokenizer's name from a user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
 TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
-TOKENIZER_CODE = "tokenization_*.py"  # is read for a pattern, and never run
+TOKENIZER_CODE = "tokenization_*.py"  # parsed for a pattern, never run
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
 _HUB_FILES = (*_BESIDE_WEIGHTS, "*.safetensors")
 
@@ -32,15 +32,16 @@ def resolve_checkpoint(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:
-    """The folder that `name` means.
+    """Return the folder that `name` refers to.
 
     Args:
-        name: a folder (absolute, or relative to the working directory, else to the package: the pair that
-            ships), or a hub id.
-        field: the setting it came from, for the message.
-        files: patterns of what to get from the hub; `SHAPE_FILES` holds no weight.
-        revision: which version the hub is asked for; the newest if absent.
-        download_dir: where snapshots are kept, in place of the hub's cache.
+        name: a folder (absolute, relative to the working directory, or relative to the package for the
+            shipped
+            pair), or a hub id.
+        field: the setting that contained the name, for error messages.
+        files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
+        revision: revision on the hub; default: the newest.
+        download_dir: folder for snapshots instead of the hub's cache.
     """
     for folder in (Path(name).expanduser(), _ROOT / name):
         if folder.is_dir():
@@ -61,15 +62,15 @@ def resolve_checkpoint(
 
 
 def shipped(path: Path) -> Path:
-    """Return a path, or the file or folder of that name that is part of the package (`models/...`)."""
+    """Return `path`, or the file or folder of that name that ships with the package (`models/...`)."""
     return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
 
 
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """The commit of a snapshot from the hub that is here; empty for a folder of one's own. No network.
+    """Return the commit of a cached hub snapshot; empty for a local folder. Does not use the network.
 
     Args:
-        revision, download_dir: what `resolve_checkpoint` was given.
+        revision, download_dir: as given to `resolve_checkpoint`.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -82,16 +83,16 @@ def revision_of(name: str, revision: str | None = None, download_dir: str | None
 
 
 def _snapshot_of(folder: Path) -> str:
-    """Of the hub's cache, `.../snapshots/<commit>`."""
+    """Return the commit of a folder in the hub's cache, `.../snapshots/<commit>`, else ""."""
     return folder.name if folder.parent.name == "snapshots" else ""
 
 
 def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence[str] | None = None) -> Path:
-    """The target's; without weights where none are to be read.
+    """Return the target's folder; without weights for `load_format="dummy"`.
 
     Args:
         field: the setting that named it.
-        files: as `resolve_checkpoint` takes them.
+        files: as in `resolve_checkpoint`.
     """
     folder = resolve_checkpoint(
         config.model,
@@ -105,7 +106,7 @@ def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence
 
 
 def _refuse_drafter(model: str, folder: Path, field: str) -> None:
-    """Raise CheckpointError for a drafter that stands in the target's place."""
+    """Raise CheckpointError if the checkpoint given as the target is a drafter."""
     from ...drafter.eagle3.config_formats import method_of_drafter
 
     method = method_of_drafter(read_json(folder, param=field, required=False))
@@ -120,19 +121,19 @@ def _refuse_drafter(model: str, folder: Path, field: str) -> None:
 
 
 def tokenizer_folder(config: EngineConfig) -> Path:
-    """The target's where no other is named."""
+    """Return the tokenizer's folder, by default the target's."""
     if config.tokenizer is None:
         return target_folder(config)
     return resolve_checkpoint(config.tokenizer, field="tokenizer", download_dir=config.download_dir)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds what `Tokenizer.load` reads."""
+    """Return whether a folder contains the files that `Tokenizer.load` reads."""
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, TIKTOKEN_MODEL))
 
 
 def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | None = None) -> Path:
-    """Of a drafter for this engine: its own, or one that is to take that one's place."""
+    """Return the folder of a drafter for this engine: the configured one or a replacement."""
     return resolve_checkpoint(
         model,
         field="speculative_config.model",
@@ -143,12 +144,12 @@ def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | N
 
 
 def drafter_commit(config: EngineConfig, model: str) -> str:
-    """`revision_of` a drafter of this engine."""
+    """Return the `revision_of` a drafter of this engine."""
     return revision_of(model, _drafter_revision(config, model), config.download_dir)
 
 
 def _drafter_revision(config: EngineConfig, model: str) -> str | None:
-    """The setting holds for the drafter beside which it stands, not for one that replaces it."""
+    """Return the configured revision, which applies only to the configured drafter, not to a replacement."""
     spec = config.speculative_config
     return spec.revision if spec is not None and spec.model == model else None
 
@@ -158,7 +159,7 @@ def _files_of(config: EngineConfig) -> Sequence[str]:
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """The same checkpoints and files, for processes with another working directory; hub ids stay."""
+    """Return the config with absolute paths, for processes with another working directory; hub ids stay."""
     spec = config.speculative_config
     return replace(
         config,
@@ -171,7 +172,7 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
 
 
 def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
-    """The same with another drafter. ConfigError if there is none to swap."""
+    """Return the config with another drafter. Raises ConfigError if there is none to swap."""
     spec = config.speculative_config
     if spec is None or spec.model is None:
         how = "decodes plainly" if spec is None else f"drafts without a model ({spec.method})"

@@ -1,21 +1,23 @@
-"""The text of an answer from its tokens as they come, exactly as the `tokenizers` library decodes the whole.
+"""Incremental detokenization of an output, exactly as the `tokenizers` library decodes the whole.
 
-The text is `decode(prompt + answer)` without the prompt's characters. A character belongs to the token that
-brings its last byte. So where the prompt ends inside a character that the answer completes, the character is
-the answer's; where the answer does not complete it, the U+FFFD in its place is the prompt's.
+The text is `decode(prompt + output)` without the prompt's characters. A character belongs to the token that
+holds its last byte. If the prompt ends inside a character that the output completes, the character belongs to
+the output; if the output does not complete it, the U+FFFD in its place belongs to the prompt.
 
-Text is returned as soon as no later token can change it. When that is depends on the tokens, not on how they
-are cut into blocks. There are three kinds of decoders:
+Text is returned as soon as no later token can change it. This depends on the tokens, not on how they are
+split into blocks. There are three kinds of decoders:
 
-    lossy   ByteLevel: tokens are bytes. Text comes with each whole character; a broken one is a U+FFFD.
-    runs    all others that decode token by token. ByteFallback, if it is among them, makes text of a run of
-            byte tokens only if the whole run is UTF-8, else a U+FFFD of each byte: a run comes when it ends.
-    whole   what the other two do not describe (CTC, suffixes that are cut off at the end): comes at the end.
+    lossy   ByteLevel: tokens are bytes. Text is returned per complete character; a broken one is a U+FFFD.
+    runs    all others that decode token by token. ByteFallback, if it is among them, turns a run of byte
+            tokens into text only if the whole run is UTF-8, else into a U+FFFD per byte: a run is returned
+            at its end.
+    whole   all other decoders (CTC, suffixes that are cut off at the end): text is returned at the end.
 
-The library's `DecodeStream` is not used: it raises where bytes that came out as text turn out to be none, and
-relies on a prompt that ends with a whole character.
+The library's `DecodeStream` is not used: it raises where bytes already returned as text turn out to be
+invalid,
+and requires a prompt that ends with a complete character.
 
-`tokenizer.py` makes a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
+`tokenizer.py` creates a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import tokenizers
 
 Part: TypeAlias = Mapping[str, Any]  # Any: a piece of tokenizer.json.
 
-# A single token as its text; as bytes, if they make text only together with other tokens'; None: no text.
+# A token as text; as bytes if it is text only together with other tokens; None if it has no text.
 Piece: TypeAlias = str | bytes | None
 
 _BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
@@ -44,8 +46,8 @@ class IncrementalDetokenizer(ABC):
 
     Args:
         pieces: texts of the tokenizer's tokens.
-        prompt_token_ids: read at the first token of the answer; until then the engine has not checked them.
-        hidden: tokens left out of the text, in the prompt and in the answer.
+        prompt_token_ids: read at the first token of the output; the engine has checked them by then.
+        hidden: tokens left out of the text, in the prompt and in the output.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
@@ -53,10 +55,10 @@ class IncrementalDetokenizer(ABC):
         self._prompt = prompt_token_ids
         self._hidden = hidden
         self._has_begun = False
-        self._is_plain = False  # nothing is held back: a token with a text of its own adds just that
+        self._is_plain = False  # nothing is held back: a token with its own text adds exactly that text
 
     def step(self, token_ids: Sequence[int]) -> str:
-        """Append tokens. Return the text that no later token can change, as far as it is new."""
+        """Append tokens. Return the new text that no later token can change."""
         pieces, hidden = self._pieces, self._hidden
         texts: list[str] = []
         for token_id in token_ids:
@@ -72,7 +74,7 @@ class IncrementalDetokenizer(ABC):
         return "".join(texts)
 
     def peek(self) -> str:
-        """Return what `flush` would, if that is whole characters; later tokens may change it."""
+        """Return what `flush` would return if it is complete characters; later tokens may change it."""
         return ""
 
     @abstractmethod
@@ -81,25 +83,25 @@ class IncrementalDetokenizer(ABC):
 
     @abstractmethod
     def _begin(self, first: str | bytes) -> None:
-        """Read the prompt's end; `first` is the piece of the answer's first token."""
+        """Read the end of the prompt; `first` is the piece of the output's first token."""
 
     @abstractmethod
     def _take(self, token_id: int, piece: str | bytes) -> str:
-        """Append a token; as `step`."""
+        """Append a token; returns text as `step` does."""
 
     def _shown(self, token_ids: Iterator[int]) -> Iterator[int]:
         return (t for t in token_ids if t not in self._hidden and self._pieces[t] is not None)
 
 
 class TokenPieces(dict[int, Piece]):
-    """Maps token ids of one tokenizer to their pieces; computed at first use, then kept.
+    """Maps token ids of one tokenizer to their pieces; computed on first use, then cached.
 
     Attributes:
         kind: class of its detokenizers; see the module.
     """
 
     kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
-    _make: Callable[[int, str], Piece]  # of a token's id and spelling
+    _make: Callable[[int, str], Piece]  # takes a token's id and spelling
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class TokenPieces(dict[int, Piece]):
         parts = [] if decoder is None else _parts(json.loads(decoder.__getstate__()))
         kinds = [part["type"] for part in parts]
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._context: list[int] = []  # a token put before those to decode; its text is cut off again
+        self._context: list[int] = []  # a token placed before the tokens to decode; its text is cut off again
         self._num_context = 0  # characters of that text
         if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
             self.kind, self._make = LossyDetokenizer, self._bytes_of
@@ -117,7 +119,7 @@ class TokenPieces(dict[int, Piece]):
             self._context = self._find_context()
             self._num_context = len(self.decode(self._context))
         else:
-            self.kind, self._make = WholeDetokenizer, lambda token_id, spelling: ""  # not asked for
+            self.kind, self._make = WholeDetokenizer, lambda token_id, spelling: ""  # never called
 
     def __missing__(self, token_id: int) -> Piece:
         spelling = self._backend.id_to_token(token_id)
@@ -125,12 +127,12 @@ class TokenPieces(dict[int, Piece]):
         return piece
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token; None if the vocabulary lacks it or the whole text alone is known."""
+        """Return the bytes of a token; None if it is not in the vocabulary or has no text of its own."""
         piece = None if self.kind is WholeDetokenizer else self[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the library's decoding, special tokens included."""
+        """Return the library's decoding, including special tokens."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def decode_behind(self, token_ids: Sequence[int]) -> str:
@@ -178,10 +180,10 @@ class LossyDetokenizer(IncrementalDetokenizer):
         self._decoder.decode(tail)
         begun, _ = self._decoder.getstate()
         if begun and not (isinstance(first, bytes) and _goes_on(begun, first)):
-            self._decoder.reset()  # the answer does not complete it: its U+FFFD is the prompt's
+            self._decoder.reset()  # the output does not complete it: its U+FFFD belongs to the prompt
 
     def _take(self, token_id: int, piece: str | bytes) -> str:
-        if isinstance(piece, str):  # begins with a whole character, so what is held back is a broken one
+        if isinstance(piece, str):  # begins with a complete character, so held-back bytes are a broken one
             self._is_plain = True
             return self.flush() + piece
         text = self._decoder.decode(piece)
@@ -190,18 +192,19 @@ class LossyDetokenizer(IncrementalDetokenizer):
 
 
 class RunDetokenizer(IncrementalDetokenizer):
-    """Decodes tokens that have texts of their own, and runs of byte tokens.
+    """Decodes tokens with their own text, and runs of byte tokens.
 
-    Decoders strip a leading space from the whole text. So the first tokens, of prompt and answer together,
-    are decoded together until they have produced some text.
+    Decoders strip a leading space from the whole text. Therefore the first tokens of prompt and output are
+    decoded
+    together until they have produced some text.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
-        self._first: list[int] | None = None  # the first tokens, while they have no text; else None
+        self._first: list[int] | None = None  # the first tokens while they have produced no text, else None
         self._run: list[int] = []
-        self._bytes = bytearray()  # of the run
-        self._num_prompt_bytes = 0  # of them
+        self._bytes = bytearray()  # bytes of the run
+        self._num_prompt_bytes = 0  # number of those that belong to the prompt
 
     def peek(self) -> str:
         try:
@@ -266,7 +269,7 @@ class RunDetokenizer(IncrementalDetokenizer):
         return text[len(self._bytes[:num_prompt].decode(errors="ignore")) :]
 
     def _leave_beginning(self, text: str, token_ids: Sequence[int]) -> None:
-        """Note that these tokens, behind the first ones, have this text."""
+        """Record that these tokens, after the first ones, produced this text."""
         if self._first is not None:
             self._first = None if text else [*self._first, *token_ids]
 
@@ -300,15 +303,17 @@ class WholeDetokenizer(IncrementalDetokenizer):
 
 
 def _parts(decoder: Part) -> list[Part]:
-    """Return the parts of a decoder, in the order in which they are applied."""
+    """Return the parts of a decoder in the order in which they are applied."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [part for each in decoder["decoders"] for part in _parts(each)]
 
 
 def _goes_by_token(parts: Sequence[Part]) -> bool:
-    """Return whether the text is that of single tokens and of runs of byte tokens, one after the other, apart
-    from what is stripped at its beginning."""
+    """Return whether the text is the concatenation of the texts of single tokens and of runs of byte tokens,
+    except
+    for what is stripped at its beginning.
+    """
     has_runs = is_fused = False
     for part in parts:
         kind = part["type"]
@@ -328,7 +333,7 @@ def _goes_by_token(parts: Sequence[Part]) -> bool:
 
 
 def _keeps_length(part: Part) -> bool:
-    """Return whether a part maps each character to one, apart from what it strips at the beginning."""
+    """Return whether a part maps each character to one, except for what it strips at the beginning."""
     match part["type"]:
         case "Metaspace":
             return True
@@ -341,7 +346,7 @@ def _keeps_length(part: Part) -> bool:
 
 
 def _byte_of(spelling: str) -> int | None:
-    """Return the byte that ByteFallback makes of a token; None if it is no byte token."""
+    """Return the byte of a ByteFallback token; None if it is not a byte token."""
     found = _BYTE_TOKEN.fullmatch(spelling)
     return None if found is None else int(found[1], 16)
 

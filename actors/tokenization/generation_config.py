@@ -1,4 +1,4 @@
-"""What a checkpoint's `generation_config.json` says about requests that leave something open."""
+"""Sampling defaults from a checkpoint's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...cluster.errors import CheckpointError, ConfigError, RequestError, did_yo
 from ...cluster.request.request import SamplingParams
 from ...drafter.compute.checkpoint.hf_config import read_json
 
-DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
+DEFAULT_MAX_TOKENS = 256  # for commands and rows of a dataset
 # Keys of generation_config.json -> field of GenerationDefaults.
 KEYS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -21,7 +21,7 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Defaults of the checkpoint; None where it says nothing."""
+    """Sampling defaults of the checkpoint; None where it gives none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,7 +32,7 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
-        """Read them. Raises CheckpointError for a file that is no JSON object or has a wrong value."""
+        """Read the defaults. Raises CheckpointError if the file is not a JSON object or has a wrong value."""
         param = "generation_config"
         found = read_json(folder, "generation_config.json", param=param, required=False)
         fields = {field: found.get(key) for key, field in KEYS.items()}
@@ -50,7 +50,7 @@ class GenerationDefaults:
         """Return the defaults with other values for some keys of that file.
 
         Raises:
-            ConfigError: a key is unknown, or sampling cannot have its value.
+            ConfigError: a key is unknown, or its value is not valid for sampling.
         """
         param = "override_generation_config"
         if not isinstance(values, Mapping):

@@ -1,20 +1,20 @@
-"""What a chat template takes, by role and place, and conversations written so that it takes them.
+"""Finds which roles a chat template accepts at which position, and rewrites conversations accordingly.
 
-Clients put messages of the system and of developers anywhere, and several messages of one role in a row.
-Templates refuse some of that (Qwen3.5 takes a system message only first, Gemma 2 none, Mistral no two user
-messages in a row) or leave it out silently (Qwen3 developers, gpt-oss a second system message). What a
-template takes is given to it as it came. Anything else becomes a part of a message that it takes:
+Clients place system and developer messages anywhere, and several messages of one role in a row. Templates
+reject some of these (Qwen3.5 accepts a system message only first, Gemma 2 none, Mistral no two user messages
+in a row) or drop them silently (Qwen3 developer messages, gpt-oss a second system message). Messages that a
+template accepts are passed unchanged. All others become part of a message that it accepts:
 
-    developer                       system, where the template does not name developers
+    developer                       system, if the template does not name developers
     several of them at the start    one message
-    at the start, none taken        the beginning of the first user message, or a user message of its own
-    behind the start                the end of the user message before it, else the beginning of the one
-                                    behind it, else a user message of its own
-    a user message behind a user's  one message; an assistant's likewise
-    a user message behind a tool's  the end of what the tool returned
-    text beside reasoning and calls reasoning, where the template takes one of them (gpt-oss)
+    at the start, none accepted     the beginning of the first user message, or a user message of its own
+    after the start                 the end of the preceding user message, else the beginning of the following
+                                    one, else a user message of its own
+    a user message after a user's   one message; likewise for the assistant
+    a user message after a tool's   the end of the tool's result
+    text with reasoning and calls   reasoning, if the template accepts only one of them (gpt-oss)
 
-What a template takes is found by rendering short conversations, each once. Used by `ChatTemplate`.
+What a template accepts is found by rendering short conversations, each once. Used by `ChatTemplate`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .call_arguments import has_calls
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 SYSTEM_ROLES = ("system", "developer")
-MOST_PROBED = 4  # leading messages; a template that takes so many takes more
+MOST_PROBED = 4  # leading messages; a template that accepts this many is assumed to accept more
 _BREAK = "\n\n"
 _REASONING = ("reasoning", "reasoning_content", "thinking")
-# Mistral's templates want nine letters or digits as an id.
+# Mistral's templates require an id of nine letters or digits.
 _CALL_ID = "probe0000"
 
 
 class TemplateRoles:
-    """Of one template.
+    """The roles that one template accepts.
 
     Args:
-        render: the prompt of a conversation. Raises RequestError where the template refuses it.
-        names_developers: the template's source contains the role's name.
+        render: renders a conversation. Raises RequestError if the template rejects it.
+        names_developers: the template's source contains the word "developer".
     """
 
     def __init__(self, render: Callable[[Sequence[Message]], str], *, names_developers: bool) -> None:
@@ -49,17 +49,18 @@ class TemplateRoles:
         self._taken: dict[tuple[str, ...], bool] = {}
 
     def takes(self, *roles: str) -> bool:
-        """Return whether the template shows every message of a conversation with these roles.
+        """Return whether the template renders every message of a conversation with these roles.
 
-        `call` is an assistant's message with a call, `said call` one with reasoning and text. What they say
-        is not looked for.
+        `call` is an assistant's message with a call, `said call` one with reasoning and text. The contents of
+        these
+        two are not checked.
         """
         if roles not in self._taken:
             self._taken[roles] = self._try(roles)
         return self._taken[roles]
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the conversation as the template takes it; unchanged where it does as it is."""
+        """Return the conversation in a form that the template accepts; unchanged where possible."""
         found = [self._known(message) for message in messages]
         if not self.takes("user"):
             return found
@@ -91,7 +92,7 @@ class TemplateRoles:
         return message if is_known else {**message, "role": "system"}
 
     def _leading(self, messages: list[Message], behind: tuple[str, ...]) -> list[Message] | None:
-        """Messages of the system before all others; None if the template takes none there.
+        """Return the leading system messages in an accepted form; None if the template accepts none there.
 
         Args:
             behind: the role of the next message, if there is one.
@@ -103,9 +104,10 @@ class TemplateRoles:
         return None if role is None else _joined_all(messages, role)
 
     def _behind(self, messages: list[Message]) -> list[Message]:
-        """The rest, without messages of the system that the template does not take there."""
+        """Return the other messages, with system messages rewritten that the template does not accept
+        there."""
         found: list[Message] = []
-        awaits_user = False  # the last one was the system's, and may begin a user's message
+        awaits_user = False  # the last message was a system message that may be merged into a user's
         for message in messages:
             if _is_system(message) and not self._takes_behind(message["role"]):
                 message = {**message, "role": "user"}
@@ -122,7 +124,7 @@ class TemplateRoles:
         return found
 
     def _wants_thought_text(self) -> bool:
-        """Whether text beside reasoning and calls must be reasoning, too."""
+        """Return whether text next to reasoning and calls must be made part of the reasoning."""
         return self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool")
 
     def _takes_behind(self, role: str) -> bool:
@@ -164,7 +166,7 @@ def _is_in_a_row(messages: Sequence[Message], first: str, second: str) -> bool:
 
 
 def _joined(messages: Sequence[Message], first: str, second: str) -> list[Message]:
-    """Messages of the second role as parts of those of the first that they follow."""
+    """Append each message of the second role to a directly preceding one of the first role."""
     found: list[Message] = []
     for message in messages:
         if found and (found[-1].get("role"), message.get("role")) == (first, second):
@@ -182,7 +184,7 @@ def _joined_all(messages: Sequence[Message], role: str) -> list[Message]:
 
 
 def _join(one: Message, other: Message) -> Message:
-    """The first message with what the other one holds behind it."""
+    """Return the first message with the contents of the other appended."""
     whole = dict(one)
     contents = [content for each in (one, other) if (content := each.get("content"))]
     if all(isinstance(content, str) for content in contents):

@@ -1,9 +1,10 @@
-"""The one door for prompts: text, token ids or a conversation go in, an `EncodedPrompt` comes out.
+"""Prompt parsing: text, token ids or a conversation in, an `EncodedPrompt` out.
 
-Both engines take nothing else. What is given is read here; `LLM` encodes it inline (`encode_prompt`), all
-others beside the event loop (`async_prompt_encoder.py`). That ids are integers is seen here, or by HTTP's
-models where they come as JSON; that the vocabulary has them, by `cluster/step/limits.py`. Also here: a
-tokenizer and seeds.
+Both engines take only `EncodedPrompt`s. Prompts are parsed here; `LLM` encodes them inline (`encode_prompt`),
+all other code off the event loop (`async_prompt_encoder.py`). Token ids are checked to be integers here, or
+by
+the HTTP models for JSON; `cluster/step/limits.py` checks them against the vocabulary. Also here: loading a
+tokenizer, and seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """What an engine continues: at least one token, and the text they were made of if it was one."""
+    """The tokens an engine continues, at least one, and their text if the prompt was text."""
 
     token_ids: tuple[int, ...] = field(repr=False)
     text: str | None = None
@@ -39,16 +40,16 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that the model's chat template is to make a text of.
+    """A conversation to be rendered by the model's chat template.
 
     Attributes:
-        messages: at least one, oldest first; what they hold beside role and content goes to the template.
-        add_generation_prompt: end with the beginning of an answer.
+        messages: at least one, oldest first; fields besides role and content are passed to the template.
+        add_generation_prompt: end with the beginning of an assistant message.
         continue_final_message: leave the last message open instead.
-        variables: further ones for the template, `chat_template_kwargs` (Any: JSON).
-        tools: that the model may call, in OpenAI's shape.
-        documents: for templates that know what to do with them.
-        template: Jinja in place of the model's own.
+        variables: additional template variables, `chat_template_kwargs` (Any: JSON).
+        tools: the callable tools in OpenAI's format.
+        documents: for templates that support them.
+        template: Jinja source instead of the model's own template.
     """
 
     messages: Sequence[Message]
@@ -68,7 +69,8 @@ class Chat:
 
     @property
     def num_chars(self) -> int:
-        """Of all messages, tools and documents: what rendering and encoding take time for."""
+        """Characters of all messages, tools and documents, which determine the time of rendering and
+        encoding."""
         values = (value for each in self.messages for key, value in each.items() if value and key != "role")
         lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
         return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
@@ -79,8 +81,8 @@ class PromptText:
     """A text to be encoded.
 
     Attributes:
-        param: the field that it came in.
-        guarded: encoded in place of the text, where users wrote special tokens in it (`Tokenizer.render`).
+        param: the request field that contained it.
+        guarded: encoded instead of the text if users wrote special tokens in it (`Tokenizer.render`).
     """
 
     text: str
@@ -89,7 +91,7 @@ class PromptText:
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:
-        """Call a tokenizer's method that encodes."""
+        """Call an encoding method of a tokenizer with this text."""
         if self.guarded is None:
             return encode(self.text, add_special_tokens=self.add_special_tokens)
         return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
@@ -99,7 +101,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedP
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
-    """A string, token ids, {"prompt"|"prompt_token_ids": ..} or a conversation, ready for an engine."""
+    """Encode a string, token ids, {"prompt"|"prompt_token_ids": ..} or a conversation for an engine."""
     given = read_prompt(prompt)
     if isinstance(given, Chat):
         given = render_chat(given, tokenizer)
@@ -110,7 +112,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
 
 
 def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
-    """What was given, sorted out and checked as far as it can be without a tokenizer."""
+    """Parse a prompt and check it as far as possible without a tokenizer."""
     if isinstance(prompt, Chat | EncodedPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -136,7 +138,7 @@ def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
 
 
 def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
-    """The text of a conversation; its special tokens come from the template alone."""
+    """Render a conversation; its special tokens come from the template alone."""
     text, guarded = needed(tokenizer, "messages").render(
         chat.messages,
         add_generation_prompt=chat.add_generation_prompt,
@@ -150,7 +152,7 @@ def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
 
 
 def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
-    """The tokenizer of an engine that is given text."""
+    """Return the tokenizer. Raises RequestError if the engine has none."""
     if tokenizer is None:
         raise RequestError(
             f"{param}: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
@@ -160,7 +162,7 @@ def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with their bad words as token ids instead: as they stand, and behind a space."""
+    """Return the parameters with bad words replaced by token ids, each with and without a leading space."""
     if tokenizer is None or not params.bad_words:
         return params
     spellings = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
@@ -171,7 +173,7 @@ def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sam
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The engine's tokenizer; None with `skip_tokenizer_init`."""
+    """Return the engine's tokenizer; None with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
     return Tokenizer.load(
@@ -194,13 +196,13 @@ def _read_template(path: str) -> str:
 
 
 class SeedSource:
-    """Seeds for requests that bring none: random, or a reproducible series when the engine has a seed."""
+    """Seeds for requests without one: random, or a reproducible sequence if the engine has a seed."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
         self._count = 0
-        # Begun with the system's randomness once: each call for more gives Python's lock away, and a request
-        # of a thousand prompts would wait for it as often.
+        # Seeded once from the system's randomness: each further call to it would release the GIL, and a
+        # request of a thousand prompts would wait for it a thousand times.
         self._random = Random()
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
@@ -215,7 +217,8 @@ class SeedSource:
 
 
 def _integers(values: Sequence[object]) -> tuple[int, ...]:
-    """The ids as plain integers. Lists of a million come, so what is in order is not looked at one by one."""
+    """Return the ids as plain integers. Avoids checking valid lists one by one, as they may hold a million
+    ids."""
     if set(map(type, values)) <= {int}:
         return tuple(cast("Sequence[int]", values))
     return tuple(map(_integer, values))

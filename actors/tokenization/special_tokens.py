@@ -26,22 +26,23 @@ from ...cluster.errors import ConfigError
 
 _PRIVATE_USE = 0x100000  # plane 16 of Unicode, from which marks and words are drawn
 _MARK_CHARS = 4
-_NAMED = re.compile(r"<\|.*\|>", re.S)  # markers whatever the tokenizer calls them
+_NAMED = re.compile(r"<\|.*\|>", re.S)  # special tokens by their form, whatever the tokenizer calls them
 
 
 class SpecialTokenGuard:
-    """Keeps the special tokens of a template apart from those that messages contain.
+    """Separates the special tokens of a template from those that messages contain.
 
     Guarded are the tokenizer's special tokens, and those of its other added tokens that the chat template
-    writes (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML
-    stay what they are.
+    writes
+    (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML are not
+    guarded.
 
     Args:
         backend: the tokenizer.
         template: source of the chat template.
 
     Raises:
-        ConfigError: the tokenizer has special tokens that cannot be told apart from text.
+        ConfigError: the tokenizer has special tokens that cannot be distinguished from text.
 
     Attributes:
         backend: encodes texts of `read`.
@@ -70,7 +71,8 @@ class SpecialTokenGuard:
         """Return the value with all its texts and names marked.
 
         Args:
-            is_answer: of the model's own message, whose reasoning and calls templates look for: only
+            is_answer: the value is a message of the model, whose reasoning and calls templates search for;
+                only
                 special tokens are marked in it.
         """
         starts = self._special_starts if is_answer else self._starts
@@ -80,7 +82,8 @@ class SpecialTokenGuard:
         return [self.mark(each, is_answer=each.get("role") == "assistant") for each in messages]
 
     def read(self, rendered: str) -> tuple[str, str | None]:
-        """Return the text without marks; and what `backend` encodes in its place, if users wrote a marker."""
+        """Return the text without marks, and the text that `backend` encodes instead if users wrote a
+        marker."""
         if self._marks.search(rendered) is None:
             return rendered, None
         own = self._texts.sub(lambda found: self._words[found[0]], rendered)
@@ -89,9 +92,9 @@ class SpecialTokenGuard:
 
 
 class _Starts:
-    """Breaks all that may begin one of some texts: its first two characters, or its first one at an end.
+    """Marks every possible beginning of some texts: the first two characters, or the first one at an end.
 
-    Not where a whole one of others begins (`but`).
+    Excludes places where one of the texts in `but` begins.
     """
 
     def __init__(self, texts: Iterable[str], mark: str, but: Iterable[str] = ()) -> None:
@@ -125,13 +128,13 @@ def _either(texts: Iterable[str]) -> str:
 
 
 def _merges_without(merges: Iterable[Any], texts: Mapping[str, str]) -> list[Any]:
-    """Merges by which ordinary text becomes none of these tokens."""
+    """Return the merges that cannot produce any of these tokens from ordinary text."""
     pairs = ((each, each.split(" ", 1) if isinstance(each, str) else each) for each in merges)
     return [each for each, (left, right) in pairs if not {left, right, left + right} & texts.keys()]
 
 
 def _renamed(whole: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """The tokenizer with other words for some of its added tokens, under the same ids."""
+    """Return the tokenizer with some of its added tokens renamed, under the same ids."""
     vocab = whole["model"]["vocab"]
     ids: dict[str, int] = {}
     for token in whole["added_tokens"]:
@@ -141,7 +144,7 @@ def _renamed(whole: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Toke
         if isinstance(vocab, dict):
             cast("dict[str, int]", vocab).pop(token["content"], None)
             vocab[word] = token["id"]
-        elif token["id"] < len(vocab):  # Unigram's: pieces with their scores, by id
+        elif token["id"] < len(vocab):  # Unigram: pieces with their scores, by id
             vocab[token["id"]][0] = word
         token["content"] = word
     if "merges" in whole["model"]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-# A pair or one half, as group 1, behind whole pairs of backslashes: behind an odd number there is no escape.
+# A pair or a half, as group 1, after complete pairs of backslashes: after an odd number it is not an escape.
 _ESCAPES = re.compile(
     rb"(?<!\\)(?:\\\\)*"
     rb"(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|\\u[dD][89a-fA-F][\da-fA-F]{2})"
@@ -27,7 +27,7 @@ def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], An
     """Parse JSON as orjson does, with U+FFFD for lone surrogates. Raises orjson.JSONDecodeError.
 
     Args:
-        parse: what parses bytes in place of `orjson.loads`, with the same errors.
+        parse: parser to use instead of `orjson.loads`, with the same errors.
     """
     read: Callable[..., Any] = parse or orjson.loads
     try:
@@ -40,7 +40,7 @@ def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], An
 
 
 def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
-    """Return JSON with U+FFFD for each escape of a lone surrogate; the body itself where there is none."""
+    """Return JSON with U+FFFD for each escape of a lone surrogate; the same object if there is none."""
     replaced: bytearray | None = None
     for found in _ESCAPES.finditer(body):
         begin, end = found.span(1)
@@ -51,5 +51,5 @@ def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
 
 
 def without_surrogates(text: str) -> str:
-    """Return text with U+FFFD for each lone surrogate; two that make a pair become their character."""
+    """Return text with U+FFFD for each lone surrogate; two that form a pair become their character."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,16 +1,16 @@
-"""Tokenizers as Moonshot publishes them: `tiktoken.model`, and no tokenizer.json.
+"""Tokenizers as Moonshot publishes them: `tiktoken.model` without tokenizer.json.
 
     tiktoken.model         a line per token: its bytes in base64, and its rank, which is its id
-    tokenizer_config.json  `added_tokens_decoder`: ids behind the ranks; `auto_map`: the publisher's own code
-    tokenization_kimi.py   that code: its `pat_str` cuts a text into pieces before bytes are merged
+    tokenizer_config.json  `added_tokens_decoder`: ids after the ranks; `auto_map`: the publisher's own code
+    tokenization_kimi.py   that code: its `pat_str` splits a text into pieces before bytes are merged
 
-Of these a tokenizer of the `tokenizers` library is made, by transformers' `TikTokenConverter`: two tokens
-whose bytes together are a token are a merge, in the order of ranks. The code is parsed, never run: for its
-pattern, and for whether it sorts the keys of tools. A pattern that is not Kimi's is refused: `tiktoken` reads
-it by other rules than `tokenizers`, and the two have been compared for this one alone
+From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokenizers` library: two tokens whose
+concatenated bytes are a token are a merge, in the order of ranks. The code is parsed, never run: for its
+pattern, and for whether it sorts the keys of tools. Only Kimi's pattern is accepted: `tiktoken` and
+`tokenizers`
+interpret patterns differently, and they have been compared for this one alone
 (docs/decisions/tiktoken-tokenizers.md).
-
-Called by `tokenizer.py`, and by the plan for its ids.
+Called by `tokenizer.py`, and by the load plan for token ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _SETTINGS = "tokenizer_config.json"
-_SORTS = "deep_sort_dict"  # of tokenization_kimi.py
+_SORTS = "deep_sort_dict"  # function name in tokenization_kimi.py
 
 # `pat_str` of moonshotai's tokenization_kimi.py, the same from Kimi-K2-Instruct to K2.6.
 KIMI_PATTERN = "|".join(
@@ -59,17 +59,18 @@ class _AddedToken(HfConfig):
 
 
 class _Published(HfConfig):
-    """Of tokenizer_config.json, where the publisher's code is.
+    """The part of tokenizer_config.json that names the publisher's code.
 
     Attributes:
-        auto_map: transformers' class -> the file and the class of that code, or two of them (the second for
-            a fast tokenizer, which there is none of).
+        auto_map: transformers' class -> the file and class of that code, or two of them (the second for a
+            fast
+            tokenizer, which does not exist here).
     """
 
     auto_map: dict[str, Any] = Field(default_factory=dict)  # Any: JSON values
 
     def code(self) -> str | None:
-        """The name of the file that holds the publisher's code."""
+        """Return the name of the file that holds the publisher's code."""
         named = self.auto_map.get("AutoTokenizer")
         first = named[0] if isinstance(named, tuple) and named else named
         module = first.rpartition(".")[0] if isinstance(first, str) else ""
@@ -77,14 +78,14 @@ class _Published(HfConfig):
 
 
 class _Settings(_Published):
-    """Besides, what makes ids of text."""
+    """Adds the part that defines token ids."""
 
     added_tokens_decoder: dict[str, _AddedToken] = Field(
         default_factory=dict, description="an object: by id, a token's `content` and flags"
     )
 
     def added(self, file: str) -> dict[int, _AddedToken]:
-        """By id, ascending."""
+        """Return the added tokens by id, ascending."""
         try:
             return dict(sorted((int(key), token) for key, token in self.added_tokens_decoder.items()))
         except ValueError:
@@ -92,19 +93,19 @@ class _Settings(_Published):
 
 
 def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder with a `tiktoken.model`; it adds no token to a text by itself.
+    """Return the tokenizer of a folder with a `tiktoken.model`; it adds no token to a text by itself.
 
     Raises:
-        CheckpointError: a file is missing or malformed, or texts are cut by another pattern than Kimi's.
+        CheckpointError: a file is missing or malformed, or its pattern is not Kimi's.
     """
-    import tokenizers  # not where only the largest id is asked for: machines that time kernels have none
+    import tokenizers  # not needed for token ids: machines that only time kernels do not have it
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     settings, ranks = _settings(folder), read_ranks(folder / TIKTOKEN_MODEL)
     _check_pattern(folder, settings)
 
     class Converter(TikTokenConverter):
-        """Without the package `tiktoken`, of which it takes nothing but a reader of this file."""
+        """Replaces the package `tiktoken`, which the base class needs only to read this file."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -123,7 +124,8 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tiktoken_ids(folder: Path) -> dict[str, int]:
-    """Return the ids of a folder with a `tiktoken.model`: by text, or of ranks by their bytes as Latin-1."""
+    """Return the token ids of a folder with a `tiktoken.model`, by text or, for ranks, by their bytes as
+    Latin-1."""
     ranks = read_ranks(folder / TIKTOKEN_MODEL)
     added = _behind(len(ranks), _settings(folder).added(_SETTINGS))
     ids = {token.decode("latin-1"): token_id for token, token_id in ranks.items()}
@@ -131,10 +133,10 @@ def tiktoken_ids(folder: Path) -> dict[str, int]:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens' bytes and ranks, which are 0 to n - 1; every byte is among them.
+    """Return the tokens' bytes and ranks, which must be 0 to n - 1 and include every single byte.
 
     Raises:
-        CheckpointError: that is not what the file holds.
+        CheckpointError: the file does not contain that.
     """
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -149,9 +151,9 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def sorts_tools(folder: Path) -> bool:
-    """Whether the publisher's code sorts the keys of tools before a chat template gets them, as Kimi's does.
+    """Return whether the publisher's code sorts the keys of tools before rendering, as Kimi's does.
 
-    Of any folder of a tokenizer. Raises CheckpointError: the code cannot be read.
+    Works for any tokenizer folder. Raises CheckpointError if the code cannot be read.
     """
     raw = read_json(folder, _SETTINGS, param="tokenizer", required=False)
     name = parse(_Published, raw, _SETTINGS).code()
@@ -166,8 +168,10 @@ def _settings(folder: Path) -> _Settings:
 
 
 def _behind(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
-    """Every id behind the ranks as far as any has a name, ascending: the others are reserved, as the
-    publisher's code spells them."""
+    """Return every id from the ranks up to the largest named one, ascending; unnamed ids are reserved tokens,
+    spelled
+    as in the publisher's code.
+    """
     reserved = range(num_ranks, max(named, default=-1) + 1)
     unnamed = {i: _AddedToken(content=f"<|reserved_token_{i}|>", special=True) for i in reserved}
     return dict(sorted((unnamed | named).items()))
@@ -193,7 +197,8 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
 
 
 def published_pattern(file: Path) -> str | None:
-    """What `pat_str` is set to in Python code, which is parsed, not run; None if that is no plain text."""
+    """Return the value of `pat_str` in Python code, which is parsed, not run; None if it is not plain
+    text."""
     for node in _parsed(file):
         match node:
             case ast.Assign(targets=[ast.Name(id="pat_str")], value=value):
@@ -209,7 +214,7 @@ def _parsed(file: Path) -> list[ast.AST]:
 
 
 def _text(value: ast.expr) -> str | None:
-    """Of a literal, or of literals that another one joins."""
+    """Return the text of a literal, or of literals joined by another one; None for other expressions."""
     match value:
         case ast.Constant(value=str() as text):
             return text

@@ -1,8 +1,9 @@
-"""How much text one token can cover: a lower bound of a text's tokens that needs no encoding.
+"""An upper bound of the text per token, which gives a lower bound of a text's tokens without encoding it.
 
-A text that cannot fit the model is refused by it in microseconds, where encoding takes a second per 2 MB. The
-bound must never refuse a text that fits, so it is only given for tokenizers that lose no character on the
-way: each step is one of those known to keep or lengthen text, and the vocabulary covers every byte.
+A text that cannot fit the model is rejected in microseconds, where encoding takes a second per 2 MB. The
+bound
+must never reject a text that fits, so it is only computed for tokenizers that lose no characters: each step
+must be one known to keep or lengthen text, and the vocabulary must cover every byte.
 
     text ─ normalizer ─▶ characters ─ pre-tokenizer, BPE ─▶ tokens
          at most 4 : 1 (NFC, NFKC)                        at most the longest entry : 1
@@ -22,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 Part: TypeAlias = Mapping[str, Any]  # Any: a piece of tokenizer.json.
 
-# Unicode's longest canonical decomposition: composing makes one character of at most so many.
+# Unicode's longest canonical decomposition: composition joins at most this many characters.
 COMPOSED_CHARS = 4
 COMPOSING = frozenset({"NFC", "NFKC"})
 REWRITING = frozenset({"Prepend", "Replace", "ByteLevel"})
@@ -32,17 +33,17 @@ PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"
 
 @dataclass(frozen=True, slots=True)
 class TokenCoverage:
-    """The most characters of a text that one token stands for. ASCII alone is not composed."""
+    """The maximum number of characters that one token covers. Composition does not affect pure ASCII."""
 
     chars: int
     ascii_chars: int
 
     def fewest_tokens(self, text: str) -> int:
-        """The text has at least so many tokens."""
+        """Return a lower bound of the text's number of tokens."""
         return -(-len(text) // self._per_token(text))
 
     def tail(self, text: str, num_tokens: int) -> str:
-        """An end of the text that has at least `num_tokens` tokens; all of it if it is shorter."""
+        """Return an end of the text with at least `num_tokens` tokens, or all of it if it is shorter."""
         return text[-num_tokens * self._per_token(text) :]
 
     def _per_token(self, text: str) -> int:
@@ -50,7 +51,7 @@ class TokenCoverage:
 
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
-    """The coverage, or None when a token may stand for any amount of text (or that is not known)."""
+    """Return the coverage, or None if it is unbounded or unknown."""
     whole: Part = json.loads(backend.to_str())
     normalizers = list(_parts(whole["normalizer"], "normalizers"))
     splitters = list(_parts(whole["pre_tokenizer"], "pretokenizers"))
@@ -90,7 +91,8 @@ def _splitter_keeps(part: Part) -> bool:
 
 
 def _model_keeps(model: Part, steps: list[Part]) -> bool:
-    """Whether every byte has a token: what has none is dropped, or any run of it becomes one unknown."""
+    """Return whether every byte has a token; text without one is dropped or a run of it becomes one unknown
+    token."""
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):
@@ -99,7 +101,7 @@ def _model_keeps(model: Part, steps: list[Part]) -> bool:
 
 
 def _added(backend: tokenizers.Tokenizer, whole: Part) -> Iterator[str]:
-    """Added tokens as they are looked for: in the text, or in the normalized text."""
+    """Yield the added tokens in the forms that are matched: in the text and in the normalized text."""
     for token in whole["added_tokens"]:
         yield token["content"]
         if token["normalized"] and backend.normalizer is not None:

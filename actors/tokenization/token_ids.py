@@ -1,6 +1,7 @@
-"""The ids of a folder's tokenizer, from its files alone: what a plan checks a target by.
+"""Token ids of a folder's tokenizer, read from its files alone; a load plan checks a target with them.
 
-Machines that examine and time kernels have no `tokenizers` library, and a plan encodes no text. Called by
+Machines that only examine and time kernels have no `tokenizers` library, and a plan encodes no text. Called
+by
 `targets/loading/load_plan.py`.
 """
 
@@ -23,8 +24,8 @@ class TokenIds:
     """What is known of a tokenizer without loading it.
 
     Attributes:
-        known: all ids that it has.
-        end: of its `eos_token`, if it has one.
+        known: all its token ids.
+        end: id of its `eos_token`, if it has one.
     """
 
     known: frozenset[int]
@@ -32,7 +33,7 @@ class TokenIds:
 
     @classmethod
     def read(cls, folder: Path) -> TokenIds | None:
-        """Return None if the files cannot tell: whoever loads the tokenizer complains about their form."""
+        """Read a folder's files; None if they are malformed, which loading the tokenizer reports."""
         file = folder / TOKENIZER_JSON
         try:
             raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -46,6 +47,6 @@ class TokenIds:
 
 def _ids(raw: Mapping[str, Any]) -> dict[str, int]:
     vocabulary = raw["model"]["vocab"]
-    if not isinstance(vocabulary, dict):  # Unigram's: pieces with their scores, by id
+    if not isinstance(vocabulary, dict):  # Unigram: pieces with their scores, by id
         vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
     return {**vocabulary, **{token["content"]: token["id"] for token in raw.get("added_tokens", ())}}

@@ -1,8 +1,8 @@
-"""Text in, token ids out, and back: the `tokenizers` library plus the checkpoint's chat template.
+"""Tokenizer: the `tokenizers` library plus the checkpoint's chat template.
 
-Not a general tokenizer zoo: it reads `tokenizer.json` (every fast tokenizer), or Kimi's `tiktoken.model`
-(`tiktoken_tokenizer.py`). Used by `LLM`, the replica's engine and the HTTP front. Thread-safe: the tokenizer
-is never changed after loading.
+Reads `tokenizer.json` (any fast tokenizer) or Kimi's `tiktoken.model` (`tiktoken_tokenizer.py`). Used by
+`LLM`,
+the replica's engine and the HTTP server. Thread-safe: the tokenizer is never changed after loading.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .tiktoken_tokenizer import sorts_tools, tiktoken_backend
 from .token_count_bounds import token_coverage
 from .tokenizer_config import read_chat_templates, read_special_tokens
 
-_FOREIGN = ("variables", "tools", "documents")  # arguments of a rendering, beside messages
+_FOREIGN = ("variables", "tools", "documents")  # rendering arguments besides messages
 
 
 class Tokenizer:
     """One checkpoint's tokenizer.
 
     Attributes:
-        vocab_size: number of ids, added tokens included.
-        template: of conversations; None when the checkpoint has none.
-        coverage: how much text a token stands for at most; None where there is no such bound.
+        vocab_size: number of ids, including added tokens.
+        template: the chat template; None if the checkpoint has none.
+        coverage: maximum text per token; None if there is no such bound.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Tokenizer:
         """Read the tokenizer, its special tokens' names and the chat templates from a checkpoint folder.
 
         Args:
-            chat_template: Jinja in place of all of the checkpoint's.
-            template_kwargs: variables for conversations that do not bring them.
-            trust_templates: conversations may bring their own Jinja.
-            split_special_tokens: those that messages contain are text (`special_tokens.py`).
+            chat_template: Jinja source instead of all of the checkpoint's templates.
+            template_kwargs: default template variables.
+            trust_templates: requests may contain their own Jinja template.
+            split_special_tokens: special tokens in messages are encoded as text (`special_tokens.py`).
         """
         backend = _read_backend(folder)
         backend.no_padding()
@@ -94,12 +94,12 @@ class Tokenizer:
                 trust_templates=trust_templates,
                 split_special_tokens=split_special_tokens,
             )
-        except RequestError as error:  # of the template
+        except RequestError as error:  # raised by the template
             remedy = "" if chat_template is not None else " Give another one: chat_template, --chat-template."
             raise CheckpointError(error.message + remedy, param=error.param) from error
 
     def to_json(self) -> str:
-        """The whole tokenizer as the `tokenizers` library writes it."""
+        """Return the whole tokenizer in the JSON format of the `tokenizers` library."""
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, guarded: bool = False) -> list[int]:
@@ -113,16 +113,16 @@ class Tokenizer:
     def encoding(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
     ) -> tokenizers.Encoding:
-        """The same before a list is made of it."""
+        """Return the library's encoding, without creating a list of ids."""
         backend = self._encoder(guarded)
         return _encoded(text, lambda whole: backend.encode(whole, add_special_tokens=add_special_tokens))
 
     def encode_unlocked(
         self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
     ) -> tokenizers.Encoding:
-        """The same for a thread: other threads run meanwhile (`encode` holds Python's lock to its end).
+        """Return the library's encoding without holding the GIL, for use in a thread (`encode` holds it).
 
-        The encoding knows its length at once, before a list of millions of integers is made of it.
+        The encoding's length is available before a list of millions of integers is created.
         """
         backend = self._encoder(guarded)
         return _encoded(
@@ -136,29 +136,29 @@ class Tokenizer:
         return self._guard.backend
 
     def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """As `decode`, for a thread."""
+        """Decode like `decode` without holding the GIL, for use in a thread."""
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """A token decoded by itself. Log probabilities ask for twenty of them in each place."""
+        """Decode a single token. Cached, because log probabilities need twenty of them per position."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token behind others; None where it has none of its own."""
+        """Return the bytes of a token that follows others; None if it has none of its own."""
         return self._pieces.bytes_of(token_id)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
+        """Return the vocabulary's own spelling of tokens, None for ids beyond it."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those that the vocabulary has; none beyond ids that no token has, where grammars cannot follow."""
+        """Return the ids that are in the vocabulary and below `vocab_size`, the limit of grammars."""
         tokens = zip(token_ids, self.tokens(token_ids), strict=True)
         return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)
 
@@ -173,14 +173,16 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> tuple[str, str | None]:
-        """Return the prompt's text; and a second one to be encoded as `guarded`, where messages contain
-        special tokens that are to be text.
+        """Render messages. Return the prompt text, and a second text to encode as `guarded` if messages
+        contain special
+        tokens that must be encoded as text.
 
         Args:
-            source: the name of one of the model's templates, or Jinja in place of them.
+            source: the name of one of the model's templates, or Jinja source instead of them.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages, or none may be brought.
+            RequestError: there is no template, or it rejects the messages, or requests may not contain
+                templates.
         """
         named = self.template is not None and source in self.template.names
         if source is not None and not named and not self._trust_templates:
@@ -203,12 +205,12 @@ class Tokenizer:
         return self._guard.read(template.render(self._guard.mark_messages(messages), **options))
 
     def template_uses(self, variable: str) -> bool:
-        """Whether the chat template names a variable; one that it does not name has no effect."""
+        """Return whether the chat template names a variable; other variables have no effect."""
         return self.template is not None and self.template.uses(variable)
 
     @cached_property
     def special_token_ids(self) -> Mapping[str, int]:
-        """By their text."""
+        """Ids of the special tokens, by text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -223,10 +225,10 @@ class Tokenizer:
         skip_special_tokens: bool,
         kept_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """Return what makes text of the tokens behind a prompt.
+        """Return a detokenizer of the tokens after a prompt.
 
         Args:
-            skip_special_tokens: leave special tokens out of the text, but for `kept_token_ids`.
+            skip_special_tokens: leave special tokens out of the text, except for `kept_token_ids`.
         """
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:
@@ -235,7 +237,7 @@ class Tokenizer:
 
 
 def _encoded(text: str, encode: Callable[[str], tokenizers.Encoding]) -> tokenizers.Encoding:
-    """Encode a text, with U+FFFD for lone surrogates, which the library refuses."""
+    """Encode a text, with U+FFFD for lone surrogates, which the library rejects."""
     try:
         return encode(text)
     except TypeError:

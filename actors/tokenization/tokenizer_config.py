@@ -1,7 +1,9 @@
-"""What a checkpoint says of its tokenizer beside the tokens: names of special tokens, and chat templates.
+"""Reads a checkpoint's tokenizer settings: names of special tokens, and chat templates.
 
 Reads tokenizer_config.json, special_tokens_map.json, chat_template.jinja and additional_chat_templates/ by
-the rules of transformers' `AutoTokenizer` (5.24), without importing it. Called by `tokenizer.py`, by the plan
+the
+rules of transformers' `AutoTokenizer` (5.24), without importing it. Called by `tokenizer.py`, by the load
+plan
 for the end token, and by `manta serve`.
 """
 
@@ -19,7 +21,7 @@ _SETTINGS, _OLD_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
 _TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 
 _QWEN = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-# Tokens that transformers' classes have where no file names them. `TokenizersBackend` has none.
+# Special tokens of transformers' classes where no file names them. `TokenizersBackend` has none.
 CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": _QWEN,
     "Qwen3_5Tokenizer": _QWEN,
@@ -30,12 +32,12 @@ CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     },
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
-# Classes that transformers takes by `model_type` of config.json, whatever the files name: of these it takes
-# its own class ...
+# Classes that transformers selects by `model_type` of config.json. For these it uses its own class, whatever
+# class the files name ...
 _CORRECTED = {"qwen2": "Qwen2Tokenizer", "qwen3_5": "Qwen3_5Tokenizer", "qwen3_5_moe": "Qwen3_5Tokenizer"}
-# ... of these none, unless the files name no class at all ...
+# ... for these no class, unless the files name none ...
 _GENERIC = frozenset({"mistral", "glm4_moe", "minimax_m2", "mimo_v2_flash", "kimi_k25"})
-# ... and of these its own where the files name none.
+# ... and for these its own class if the files name none.
 _BY_MODEL = {
     **_CORRECTED,
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
@@ -44,10 +46,10 @@ _BY_MODEL = {
 
 
 def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
-    """Return special tokens by their names in templates (`bos_token` ..); a token that is null has no name.
+    """Return special tokens by their names in templates (`bos_token` ..), without null ones.
 
     Args:
-        byte_level: tokenizer.json cuts texts into bytes, as no tokenizer of `LlamaTokenizer` does.
+        byte_level: tokenizer.json splits texts into bytes, which rules out a true `LlamaTokenizer`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -64,12 +66,12 @@ def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return Jinja by name: `default`, `tool_use` and others.
+    """Return Jinja sources by name: `default`, `tool_use` and others.
 
-    Where there are files, nothing is taken from tokenizer_config.json.
+    If there are template files, those in tokenizer_config.json are ignored.
 
     Raises:
-        CheckpointError: a file cannot be read, or holds something else.
+        CheckpointError: a file cannot be read or is malformed.
     """
     files = {DEFAULT: folder / _TEMPLATE_FILE} if (folder / _TEMPLATE_FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja")}
@@ -97,7 +99,8 @@ def _read(folder: Path, name: str) -> Json:
 
 
 def _class_name(folder: Path, settings: Json, byte_level: bool) -> str:
-    """The class that transformers makes of these files; empty if that has no tokens of its own."""
+    """Return the class that transformers selects for these files; "" if it has no special tokens of its
+    own."""
     config = _read(folder, "config.json")
     kind = str(config.get("model_type") or "")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -110,7 +113,7 @@ def _class_name(folder: Path, settings: Json, byte_level: bool) -> str:
 
 
 def _text(value: Any) -> str | None:  # Any: JSON values
-    """Of a token as a file has it: text, or an object with flags."""
+    """Return the text of a token in a file, which is a string or an object with flags."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""Tools declared in TypeScript, as Kimi K2.5 and later were trained to read them.
+"""Tools declared in TypeScript, the format that Kimi K2.5 and later were trained on.
 
     # Tools
 
@@ -12,9 +12,9 @@
     }) => any;
     }
 
-What `tool_declaration_ts.py` beside the published tokenizers makes of the same tools, to the character:
-required properties before optional ones, both by name; what is said of a type as comments above it; `$defs`
-as interfaces before the function; values of `enum` as Python spells them. A schema that it refuses is refused
+The output equals that of `tool_declaration_ts.py`, published with the tokenizers, to the character: required
+properties before optional ones, both by name; descriptions of types as comments above them; `$defs` as
+interfaces before the function; values of `enum` as Python spells them. A schema that it rejects is rejected
 here. Called by `chat_template.py`.
 """
 
@@ -24,7 +24,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-Schema: TypeAlias = Any  # of JSON, as a request brought it: nothing about it is certain
+Schema: TypeAlias = Any  # any JSON from a request; nothing is validated
 
 _STEP = "  "
 _BETWEEN = ",\n"
@@ -52,34 +52,34 @@ _ENUM_TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 class _NoTypeError(Exception):
-    """A schema that the published encoder refuses. Never leaves this file."""
+    """A schema that the published encoder rejects. Never leaves this file."""
 
 
 def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The declarations of tools in OpenAI's shape; None where one of them has none.
+    """Return the declarations of tools in OpenAI's format; None if one of them cannot be declared.
 
     Args:
-        tools: with the keys of all objects sorted (`sort_keys`), which orders the interfaces.
+        tools: with sorted object keys (`sort_keys`), which determines the order of interfaces.
     """
     try:
         functions = [tool.get("function") for tool in tools if tool.get("type") == "function"]
         declared = [_Declaration().of(function) for function in functions if function]
     except (_NoTypeError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        return None  # schemas are whatever a client sent
+        return None  # schemas come from clients and may be anything
     if not declared:
         return ""
     return "\n".join(["# Tools", "", "## functions", "namespace functions {", *declared, "}", ""])
 
 
 def sort_keys(value: Any) -> Any:
-    """JSON with the keys of all objects in order."""
+    """Return JSON with the keys of all objects sorted."""
     if isinstance(value, Mapping):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     return [sort_keys(item) for item in value] if isinstance(value, list) else value
 
 
 class _Declaration:
-    """Of one function; knows the definitions that have come up."""
+    """The declaration of one function; collects the definitions it uses."""
 
     def __init__(self) -> None:
         self._definitions: dict[str, Schema] = {}
@@ -93,7 +93,7 @@ class _Declaration:
             fields = _BETWEEN.join(field for _, field in self._fields(parameters, _STEP))
             lines.append(f"interface parameters {{\n{fields}\n}}")
             arguments = "parameters"
-        for name, schema in list(self._definitions.items()):  # theirs do not become interfaces
+        for name, schema in list(self._definitions.items()):  # nested definitions do not become interfaces
             described = schema.get("description", "")
             interface = f"interface {name} {self._type(schema, '')}"
             lines += [_comment(described, ""), interface] if described else [interface]
@@ -142,7 +142,8 @@ class _Declaration:
         return f"{{\n{_BETWEEN.join(fields)}\n{indent}}}" if fields else "{}"
 
     def _fields(self, schema: Schema, indent: str) -> list[tuple[tuple[bool, str], str]]:
-        """In the schema's order; by what they are sorted: whether they are optional, their names."""
+        """Return the fields in the schema's order, each with its sort key: whether it is optional, its
+        name."""
         required, fields = schema.get("required", []), []
         for name, of_field in schema.get("properties", {}).items():
             optional = name not in required
@@ -164,7 +165,7 @@ class _Declaration:
 
 
 def _kind(schema: Schema) -> str:
-    """How it is written: a keyword that decides, "union", "anything", or the value of `type`."""
+    """Return how a schema is written: a deciding keyword, "union", "anything", or the value of `type`."""
     if isinstance(schema, bool):
         return "anything"
     for keyword in ("$ref", "anyOf", "enum"):
@@ -178,7 +179,7 @@ def _kind(schema: Schema) -> str:
 
 
 def _comments(schema: Schema, indent: str) -> str:
-    """Lines above a type: its description, and bounds that can be written so."""
+    """Return the comment lines above a type: its description, and the bounds that can be written."""
     kind = _kind(schema)
     if kind == "anything":
         return ""
