@@ -1,13 +1,13 @@
-"""The door for grammars: what users write becomes a `Grammar`, tried once to see that it can be held to.
+"""Turns structured-output requests into a `Grammar` and checks that it can be compiled.
 
     structured_outputs, response_format ─▶ StructuredOutputsParams ─▶ Grammar, in one of three forms
 
-Whatever is wrong is said here, by the field it came in. Sizes are bounded. Time, memory and nesting are
-bounded by a process that may be killed, which compiles each grammar first (`grammar_validator.py`); then the
-ranks compile it beside their steps, and hold it for as long as the request is open. What llguidance does not
-know of JSON Schema is refused: an answer that heeds half a schema is wrong in silence.
+Errors name the request field. Sizes are bounded here. Time, memory and nesting are bounded by a killable
+process that compiles each grammar first (`grammar_validator.py`); then the ranks compile it in parallel with
+their steps and hold it while the request is open. JSON Schema keywords that llguidance does not support are
+rejected: output that follows half a schema would be silently wrong.
 
-Used by `AsyncEngine` (`held`) and by `LLM` (`let_in`, which waits).
+Used by `AsyncEngine` (`held`) and by `LLM` (`let_in`, which blocks).
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from .structural_tags import lark_of_tags
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096
-# Two quick trials at once, and one that is slow: whoever sends slow ones holds up no others.
+# Two quick trials at a time and one slow one, so that slow grammars do not delay others.
 NUM_QUICK, NUM_SLOW = 2, 1
-# Grammars that are not cheap, of open requests: each takes up to 128 MiB on every rank. Others wait.
+# Grammars of open requests that are not cheap: each takes up to 128 MiB on every rank. Others wait.
 MAX_LARGE = 8
 LARGE_TIMEOUT_S = 600.0
 
 
 @runtime_checkable
 class HoldsGrammars(Protocol):
-    """An executor whose ranks compile grammars beside their steps. Any thread may call these methods."""
+    """An executor whose ranks compile grammars in parallel with their steps. Methods may be called from any
+    thread."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar on every rank, and keep it until it is let go. Blocks; raises GrammarError."""
+        """Compile a grammar on every rank and hold it until `let_go_grammar`. Blocks; raises GrammarError."""
         ...
 
     def let_go_grammar(self, grammar: Grammar) -> None: ...
@@ -58,9 +59,9 @@ class GrammarFrontend:
     """Checks the grammars of one engine's requests.
 
     Args:
-        tokenizer: None where an engine runs without one; then every grammar is refused.
+        tokenizer: None if the engine has none; every grammar is then rejected.
         vocab_size, eos_token_ids: of the model.
-        holder: compiles what `held` has checked; None where steps compile, as in `LLM`.
+        holder: compiles what `held` has checked; None if steps compile, as in `LLM`.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
 
     def let_in(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the grammar that their `structured_outputs` ask for.
+        """Return the parameters with the grammar for their `structured_outputs`. Blocks.
 
         Raises:
-            RequestError: it cannot be held to; names the field.
+            RequestError: the grammar is not valid or too expensive; names the field.
         """
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
@@ -98,10 +99,10 @@ class GrammarFrontend:
 
     @asynccontextmanager
     async def held(self, params: SamplingParams) -> AsyncGenerator[SamplingParams, None]:
-        """`let_in` beside the event loop; the grammar is compiled on every rank until this is left.
+        """Do as `let_in` off the event loop; the grammar stays compiled on every rank inside the context.
 
         Raises:
-            RequestError: it cannot be held to; names the field.
+            RequestError: the grammar is not valid or too expensive; names the field.
             OverloadedError: other large grammars have been in use for too long.
         """
         if params.structured_outputs is None and params.grammar is None:
@@ -117,7 +118,7 @@ class GrammarFrontend:
             self._let_go(found)
 
     def close(self) -> None:
-        """End the threads, and the process that tries grammars. Idempotent."""
+        """End the threads and the process that tries grammars. Idempotent."""
         with self._places:
             self._is_closed = True
             self._places.notify_all()
@@ -137,12 +138,12 @@ class GrammarFrontend:
             raise
 
     def _undo(self, future: Future[SamplingParams | None]) -> None:
-        """Let go what was taken for a request that has left meanwhile."""
+        """Release the grammar of a request that was cancelled meanwhile."""
         if not future.cancelled() and future.exception() is None and (found := future.result()) is not None:
             self._let_go(found)
 
     def _taken(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
-        """Check and hold a grammar; None where that takes longer than `cpu_s`."""
+        """Check and hold a grammar; None if that takes longer than `cpu_s`."""
         found = self._checked(params, cpu_s)
         if found is None or found.grammar is None:
             return found
@@ -183,18 +184,18 @@ class GrammarFrontend:
         if self._holder is not None:
             try:
                 self._quick.submit(self._holder.let_go_grammar, grammar)
-            except RuntimeError:  # it was closed, and so is what holds
+            except RuntimeError:  # the threads were shut down, and the holder too
                 logger.debug("a grammar was let go after the end")
 
     def _forget(self, grammar: Grammar) -> None:
         with self._places:
             if grammar in self._large and not grammar.is_cheap:
                 self._large[grammar] -= 1
-                self._large += Counter()  # without those that no request uses
+                self._large += Counter()  # drop grammars that no request uses
                 self._places.notify_all()
 
     def _checked(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
-        """The parameters with their grammar, tried; None where that takes longer than `cpu_s`."""
+        """Return the parameters with their checked grammar; None if that takes longer than `cpu_s`."""
         asked = params.structured_outputs
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
@@ -230,10 +231,11 @@ _Kind = GrammarKind | Literal["grammar"]
 
 
 def written_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    """Return what is asked for in llguidance's words, or in EBNF that may have to become Lark ("grammar").
+    """Return the grammar in a form for llguidance, or as EBNF that may have to be converted to Lark
+    ("grammar").
 
     Raises:
-        RequestError: for what is seen without compiling.
+        RequestError: for errors found without compiling.
     """
     return _READERS[asked.way](asked)
 
@@ -259,7 +261,7 @@ def _of_choice(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
     choice: tuple[object, ...] = asked.choice or ()
     if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
         raise _refusal(asked.field, f"choices are 1 to {MAX_CHOICES} texts")
-    # One terminal: of rules' alternatives llguidance takes 2,000.
+    # One terminal: llguidance accepts at most 2,000 alternatives of rules.
     return "lark", "start: CHOICE\nCHOICE: " + " | ".join(
         json.dumps(text, ensure_ascii=False) for text in choice
     )
@@ -287,7 +289,7 @@ _READERS: Mapping[str, Callable[[StructuredOutputsParams], tuple[_Kind, str]]] =
 
 
 def _parsed(value: Any, field: str) -> Any:  # Any: JSON
-    """JSON that may have come as text."""
+    """Return JSON, which may have been sent as text."""
     if not isinstance(value, str):
         return value
     _check_size(value, field)

@@ -1,8 +1,8 @@
-"""Tries grammars in a process that may be killed (`drafter/grammars/compile_sandbox.py`), and remembers the
-answers.
+"""Tries grammars in a process that may be killed (`drafter/grammars/compile_sandbox.py`), and caches the
+results.
 
-The process starts with the first grammar, which waits for it, and again after it was killed. It ends with
-`close`, and when this process ends. Called by `grammar_frontend.py`.
+The process is started for the first grammar, and again after it was killed. It ends with `close` or when this
+process ends. Called by `grammar_frontend.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 from ...cluster.errors import OverloadedError
 
-MAX_KEPT = 256  # answers; of grammars in EBNF they hold the text
-ANSWER_TIMEOUT_S = 60.0  # of a machine that is very busy, the start of the process included
-QUICK_S, SLOW_S = 0.1, 1.0  # time of a core
-# What compiles as fast, and into as little memory, may be compiled anew in the middle of an answer.
+MAX_KEPT = 256  # results; for EBNF grammars they include the text
+ANSWER_TIMEOUT_S = 60.0  # for a very busy machine, including the start of the process
+QUICK_S, SLOW_S = 0.1, 1.0  # CPU seconds of one core
+# A grammar that compiles this fast, in this little memory, may be compiled again in the middle of a response.
 CHEAP_S, CHEAP_BYTES = 0.05, 16 << 20
-NICENESS = 5  # of the process, its start included: steps on a CPU go first
+NICENESS = 5  # of the process, including its start: steps on a CPU have priority
 _MODULE = "drafter.grammars.compile_sandbox"
 
 
@@ -38,10 +38,10 @@ class Tried:
     """The outcome of a trial.
 
     Attributes:
-        text: of the grammar, if it is to be compiled in other words than it was sent in: EBNF as Lark.
-        is_cheap, forces: as of `Grammar`.
-        refusal: why it cannot be held to, as a sentence's end; None where it can.
-        is_slow: it took longer than it was given.
+        text: the grammar to compile if it differs from the one sent: EBNF converted to Lark.
+        is_cheap, forces: as in `Grammar`.
+        refusal: why it was rejected, as the end of a sentence; None if it was accepted.
+        is_slow: it exceeded the given time.
     """
 
     text: str | None = None
@@ -52,10 +52,10 @@ class Tried:
 
 
 class GrammarTrials:
-    """Tries grammars for one model's tokens. Threads may share one.
+    """Tries grammars for one model's tokens. Thread-safe.
 
     Args:
-        tokenizer_json, vocab_size, eos_token_ids: as of `GrammarCompiler`.
+        tokenizer_json, vocab_size, eos_token_ids: as in `GrammarCompiler`.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -68,14 +68,14 @@ class GrammarTrials:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, or None where none runs."""
+        """The id of the process, or None if none is running."""
         return None if self._process is None else self._process.pid
 
     def ask(self, kind: str, text: str, cpu_s: float) -> Tried:
-        """Try a grammar; blocks for as long as it takes, or as long as it may take.
+        """Try a grammar. Blocks until there is a result or the time is exceeded.
 
         Raises:
-            OverloadedError: there was no answer.
+            OverloadedError: the process did not answer.
         """
         key = _key(kind, text)
         with self._lock:
@@ -93,13 +93,13 @@ class GrammarTrials:
         return tried
 
     def close(self) -> None:
-        """End the process. Idempotent; the next question starts another."""
+        """End the process. Idempotent; the next `ask` starts another."""
         with self._lock:
             self._end()
 
     def _answer(self, question: Mapping[str, object]) -> Mapping[str, Any]:
         sent = json.dumps(question).encode()
-        for _ in range(2):  # the process may have been killed
+        for _ in range(2):  # twice, since the process may have been killed
             with self._lock:
                 control = self._running()
             with suppress(OSError):
@@ -111,7 +111,7 @@ class GrammarTrials:
         raise OverloadedError("The process that tries grammars does not answer. Retry.")
 
     def _running(self) -> socket.socket:
-        """Return the way to the process; start it unless it runs."""
+        """Return the socket to the process; start it if it is not running."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self._end()
@@ -150,7 +150,7 @@ class GrammarTrials:
 
 
 def _exchange(control: socket.socket, sent: bytes) -> bytes:
-    """Send a question on a connection of its own; return the answer, or b"" where the process has ended."""
+    """Send a question on its own connection; return the answer, or b"" if the process has ended."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -173,7 +173,7 @@ def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
 
 
 def _killed(by: int, cpu_s: float) -> Tried:
-    """Return the refusal of a grammar for which a signal ended the process."""
+    """Return the result for a grammar during which a signal ended the process."""
     match by:
         case signal.SIGPROF:
             reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"

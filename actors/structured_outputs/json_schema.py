@@ -1,7 +1,7 @@
-"""JSON schemas as llguidance is to read them: what it would misread is refused, whitespace is bounded.
+"""Prepares JSON schemas for llguidance: rejects what it would misread, and bounds whitespace.
 
-What it does not know it refuses itself (`GrammarCompiler`). Called by `grammar_frontend.py`,
-`structural_tags.py` and by whoever puts schemas into a grammar of his own.
+llguidance itself rejects what it does not support (`GrammarCompiler`). Called by `grammar_frontend.py`,
+`structural_tags.py` and other code that embeds schemas in grammars.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from ...cluster.errors import RequestError
 
-# A model that has lost its way writes spaces to the end of its answer: after so many it has to go on.
+# A degenerate model writes whitespace to the end of its output: after this much it must continue.
 MOST_WHITESPACE = r"[ \n\r\t]{0,64}"
 MAX_GRAMMAR_CHARS = 131_072
-MAX_JSON_DEPTH = 120  # what reads schemas goes to 128
+MAX_JSON_DEPTH = 120  # JSON schema readers accept up to 128
 
 
 # Any, here and below: JSON.
 def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
-    """A schema as text.
+    """Return a schema as JSON text for llguidance.
 
     Args:
-        whitespace: may stand between the tokens of JSON, as much as the schema's own `x-guidance` says.
+        whitespace: allow whitespace between JSON tokens, as the schema's own `x-guidance` says.
 
     Raises:
-        RequestError: it is none, or cannot be held to; names `field`.
+        RequestError: it is not a schema or cannot be enforced; names `field`.
     """
     check_size(schema, field)
     keywords = {} if schema is True else schema
@@ -48,7 +48,7 @@ def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
 
 
 def check_size(value: Any, field: str) -> None:
-    """Raise RequestError if JSON is nested too deep or holds too much. Neither recurses nor writes it."""
+    """Raise RequestError if JSON is nested too deep or too large, without recursion or serialization."""
     num_chars, depth, layer = 0, 0, [value]
     while layer:
         following: list[Any] = []
@@ -68,7 +68,8 @@ def check_size(value: Any, field: str) -> None:
 
 
 def _has_misread_bounds(schema: Any) -> bool:
-    """Whether a part of it has bounds of which llguidance lets an excluded one through: 0 in 0 < x < 0.5."""
+    """Return whether a part has bounds for which llguidance accepts an excluded value, such as 0 in 0 < x <
+    0.5."""
     if isinstance(schema, list):
         return any(map(_has_misread_bounds, schema))
     if not isinstance(schema, Mapping):

@@ -1,14 +1,16 @@
-"""Structural tags as llguidance's Lark: free text in which triggers open structures, and what composes them.
+"""Structural tags as llguidance's Lark: free text in which triggers begin structures, and formats combining
+them.
 
     {"structures": [{"begin": "<fn=f>", "schema": {..}, "end": "</fn>"}], "triggers": ["<fn="]}
     {"format": {"type": "triggered_tags", "triggers": ["<fn="],
                 "tags": [{"begin": "<fn=f>", "content": {"type": "json_schema", ..}, "end": "</fn>"}]}}
 
-The older form of OpenAI-compatible servers, and XGrammar's, which holds formats in formats (source:
-XGrammar's "Structural Tag Usage"). Either way a tag belongs to the shortest trigger that its `begin` starts
-with, for there the free text before it ends. Free text ends at the first place where what ends it stands; so
-the end of a tag is handed down to the last thing inside. Where nothing ends it, nothing can follow it, and a
-format that has something there is refused. Called by `grammar_frontend.py`.
+The older form is that of OpenAI-compatible servers; the newer is XGrammar's, which nests formats (source:
+XGrammar's "Structural Tag Usage"). In both, a tag belongs to the shortest trigger that its `begin` starts
+with,
+because the free text before it ends there. Free text ends at the first occurrence of its end mark, so a tag's
+end is passed down to the last part inside it. Free text without an end mark cannot be followed by anything; a
+format that places something after it is rejected. Called by `grammar_frontend.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from typing import Any, TypeAlias
 from ...cluster.errors import RequestError
 from .json_schema import MAX_GRAMMAR_CHARS, check_size, written_schema
 
-MAX_PARTS = 256  # of a list
-MAX_DEPTH = 16  # of formats in formats
+MAX_PARTS = 256  # length of a list
+MAX_DEPTH = 16  # nesting of formats
 _ANY_TEXT = r"/(.|\n)*/"
-_REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or what Lark would read as its own
+_REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or characters special to Lark
 _TAG_FIELDS = ("begin", "content", "end")
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
@@ -43,7 +45,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 _COUNTS = {"optional": "?", "plus": "+", "star": "*"}
 Json: TypeAlias = Mapping[str, Any]  # Any: JSON.
-# What follows a part: texts of which one ends it, none where it must end by itself; None behind the last.
+# Texts of which one ends a part; empty if the part must end by itself; None for the last part.
 _Ends: TypeAlias = tuple[str, ...] | None
 
 
@@ -56,7 +58,7 @@ class _Tag:
 
 
 def lark_of_tags(tags: Json, field: str) -> str:
-    """Raises RequestError, naming a part of `field`."""
+    """Return the Lark grammar of structural tags. Raises RequestError, naming a part of `field`."""
     check_size(tags, field)
     writer = _Writer()
     if "format" in tags:
@@ -69,7 +71,7 @@ def lark_of_tags(tags: Json, field: str) -> str:
 
 
 class _Writer:
-    """Rules, and expressions of them."""
+    """Builds Lark expressions and collects the rules they refer to."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
@@ -77,17 +79,17 @@ class _Writer:
         self._num_chars = 0
 
     def part(self, form: Json, field: str, ends: _Ends) -> str:
-        """An expression of a format and of what ends it.
+        """Return the Lark expression of a format and of what ends it.
 
         Raises:
-            RequestError: there is no such format, or it is not complete.
+            RequestError: the format is unknown or incomplete.
         """
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise RequestError(f"{field}: formats stand in formats {MAX_DEPTH} deep at most.", param=field)
         found = self._written(form, field, ends)
         self._depth -= 1
-        self._num_chars += len(found)  # what ends a part is written behind each of its endings
+        self._num_chars += len(found)  # the ends of a part are repeated after each alternative
         if self._num_chars > MAX_DEPTH * MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"{field}: as a grammar it is too long; at most {MAX_GRAMMAR_CHARS} characters are taken.",
@@ -148,10 +150,10 @@ class _Writer:
         first: bool = False,
         only: bool = False,
     ) -> str:
-        """Free text with tags in it.
+        """Return the Lark expression of free text that contains tags.
 
         Args:
-            text: what may stand between them, as Lark.
+            text: allowed text between tags, as Lark.
             first: it begins with a tag.
             only: it ends with its first tag.
         """
@@ -177,7 +179,7 @@ class _Writer:
         return f"{begun} {later}* {rest}" if first else f"{later}* {rest}"
 
     def _tag(self, tag: _Tag, begun: int = 0) -> str:
-        """A tag of which so many characters are there."""
+        """Return a rule for a tag without its first `begun` characters."""
         content = self.part(tag.content, f"{tag.field}.content", tag.ends)
         return self._named(f"{_quoted(tag.begin[begun:])} {content}")
 
@@ -185,7 +187,7 @@ class _Writer:
         return self._until(text, ends) if ends else self._named(text, terminal=True)
 
     def _text_without(self, form: Json, field: str) -> str:
-        """Any but what a format excludes."""
+        """Return the Lark of any text without what a format excludes."""
         if not form.get("excludes"):
             return _ANY_TEXT
         excluded = _either(map(_quoted, _list(form, "excludes", field, str)))
@@ -202,7 +204,7 @@ class _Writer:
             yield each, f"{field}.elements.{i}"
 
     def _must_end(self, ends: _Ends, field: str) -> _Ends:
-        """What ends free text. Raises RequestError where something follows that cannot."""
+        """Return the ends of free text. Raises RequestError if something follows it that cannot."""
         if ends == ():
             raise RequestError(
                 f"{field}: free text has no end here, so nothing can follow it. Put it last, or into a tag.",
@@ -211,7 +213,7 @@ class _Writer:
         return ends
 
     def _until(self, text: str, ends: tuple[str, ...]) -> str:
-        """Text up to the first of its ends, which is taken too."""
+        """Return a rule for text up to and including the first of its ends."""
         name = self._named(text, terminal=True)
         return self._named(f"{name} {_either(map(_quoted, ends))}", lazy=True)
 
@@ -223,7 +225,7 @@ class _Writer:
 
 
 def _structure(structure: Json, field: str) -> _Tag:
-    """Of the older form, as a tag."""
+    """Return a structure of the older form as a tag."""
     begin, end = structure.get("begin"), structure.get("end")
     if not isinstance(begin, str) or not isinstance(end, str):
         raise RequestError(
@@ -269,7 +271,7 @@ def _quoted(text: str) -> str:
 
 
 def _regex(pattern: str, field: str) -> str:
-    """Return the pattern between the slashes of Lark: a slash means a slash, escaped or not."""
+    """Return the pattern between Lark's slashes; a slash in it is escaped if it was not."""
 
     def written(piece: re.Match[str]) -> str:
         char = piece[0] if piece[1] is None else piece[1]
