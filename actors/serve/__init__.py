@@ -1,2 +1,3 @@
-"""What a Ray Serve replica needs besides HTTP: lifecycle, autoscaling, live settings, canaries. Start with
-`replica_lifecycle.py`."""
+"""Parts of a Ray Serve replica besides HTTP: lifecycle, autoscaling, live settings, canaries. Start with
+`replica_lifecycle.py`.
+"""

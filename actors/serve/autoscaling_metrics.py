@@ -1,6 +1,7 @@
-"""What the autoscaler sees and decides, in Ray's own metrics: its policy lives in Serve's controller.
+"""Exports the autoscaler's inputs and decisions as Ray metrics, because its policy runs in Serve's
+controller.
 
-Names and meanings stand in `cluster/metrics/fleet_metrics.py`. Used by `autoscaling_policy.py`, there alone.
+Names and meanings are in `cluster/metrics/fleet_metrics.py`. Used only by `autoscaling_policy.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from ...cluster.metrics.fleet_metrics import SCALING_CATALOGUE
 
 
 class ScalingMetrics:
-    """Of one deployment.
+    """Autoscaling metrics of one deployment.
 
     Args:
-        application, deployment: become tags.
+        application, deployment: values of the metrics' tags.
     """
 
     def __init__(self, application: str, deployment: str) -> None:
@@ -30,7 +31,7 @@ class ScalingMetrics:
                 self._decisions.set_default_tags(tags)
 
     def show(self, load: FleetLoad, target: int, wanted: int) -> None:
-        """One look: so many replicas were wanted before it, and are now."""
+        """Export one evaluation: `target` replicas were wanted before it, `wanted` are wanted now."""
         values = {
             "manta_autoscaler_replicas": load.there,
             "manta_autoscaler_wanted_replicas": wanted,

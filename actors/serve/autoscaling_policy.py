@@ -1,11 +1,12 @@
-"""Our policy of how many replicas there should be, as Ray Serve wants one. Nothing is decided here.
+"""Adapts the autoscaling decision of `cluster/fleet/autoscaling.py` to Ray Serve's policy interface.
 
-Named in a deployment's `autoscaling_config.policy`; Serve's controller makes one object of the class per
-deployment, keeps it, and calls it ten times a second with what the replicas' `record_autoscaling_stats` sent
-last. This module is pickled into the controller, and what it imports is imported there: nothing heavy, and of
-Ray its metrics alone (`autoscaling_metrics.py`). The decision is `cluster/fleet/autoscaling.py`'s. Serve then
-applies bounds, factors and delays of its own; `scaling_options` leaves the delays at nothing: two in a row
-would only be slow.
+Named in a deployment's `autoscaling_config.policy`. Serve's controller creates one instance per deployment
+and
+calls it ten times a second with the last values of the replicas' `record_autoscaling_stats`. This module is
+pickled into the controller and its imports run there, so it imports nothing heavy, and of Ray only its
+metrics
+(`autoscaling_metrics.py`). Serve then applies its own bounds, factors and delays; `scaling_options` sets the
+delays to zero because two delays in a row would only be slow.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from ...cluster.fleet.replica_stats import ReplicaStats
 from .autoscaling_metrics import ScalingMetrics
 
 POLICY = "manta.actors.serve.autoscaling_policy:SpeculativeScaling"
-# Serve sends a replica's figures so often, by a key that it calls deprecated: its new names do nothing yet.
+# Interval at which Serve sends replica statistics; the key is deprecated, but its replacements have no effect
+# yet.
 METRICS_INTERVAL_S = 1.0
-LOOK_BACK_S = 5.0  # must be longer
+LOOK_BACK_S = 5.0  # must be longer than the interval
 _FIGURES = tuple(field.name for field in fields(ReplicaStats))
 
 
 class TimedValue(Protocol):
-    """One point of a replica's statistics."""
+    """One sample of a replica's statistics."""
 
     value: float
 
 
 class ServeContext(Protocol):
-    """What of Serve's `AutoscalingContext` is looked at. `raw_metrics`: by name, then by replica."""
+    """The parts of Serve's `AutoscalingContext` used here. `raw_metrics` maps a metric to samples by
+    replica."""
 
     @property
     def app_name(self) -> str: ...
@@ -56,23 +59,23 @@ class ServeContext(Protocol):
 
 
 class SpeculativeScaling:
-    """As many replicas as the load is worth.
+    """Chooses the number of replicas by load.
 
     Args:
         rules: fields of `ScalingRules`, from `policy_kwargs`.
 
     Raises:
-        ConfigError: a rule is unknown or makes no sense; the deployment is refused.
+        ConfigError: a rule is unknown or invalid; the deployment is then rejected.
     """
 
     def __init__(self, **rules: float) -> None:
         self._count = ReplicaCount(from_mapping(ScalingRules, rules, "policy_kwargs."))
-        self._metrics: ScalingMetrics | None = None  # made in the controller: they cannot be pickled
+        self._metrics: ScalingMetrics | None = None  # created in the controller, as metrics cannot be pickled
 
     def __call__(
         self, ctx: ServeContext
-    ) -> tuple[int, dict[str, Any]]:  # Any: a policy's state; ours is here
-        """The number of replicas, and Serve's memory for policies without one."""
+    ) -> tuple[int, dict[str, Any]]:  # Any: policy state; ours is in this object
+        """Return the number of replicas, and an empty state for Serve."""
         load = FleetLoad.of(latest(ctx), ctx.current_num_replicas, ctx.total_queued_requests or 0.0)
         wanted = self._count.wanted(
             load,
@@ -88,7 +91,7 @@ class SpeculativeScaling:
 
 
 def latest(ctx: ServeContext) -> list[ReplicaStats]:
-    """What each replica said last. Serve's means would lag behind by seconds, and cost it a merge each."""
+    """Return each replica's latest statistics. Serve's means would lag by seconds and cost a merge each."""
     found: dict[Any, dict[str, float]] = {}
     for name in _FIGURES:
         for replica, points in (ctx.raw_metrics or {}).get(name, {}).items():
@@ -98,12 +101,12 @@ def latest(ctx: ServeContext) -> list[ReplicaStats]:
 
 
 def initial_replicas(least: int) -> int:
-    """The first replica comes also where none need stay."""
+    """Return the initial number of replicas, at least one even if the minimum is zero."""
     return max(least, 1)
 
 
 def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any]:  # Any: Serve's options
-    """How many replicas: a fixed number, or between two as the load asks."""
+    """Return Serve's options for a fixed number of replicas, or for autoscaling between two."""
     if least == most:
         return {"num_replicas": most}
     return {

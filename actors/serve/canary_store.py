@@ -1,9 +1,10 @@
-"""Where the replicas of a deployment tell each other how a drafter's trial stands: Ray's key-value store.
+"""Shared state of a deployment's drafter trials in Ray's internal key-value store.
 
-Serve keeps its own state there, so what is said lives as long as the application does: a replica that comes
-later, for one that has died, finds the verdict that others reached. Every replica writes under its own key;
-the first verdict stands. Calls take a round trip: not on an event loop. Used by `drafter_canary.py`'s desk,
-and by `manta drafter` (jobs/drafters/deploy.py).
+Serve keeps its own state there, so the trial state lives as long as the application: a replica that replaces
+a
+dead one finds the verdict that others reached. Every replica writes under its own key; the first verdict is
+final. Calls take a network round trip, so they must not run on an event loop. Used by `drafter_canary.py` and
+by `manta drafter` (jobs/drafters/deploy.py).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ NAMESPACE = b"manta"
 
 
 class CanaryStore:
-    """Of one deployment of one application."""
+    """The trial state of one deployment of one application."""
 
     def __init__(self, application: str, deployment: str) -> None:
         self._place = f"drafters/{application}/{deployment}/"
 
     def wish(self) -> dict[str, Any] | None:  # Any: a user_config
-        """What is to be in `user_config`'s place where Serve was given none."""
+        """Return the replacement for a `user_config` that Serve was not given, if one is stored."""
         found = _internal_kv_get(self._key("wish"), namespace=NAMESPACE)
         return None if found is None else json.loads(found)
 
@@ -41,7 +42,7 @@ class CanaryStore:
         _internal_kv_put(self._key("wish"), json.dumps(user_config), overwrite=True, namespace=NAMESPACE)
 
     def began_s(self, trial: str, now_s: float) -> float:
-        """Unix time at which the first replica asked this."""
+        """Return the Unix time of the first call for this trial by any replica."""
         return float(self._settle(f"{trial}/began", repr(now_s)))
 
     def tell(self, trial: str, replica: str, report: ReplicaReport) -> None:
@@ -49,7 +50,7 @@ class CanaryStore:
         _internal_kv_put(self._key(f"{trial}/of/{replica}"), text, overwrite=True, namespace=NAMESPACE)
 
     def told(self, trial: str) -> dict[str, ReplicaReport]:
-        """By replica; of those that are gone, too: what they found counts."""
+        """Return the reports by replica, including replicas that are gone, since their evidence counts."""
         prefix = self._key(f"{trial}/of/")
         keys = _internal_kv_list(prefix, namespace=NAMESPACE)
         client = internal_kv_get_gcs_client()
@@ -61,11 +62,11 @@ class CanaryStore:
         return None if found is None else _verdict(found.decode())
 
     def settle(self, trial: str, verdict: Verdict) -> Verdict:
-        """The verdict: this one, unless another stands already."""
+        """Store the verdict unless there is one already. Return the one in effect."""
         return _verdict(self._settle(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:
-        """Forget all trials of this deployment, and the wish."""
+        """Delete all trials of this deployment, and the stored `user_config`."""
         _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
 
     def _settle(self, name: str, value: str) -> str:

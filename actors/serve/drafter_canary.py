@@ -1,12 +1,12 @@
-"""Which drafter a replica drafts with: by its deployment's `user_config`, and by what comes of a trial.
+"""Selects a replica's drafter by its deployment's `user_config` and by the outcome of a trial.
 
-    user_config ─▶ configure ─▶ swap, or load a candidate ─▶ requests draw lots (engine.py) every LOOK_S ─▶
-    tell the board what was found, pool what all replicas found ─▶ verdict (cluster/fleet/canary.py) ─▶
-    promote the candidate, or take it out: on every replica, by the first verdict that is told
+    user_config ─▶ configure ─▶ swap, or load a candidate ─▶ requests are assigned at random (async_engine.py)
+    every LOOK_S ─▶ store this replica's evidence, pool that of all ─▶ verdict (cluster/fleet/canary.py)
+    ─▶ promote or remove the candidate, on every replica, by the first verdict stored
 
-Replicas decide together, and none alone: what all have found is one evidence. A verdict stands on the board,
-so a replica that comes later begins with it. Made by `actors/replica.py`; all on the event loop but calls of
-the board.
+Replicas decide together on the pooled evidence of all. A verdict stays in the store, so a replica that starts
+later begins with it. Created by `actors/replica.py`. Everything runs on the event loop except calls of the
+store.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says of a trial.
+    """A replica's report on a trial.
 
     Attributes:
-        evidence: that it has found.
+        evidence: the evidence it has collected.
         refused: why it does not take part; None if it does.
     """
 
@@ -42,7 +42,7 @@ class ReplicaReport:
 
 
 class CanaryStatusStore(Protocol):
-    """What replicas tell each other: `trial_board.TrialBoard`."""
+    """Shared state of the replicas' trials: `canary_store.CanaryStore`."""
 
     def wish(self) -> dict[str, Any] | None: ...  # Any: a user_config
 
@@ -58,13 +58,13 @@ class CanaryStatusStore(Protocol):
 
 
 class DrafterCanary:
-    """Of one replica.
+    """The drafter control of one replica.
 
     Args:
-        engine: whose drafter it is.
-        board: of the deployment.
-        replica: its name there.
-        clock: Unix time, seconds.
+        engine: the engine whose drafter is controlled.
+        board: the deployment's store.
+        replica: this replica's name in the store.
+        clock: Unix time in seconds.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class DrafterCanary:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine, self._board, self._replica, self._clock = engine, board, replica, clock
-        self._first = engine.drafter  # that the replica started with
+        self._first = engine.drafter  # the drafter that the replica started with
         self._configured: Mapping[str, Any] = {}  # Any: YAML
         self._wish: Mapping[str, Any] | None = None
-        self._candidate: DrafterCandidate | None = None  # that is on trial here
-        self._trial = ""  # its id
+        self._candidate: DrafterCandidate | None = None  # on trial in this replica
+        self._trial = ""  # id of the trial
         self._began_s = 0.0
-        self._verdict: Verdict | None = None  # that has ended nothing: "better"
+        self._verdict: Verdict | None = None  # a verdict that ended no trial: "better"
         self._lock = asyncio.Lock()
 
     async def configure(self, user_config: Mapping[str, Any]) -> None:
-        """Draft as the deployment's `user_config` says; where it says nothing, as the board's wish does.
+        """Use the drafter of the deployment's `user_config` or, if that is empty, of the store's.
 
-        What is wrong is refused in the log, and all stays: Serve would end the replica for an error.
+        Errors are logged and nothing changes, because Serve would end the replica on an exception.
         """
         async with self._lock:
             self._configured = dict(user_config)
@@ -95,13 +95,13 @@ class DrafterCanary:
             await self._follow(self._configured or await asyncio.to_thread(self._board.wish) or {})
 
     async def work_forever(self) -> None:
-        """Look at the board, again and again. Cancelled at the end."""
+        """Check the store periodically. Runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 async with self._lock:
                     await self._look()
-            except Exception:  # a task's edge: the board may be away for a while, and drafts go on
+            except Exception:  # the task's outermost level: the store may be unavailable for a while
                 logger.exception("the drafter's trial could not be looked at")
 
     async def _look(self) -> None:
@@ -130,7 +130,7 @@ class DrafterCanary:
         await self._end(found)
 
     def _exchange(self, report: ReplicaReport) -> Evidence:
-        """Tell the others what was found here; what all have found."""
+        """Store this replica's report and return the evidence of all replicas."""
         self._board.tell(self._trial, self._replica, report)
         return Evidence.pooled(each.evidence for each in self._board.told(self._trial).values())
 
@@ -160,7 +160,7 @@ class DrafterCanary:
             await self._begin(candidate, trial, stands)
 
     async def _begin(self, candidate: DrafterCandidate, trial: str, stands: Verdict | None) -> None:
-        """Raises ConfigError, which the board is told."""
+        """Begin a trial. Raises ConfigError after storing it as this replica's report."""
         self._trial, self._verdict = trial, stands
         try:
             await self._engine.begin_trial(candidate.drafter, CanaryTrial(candidate.rules))
@@ -174,7 +174,7 @@ class DrafterCanary:
         logger.info("%s is on trial %s, beside %s", candidate.drafter, how, self._engine.drafter)
 
     async def _end(self, found: Verdict | None) -> None:
-        """Of the trial here; None: it was taken back."""
+        """End the trial in this replica; None if it was withdrawn."""
         self._candidate = None
         await self._engine.end_trial(found)
         logger.info("drafting with %s from now on", self._engine.drafter)

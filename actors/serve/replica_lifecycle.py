@@ -1,15 +1,13 @@
-"""The end of a replica: Serve's word to go, a SIGTERM, or the death of its engine.
+"""The end of a replica: Serve's graceful shutdown, a SIGTERM, or the death of its engine.
 
-    Serve's graceful shutdown ─┐                      ┌─▶ all have ended
-                               ├─▶ streams go on ─────┤
-    SIGTERM ───────────────────┘   for timeout_s      └─▶ the rest get an error event and [DONE]
-
+    Serve's graceful shutdown ─┐                            ┌─▶ all have ended
+                               ├─▶ open streams continue ───┤
+    SIGTERM ───────────────────┘   for timeout_s            └─▶ the rest get an error event and [DONE]
     the engine is dead, or a step does not end ─▶ its error events are flushed ─▶ the process ends, so that
                                                   connections are refused
 
-Serve tells a replica's own code nothing before its streams have ended, so what Serve's object in this process
-knows is looked at a few times a second. Not the front: what a client sees is `http/`'s. Made by
-`actors/replica.py`.
+Serve notifies a replica's own code only after its streams have ended, so Serve's object in this process is
+polled a few times a second. What a client sees is defined in `http/`. Created by `actors/replica.py`.
 """
 
 from __future__ import annotations
@@ -28,37 +26,37 @@ from ..http.middleware.inflight_requests import Traffic
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-CLOSING_S = 0.3  # uvicorn looks ten times a second whether it is to close
-FLUSH_S = 2.0  # at most, for the last words of requests whose engine is dead or whose time is up
+CLOSING_S = 0.3  # uvicorn checks ten times a second whether to close
+FLUSH_S = 2.0  # upper bound, for the last events of requests whose engine is dead or whose time is up
 EXIT_DEAD = 70
 ENDED = "The server is stopping and this request's time is up. Send it again."
 
 
 class ServeHost(Protocol):
-    """Where the replica lives: what Serve's object in this process knows and does."""
+    """Serve's object in this process: the state and the operations used here."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether Serve has asked the replica to go."""
+        """Whether Serve has asked the replica to stop."""
         ...
 
     def close_door(self) -> None:
-        """Refuse new connections; those that are open go on. On the event loop."""
+        """Refuse new connections; open ones continue. Call it on the event loop."""
         ...
 
     async def leave(self) -> None:
-        """Do what Serve does to a replica that is to go; returns when its requests have ended."""
+        """Run Serve's graceful shutdown; returns when the requests have ended."""
         ...
 
 
 class ReplicaLifecycle:
-    """Watches until the end. Everything happens on the event loop that serves.
+    """Watches a replica until its end. Everything happens on the event loop that serves.
 
     Args:
-        engine: whose streams are ended.
-        traffic: HTTP requests under way.
-        place: see there.
-        timeout_s: that requests may go on once the replica is to go.
+        engine: the engine whose streams are ended.
+        traffic: HTTP requests in flight.
+        place: Serve's object.
+        timeout_s: how long requests may continue during a shutdown.
         exit: ends the process.
     """
 
@@ -77,10 +75,10 @@ class ReplicaLifecycle:
         self._exit = exit
 
     async def watch(self) -> None:
-        """Until the process ends."""
+        """Watch until the process ends."""
         while True:
             if not self._engine.is_alive:
-                if not self._place.is_leaving:  # else Serve has closed it
+                if not self._place.is_leaving:  # otherwise Serve has closed it
                     await self._end_dead()
                 return
             if self._place.is_leaving:
@@ -89,14 +87,14 @@ class ReplicaLifecycle:
             await asyncio.sleep(LOOK_S)
 
     async def obey_sigterm(self) -> None:
-        """Go as if Serve had asked, and end the process."""
-        if not self._place.is_leaving:  # else it is Ray that comes for what Serve has emptied
+        """Shut down as if Serve had asked, and end the process."""
+        if not self._place.is_leaving:  # otherwise Ray ends a replica that Serve has drained
             logger.info("SIGTERM: this replica goes")
-        await self._place.leave()  # `watch` sees it, and drains
+        await self._place.leave()  # `watch` notices it and drains
         self._exit(0)
 
     async def _drain(self) -> None:
-        """Give requests their time, and the rest their end."""
+        """Let requests continue until the timeout, then end the rest."""
         began_s = time.monotonic()
         self._traffic.draining = True
         logger.info("draining: %d requests run, and may for %g s more", self._traffic.open, self._timeout_s)
@@ -107,7 +105,7 @@ class ReplicaLifecycle:
             await self._traffic.ended(FLUSH_S)
         took_s = time.monotonic() - began_s
         logger.info("drained in %.1f s: %d requests were ended before they were done", took_s, cut)
-        # What a proxy that had not heard sent late has the rest of the time.
+        # Use the remaining time for requests that a proxy still sends before it learns of the shutdown.
         await asyncio.sleep(max(0.0, self._timeout_s - took_s))
         self._engine.end_all(DrainingError(ENDED))
 

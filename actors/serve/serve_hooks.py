@@ -1,13 +1,18 @@
-"""What Serve's own objects know in a replica's process: whether it is to go, and a way in ahead of the queue.
+"""Hooks into Serve's own objects in a replica's process: its shutdown state, and an ASGI wrapper before its
+queue.
 
-`RayServeHost` is `replica_life.Place`. `ProbeBypass` is around the HTTP server that Serve opens in a replica
-behind HAProxy, and around Serve's own proxy, where the environment of their processes names `middlewares`
-(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as `manta serve` sets it). In front of Serve's queue it answers
-what operators ask, so that probes wait for no request. What Serve itself says in plain text, it says as
-OpenAI's clients read it; a request has one id, also where Serve would give it a second one; and a refusal of
-a replica that is to go, or was dead when the request came, has the status that HAProxy asks for
-(`RETRY_HEADER`), for which it tries another replica. A request under which the engine died is not tried
-again: it may be what killed it. Neither decides anything.
+`RayServeHost` is a `replica_lifecycle.ServeHost`. `ProbeBypass` wraps the HTTP server that Serve opens in a
+replica behind HAProxy, and Serve's own proxy, if the environment of their processes names `middlewares`
+(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as set by `manta serve`). It does the following:
+
+* Health and metrics requests are answered before Serve's queue, so that probes do not wait.
+* Serve's plain-text errors are replaced by errors in OpenAI's format.
+* A request has one id, also where Serve would assign a second one.
+* A rejection by a replica that is stopping, or was dead when the request arrived, gets the status that
+  HAProxy
+  asks for (`RETRY_HEADER`), upon which it tries another replica. A request during which the engine died is
+  not
+  retried, because it may be the cause.
 """
 
 from __future__ import annotations
@@ -42,31 +47,33 @@ SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (5
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Serve in each process that listens."""
+    """Return the ASGI middlewares; called by Serve in each process that listens."""
     return [Middleware(ProbeBypass)]
 
 
 def door_is_there() -> bool:
-    """Whether what listens on this node has our `ProbeBypass` around it: its environment says so."""
+    """Return whether this node's HTTP server has our `ProbeBypass`, according to the environment."""
     return os.environ.get(CALLBACK, "").endswith(
         (".serve.serve_hooks:middlewares", ".serve_place:middlewares")
     )
 
 
 def restore_print() -> None:
-    """Give this process Python's own `print` back.
+    """Restore Python's own `print` in this process.
 
-    Where RAY_SERVE_LOG_TO_STDERR is 0, as `manta serve` has it, Serve replaces it in a replica by one that
-    writes the tuple of its arguments into any other file: each traceback that is formatted is such a file.
-    Standard output and error stay Serve's.
+    If RAY_SERVE_LOG_TO_STDERR is 0, as set by `manta serve`, Serve replaces `print` in a replica by one that
+    writes
+    the tuple of its arguments into any other file, which includes each formatted traceback. Standard output
+    and
+    error stay Serve's.
     """
     builtins.print = logging_utils.buildin_print
 
 
 def listen_as_ray_does() -> None:
-    """Have Serve's channel between replicas, which unpickles calls, listen on loopback where Ray does.
+    """Make Serve's channel between replicas, which unpickles calls, listen on loopback if Ray does.
 
-    Serve opens it on all interfaces once the replica is constructed; so call it in the constructor.
+    Serve opens it on all interfaces after the replica is constructed, so call this in the constructor.
     """
     from ray.serve._private import replica
 
@@ -76,7 +83,7 @@ def listen_as_ray_does() -> None:
 
 
 class RayServeHost:
-    """The replica that this process is. Make it in the replica's constructor."""
+    """Serve's replica object of this process. Create it in the replica's constructor."""
 
     def __init__(self) -> None:
         process = worker.global_worker
@@ -90,10 +97,12 @@ class RayServeHost:
         self._replica._event_loop.call_soon_threadsafe(self._replica._stop_accepting_direct_ingress)
 
     def on_sigterm(self, told: Callable[[], object]) -> None:
-        """Call `told` in place of ending at once. From any thread; it is called in the main one.
+        """Call `told` on SIGTERM instead of ending at once. Call from any thread; `told` runs in the main
+        one.
 
-        Only the main thread may set a handler, and that one is in Ray's loop for ever. So the handler stays
-        Ray's, which calls a function of its module to end the process.
+        Only the main thread may set a handler, and it never leaves Ray's loop. So Ray's handler stays, and
+        the function
+        of its module that ends the process is replaced.
         """
         assert hasattr(worker, _ENDS_THE_PROCESS), "Ray is another version than this was made for"
         setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())
@@ -104,7 +113,7 @@ class RayServeHost:
 
 
 class ProbeBypass:
-    """An ASGI application around Serve's."""
+    """An ASGI application that wraps Serve's."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -122,7 +131,7 @@ class ProbeBypass:
 
 
 def _one_id(scope: Scope, send: Send) -> Send:
-    """Give the request an id that fits a header, and its response that one or the application's own alone."""
+    """Give the request a valid id, and its response either that id or the application's own."""
     asked = acceptable_id(Headers(scope=scope).get(ID_HEADER)) or new_id()
     MutableHeaders(scope=scope)[ID_HEADER] = asked
 
@@ -136,7 +145,7 @@ def _one_id(scope: Scope, send: Send) -> Send:
 
 
 def _replica() -> Any:  # Any: a class that Serve makes of ours.
-    """The replica that this process is; None in a proxy's."""
+    """Return the replica of this process; None in a proxy."""
     try:
         return serve.get_replica_context().servable_object
     except RayServeException:
@@ -144,7 +153,8 @@ def _replica() -> Any:  # Any: a class that Serve makes of ours.
 
 
 class _Translated:
-    """A `send` that replaces a failure in plain text (Serve's; ours are JSON), or one that another mends."""
+    """A `send` that replaces Serve's plain-text failures, and the status of failures that may be retried
+    elsewhere."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Any) -> None:
         self._client = (scope, receive, send)
@@ -166,7 +176,7 @@ class _Translated:
             await self._send(message)
 
     def _is_untouched(self) -> bool:
-        """Whether the replica does not serve, and its engine did not die under this request."""
+        """Return whether the replica does not serve, and its engine did not die during this request."""
         serves = getattr(self._replica, "serves", True)  # a gateway's replica has no engine that could die
         return not serves and (self._lives() or not self._lived)
 

@@ -1,5 +1,7 @@
-"""What of a running replica may be changed: Serve's `user_config` of the deployment, by `serve deploy`, or by
-`manta drafter deploy`."""
+"""Settings that can change in a running replica: the deployment's Serve `user_config`, set by `serve deploy`
+or by
+`manta drafter deploy`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from ...cluster.fleet.canary import TrialRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCandidate:
-    """A drafter that is tried on traffic before it takes the other's place (`cluster/fleet/canary.py`).
+    """A drafter that is tried on traffic before it replaces the current one (`cluster/fleet/canary.py`).
 
     Attributes:
         drafter: folder or hub id.
-        trial: a name; another one tries the same candidate again.
-        rules: how it is tried; its fields stand beside these.
+        trial: name of the trial; another name tries the same candidate again.
+        rules: rules of the trial; in YAML its fields are next to these.
     """
 
     drafter: str
@@ -36,7 +38,7 @@ class DrafterCandidate:
 
     @classmethod
     def of(cls, told: object) -> Self:
-        """Raises ConfigError, which names the field."""
+        """Read a mapping. Raises ConfigError, which names the field."""
         if not isinstance(told, Mapping):
             raise ConfigError(
                 f"user_config.candidate={told!r} must be a mapping, as {{drafter: ..., fraction: 0.1}}.",
@@ -50,12 +52,12 @@ class DrafterCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUserConfig:
-    """The change costs no restart and no request.
+    """The settings of a replica. Changing them needs no restart and interrupts no request.
 
     Attributes:
-        drafter: folder or hub id of the drafter to draft with; None: the one that the replica started with.
-            Tokens do not depend on it. Beside the target it loads while requests wait.
-        candidate: another one, which is tried beside it.
+        drafter: folder or hub id of the drafter; None: the one that the replica started with. Tokens do not
+            depend on it. On the target's device it loads while requests wait.
+        candidate: another drafter to try alongside it.
     """
 
     drafter: str | None = None
@@ -67,13 +69,13 @@ class ReplicaUserConfig:
 
     @property
     def trial_id(self) -> str:
-        """Of the trial of this candidate against that drafter: all replicas find the same."""
+        """Id of the trial of this candidate against that drafter, the same on all replicas."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @classmethod
     def of(cls, user_config: Mapping[str, Any]) -> Self:  # Any: YAML, checked here
-        """Raises ConfigError, which names the field."""
+        """Read a `user_config`. Raises ConfigError, which names the field."""
         settings = dict(user_config)
         if settings.get("candidate") is not None:
             settings["candidate"] = DrafterCandidate.of(settings["candidate"])
