@@ -1,6 +1,6 @@
-"""An engine's own figures by the catalogue's names: what `EngineStats` and its settings say. Reads only.
+"""Metric values of an engine, read from `EngineStats` and its settings.
 
-What is observed as answers pass by is `telemetry.py`'s, which joins both.
+Values observed as outputs are delivered are in `telemetry.py`, which combines both.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..engine.async_engine import AsyncEngine
 from ..tokenization.checkpoint_paths import drafter_commit
 from .prometheus_text import Values
 
-_ENDS = tuple(each for each in get_args(Verdict) if each != "better")  # which ends nothing
+_ENDS = tuple(each for each in get_args(Verdict) if each != "better")  # "better" ends no trial
 
 
 def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values]:
-    """Figures of one engine."""
+    """Return the metric values of one engine, by metric name."""
     drafts = stats.num_drafts
     length = mean_acceptance_length(drafts, stats.num_accepted_tokens)
     return {
@@ -84,12 +84,12 @@ def _load_values(stats: EngineStats) -> dict[str, Values]:
 
 
 def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
-    """Requests that the engine itself did not let in, by reason."""
+    """Return the number of requests that the engine rejected, by reason."""
     return {("queue_full",): 0, **_by_name(stats.rejected)}
 
 
 def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
-    """What is told by labels: how K/V is kept, what drafts."""
+    """Return the metrics whose information is in their labels: K/V cache and drafters."""
     return {
         "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
         "dflash:drafter_info": _drafter_labels(engine, stats),
@@ -97,7 +97,7 @@ def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
 
 
 def trial_values(engine: AsyncEngine) -> dict[str, Values]:
-    """How a candidate does beside the drafter."""
+    """Return the evidence of a candidate's trial."""
     evidence = NO_EVIDENCE if engine.trial is None else engine.trial.evidence
     tallies = {"incumbent": evidence.incumbent, "candidate": evidence.candidate}
     logs = {"better": evidence.log_better, "worse": evidence.log_worse}
@@ -111,7 +111,7 @@ def trial_values(engine: AsyncEngine) -> dict[str, Values]:
 
 
 def _cache_labels(config: EngineConfig, info: ExecutorInfo) -> tuple[str, ...]:
-    """Of the pages that see everything, where windows have others."""
+    """Return the labels of the pages for full attention, also if there are others for sliding windows."""
     pool = next((group.pool for group in info.page_groups if group.window is None), 0)
     told = info.page_size, info.num_pages[pool], info.dtype, config.enable_prefix_caching
     return tuple(map(str, told))

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus's text, from values by the catalogue's names. Nothing is counted here."""
+"""Formats metric values as Prometheus text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from prometheus_client.utils import floatToGoString
 from ...cluster.metrics.histogram import HistogramCounts
 from ...cluster.metrics.metric import Metric
 
-# A mapping where a metric has labels of its own (their values, in the catalogue's order), or no value now.
+# A mapping from label values (in the catalogue's order), empty if there is no value now; or a single value.
 Values = float | Mapping[tuple[str, ...], float] | HistogramCounts
 
 
 class Exposition(Collector):
-    """The text of some metrics.
+    """Exports some metrics as Prometheus text.
 
     Args:
-        catalogue: of the metrics.
-        labels: those that all share, with their values.
-        values: asked for at each scrape, by name. What has none is not shown.
+        catalogue: the metrics.
+        labels: labels that all metrics share, with their values.
+        values: returns the values by name at each scrape. Metrics without a value are left out.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Family]:
-        """What prometheus_client's registry asks for."""
+        """Yield the metric families; called by prometheus_client's registry."""
         values = self._values()
         for metric in self._catalogue:
             if metric.name in values:
@@ -48,7 +48,7 @@ class Exposition(Collector):
 
 
 def family_of(metric: Metric, labels: Mapping[str, str], value: Values) -> Family:
-    """One metric with its samples."""
+    """Return one metric with its samples."""
     shared = {name: given for name, given in labels.items() if name in metric.labels}
     if isinstance(value, HistogramCounts):
         family = HistogramMetricFamily(metric.name, metric.help, labels=list(shared))
@@ -64,6 +64,6 @@ def family_of(metric: Metric, labels: Mapping[str, str], value: Values) -> Famil
 
 
 def buckets_of(metric: Metric, counts: HistogramCounts) -> list[tuple[str, float]]:
-    """Each bound, as Prometheus writes it, and how many values were at most that."""
+    """Return each bound, as Prometheus writes it, with the number of values up to it."""
     bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
     return list(zip(bounds, map(float, counts.cumulative), strict=True))

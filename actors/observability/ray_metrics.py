@@ -1,9 +1,9 @@
-"""The figures of an engine in Ray's own metrics, where they stand beside Ray's and Serve's.
+"""Mirrors an engine's metrics into Ray's own, where they appear next to Ray's and Serve's.
 
-All of the catalogue. Ray drops names with a colon: `vllm:...` becomes `ray_vllm_...`, with a delay of about
-ten seconds. A histogram comes as the three kinds of series that Prometheus makes of one (`_bucket` by `le`,
-`_sum`, `_count`), as gauges: Ray's own histogram would take a call for each observation, which is a call
-for each token. Created in the replica, fed by `telemetry.py`.
+Includes the whole catalogue. Ray drops names with a colon: `vllm:...` becomes `ray_vllm_...`, with a delay of
+about ten seconds. A histogram is exported as Prometheus's three kinds of series (`_bucket` by `le`, `_sum`,
+`_count`), as gauges: Ray's own histogram would need a call for each observation, that is, for each token.
+Created in the replica, updated by `telemetry.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RayMetrics:
     """A `MetricsMirror` into Ray.
 
     Args:
-        model_name, replica: become the tags `model_name` and `ReplicaId`.
+        model_name, replica: values of the tags `model_name` and `ReplicaId`.
     """
 
     def __init__(self, model_name: str, replica: str) -> None:
@@ -82,7 +82,7 @@ class _Simple:
 
 
 class _Histogram:
-    """See the module."""
+    """A histogram as gauges; see the module."""
 
     def __init__(self, metric: Metric, tags: Tags) -> None:
         name = metric.name.replace(":", "_")

@@ -1,9 +1,9 @@
-"""What the outside learns about an engine: metrics, a log line per request, two lines every ten seconds.
+"""An engine's metrics and logs: one log line per request, and two lines every ten seconds.
 
-Names, buckets and meanings stand in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
-read when somebody scrapes (`engine_metrics.py`); here is observed what passes by on the event loop: requests
-as they end, HTTP, lines of batches. How it is written is `prometheus_text.py`'s. Everything of one
-`RequestTelemetry` happens on that loop.
+Names, buckets and meanings are in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
+read
+at each scrape (`engine_metrics.py`); events on the event loop are observed here: finished requests, HTTP,
+batch rows. `prometheus_text.py` formats them. A `RequestTelemetry` is used on that loop only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("manta.requests")
 
 REPORT_INTERVAL_S = 10.0
-# Why requests are not let in, beside what the engine counts itself (its queue is full).
+# Reasons for rejected requests, besides those that the engine counts (its queue is full).
 REJECTIONS: Mapping[type[MantaError], str] = {
     TooManyRequestsError: "too_many_requests",
     DrainingError: "draining",
@@ -55,17 +55,18 @@ REJECTIONS: Mapping[type[MantaError], str] = {
 
 
 class MetricsMirror(Protocol):
-    """Gets all figures every few seconds (Ray's metrics: `ray_metrics.py`). Called in a thread."""
+    """Receives all metric values every few seconds (Ray's metrics: `ray_metrics.py`). Called in a thread."""
 
     def update(self, values: Mapping[str, Values]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCompletion:
-    """One of the completions of a request. Seconds are since the request arrived.
+    """One completion of a request. Seconds since the request arrived.
 
-    `first_s`, `last_s`: of its tokens; None where it has none. `max_tokens`: None where the context is the
-    limit.
+    `first_s`, `last_s`: times of its first and last tokens; None without tokens. `max_tokens`: None if the
+    context
+    is the limit.
     """
 
     num_tokens: int
@@ -77,7 +78,8 @@ class FinishedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """A prompt whose completions have all ended; `longest` is the number of tokens of one of them."""
+    """A prompt whose completions have all ended; `longest` is the largest number of tokens of a
+    completion."""
 
     num_tokens: int
     num_cached_tokens: int
@@ -86,12 +88,12 @@ class EndedPrompt:
 
 
 class BatchLines(NamedTuple):
-    """Lines of batches that are durable now.
+    """Rows of batches that have become durable.
 
     Attributes:
-        completed, failed: how many.
-        prompt_tokens, generation_tokens: of those that were answered.
-        by_category: verified blocks and accepted drafts.
+        completed, failed: numbers of rows.
+        prompt_tokens, generation_tokens: tokens of the completed rows.
+        by_category: verify steps and accepted drafts by category.
     """
 
     completed: int
@@ -103,14 +105,14 @@ class BatchLines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """A row of a batch that has its answer, or an error.
+    """A batch row that has its response or an error.
 
     Attributes:
-        id: the engine's name of it: `<batch>/<row>`.
-        operation: OpenTelemetry's word for what is asked; None where that cannot be read.
+        id: the engine's id of the row: `<batch>/<row>`.
+        operation: OpenTelemetry's name of the operation; None if it cannot be read.
         begin_s, end_s: Unix time.
         error: the error's type.
-        answer: None where there is none.
+        answer: None if there is none.
     """
 
     id: str
@@ -123,7 +125,8 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One HTTP request at its end, as it is logged. Times in milliseconds; no text of any kind."""
+    """One HTTP request at its end, as logged. Times in milliseconds; contains no text of the request or
+    response."""
 
     request_id: str
     id: str
@@ -139,16 +142,17 @@ class FinishedRequest:
 
 
 class RequestTelemetry:
-    """All figures of one engine.
+    """All metrics of one engine.
 
     Args:
-        engine: whose counters are shown.
+        engine: the engine whose counters are exported.
         model_name: label of all metrics.
-        replica: stands in log lines, and is a label of all metrics. (Their label `engine` is vLLM's number of
-            an engine in its process: here always "0".)
-        mirror: gets the figures too.
-        max_label_values: tenants, and categories, that are told apart.
-        categories: that are told apart at all.
+        replica: included in log lines and label of all metrics. (The label `engine` is vLLM's number of an
+            engine
+            in its process, here always "0".)
+        mirror: receives all values too.
+        max_label_values: maximum number of distinct tenants, and of categories.
+        categories: categories counted by name.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class RequestTelemetry:
         self._engine = engine
         self._replica = replica
         self._mirror = mirror
-        # Of the engine's own histogram the values are not observed here.
+        # Values of the engine's own histograms are not observed here.
         self._histograms = {m.name: Histogram(m.buckets) for m in CATALOGUE if m.kind == "histogram"}
         self._http: Counter[tuple[str, ...]] = Counter()
         self._batch_rows = Counter({("completed",): 0, ("failed",): 0})
@@ -182,14 +186,14 @@ class RequestTelemetry:
         labels = {"model_name": model_name, "engine": "0", "replica": replica}
         self._exposition = Exposition(CATALOGUE, labels, self._values)
 
-    # What passes by.
+    # Observations.
 
     def observe_first_token(self, since_arrival_s: float) -> None:
-        """A completion's first tokens."""
+        """Observe a completion's first tokens."""
         self._histograms["vllm:time_to_first_token_seconds"].observe(since_arrival_s)
 
     def observe_tokens(self, count: int, gap_s: float) -> None:
-        """A completion's next tokens, `gap_s` after the ones before."""
+        """Observe a completion's next tokens, `gap_s` after the previous ones."""
         self._histograms["vllm:inter_token_latency_seconds"].observe(gap_s / count, count)
 
     def end_completion(self, ended: FinishedCompletion) -> None:
@@ -199,7 +203,7 @@ class RequestTelemetry:
         first_s, last_s = ended.first_s, ended.last_s
         if first_s is None or last_s is None:
             return
-        # The engine's clock starts a little later than ours.
+        # The engine's clock starts slightly later than ours.
         queue_s = min(ended.queue_s, first_s)
         self._histograms["vllm:e2e_request_latency_seconds"].observe(last_s)
         self._histograms["vllm:request_queue_time_seconds"].observe(queue_s)
@@ -218,7 +222,8 @@ class RequestTelemetry:
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
     def count_drafts(self, asker: Tenant, num_drafts: int, num_accepted: int) -> None:
-        """Of a request that has ended, however."""
+        """Count the verify steps and accepted drafts of a request that has ended, whether or not it
+        succeeded."""
         tenant = self._tenants.of(asker.tenant)
         category = self._categories.of(asker.category)
         for label, value in (("tenant", tenant), ("category", category)):
@@ -238,16 +243,16 @@ class RequestTelemetry:
             self.count_drafts(Tenant(category=category), num_drafts, num_accepted)
 
     def count_rejection(self, error: MantaError) -> None:
-        """A request has ended before its first token; it counts unless the request itself is wrong."""
+        """Count a request that ended before its first token, unless the request itself is invalid."""
         if (reason := REJECTIONS.get(type(error))) is not None:
             self._rejected[reason,] += 1
 
     def count_audit(self, result: AuditResult) -> None:
-        """An answer has been computed once more, or will not be."""
+        """Count a response that was audited or skipped."""
         self._audits[result,] += 1
 
     def count_captured(self, result: CaptureResult) -> None:
-        """A completion has been kept, or will not be."""
+        """Count a completion that was captured or dropped."""
         self._captured[result,] += 1
 
     def finish_request(self, request: FinishedRequest) -> None:
@@ -255,23 +260,23 @@ class RequestTelemetry:
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
         request_logger.info(Event("request", **asdict(request), **origin))
 
-    # What is shown.
+    # Output.
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         return self._exposition.text()
 
     async def report_forever(self) -> None:
-        """Log what the engine does while it does anything, and feed the mirror. Cancelled at the end."""
+        """Log the engine's activity while there is any, and update the mirror. Runs until cancelled."""
         before = self._engine.stats()
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             try:
                 before = self._report(before)
                 if self._mirror is not None:
-                    # Hundreds of calls into Ray: not on the loop that streams wait for.
+                    # Hundreds of calls into Ray, which would block streams on the event loop.
                     await asyncio.to_thread(self._mirror.update, self._values())
-            except Exception:  # a task's edge: figures must not end for one failure, nor end the engine
+            except Exception:  # the task's outermost level: a failure must not end the reports
                 logger.exception("the engine's figures could not be reported")
 
     def _report(self, before: EngineStats) -> EngineStats:

@@ -1,10 +1,11 @@
-"""Receipts in a folder: an engine's spending by day, kept over restarts and kills.
+"""Stores an engine's usage per day in a folder as receipts that survive restarts and kills.
 
-A process has a file of its own for each day, `2026-01-31.NAME.jsonl`, to which it adds a line for each
-account that has changed: its *totals* of that day in that process. Of lines of one account the last counts,
-so nothing is counted twice, a line that a kill cut short is passed over, and a kill loses what came in the
-seconds since the last line. A file that has grown long is written anew, a line an account. Receipts of a day
-are the sums over all files of it, so replicas share a folder. `http/admin/usage.py` and `manta receipts` ask.
+A process has its own file for each day, `2026-01-31.NAME.jsonl`, and appends a line for each account that has
+changed: its *totals* of that day in that process. The last line of an account counts, so nothing is counted
+twice, a truncated line is skipped, and a kill loses at most the seconds since the last write. A long file is
+rewritten with one line per account. The receipts of a day are the sums over all its files, so replicas share
+a
+folder. Read by `http/admin/usage.py` and `manta receipts`.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from ..system.atomic_files import PRIVATE_FILE, check_writable, open_own, write_
 logger = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 5.0
-_LONG = 16  # lines an account, then a file is written anew
+_LONG = 16  # lines per account before a file is rewritten
 _FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
 
 
 class ReceiptKeeper:
-    """Of one engine.
+    """Writes the receipts of one engine.
 
     Args:
-        engine: started.
-        folder: made if it is not there.
+        engine: a started engine.
+        folder: created if missing.
         model: name of the model on receipts.
-        max_label_values: tenants, and categories, that are told apart, as in metrics.
+        max_label_values: maximum number of distinct tenants, and of categories, as in metrics.
         clock: Unix time.
-        categories: that are told apart at all.
+        categories: categories counted by name.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -71,30 +72,30 @@ class ReceiptKeeper:
         self._device: DeviceKind = "CPU" if engine.info.device == "cpu" else "GPU"
         self._tenants = BoundedLabels(max_label_values)
         self._categories = BoundedLabels(max_label_values, categories)
-        self._requests: Counter[UsageAccount] = Counter()  # grows on the event loop, is read by `keep`
+        self._requests: Counter[UsageAccount] = Counter()  # incremented on the event loop, read by `keep`
         self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
-        # All below is guarded by it.
+        # The lock guards everything below.
         self._seen: dict[UsageAccount, Usage] = {}
         self._seen_requests: Counter[UsageAccount] = Counter()
         self._day = ""
         self._amounts: dict[UsageAccount, UsageTotals] = {}  # of that day
         self._unwritten: set[UsageAccount] = set()
-        self._num_lines = 0  # of the file; -1 where its end may be broken
+        self._num_lines = 0  # in the file; -1 if its end may be damaged
         self._tells_failure = True
 
     def account(self, asker: Tenant, *, begins: bool = True) -> UsageAccount:
-        """On whose receipt a request stands. On the event loop.
+        """Return the account that a request is counted for. Call it on the event loop.
 
         Args:
-            begins: False where another engine has counted it.
+            begins: False if another engine has counted the request.
         """
         account = UsageAccount(self._tenants.of(asker.tenant), self._categories.of(asker.category))
         self._requests[account] += begins
         return account
 
     async def keep_forever(self) -> None:
-        """Cancelled at the end, when all is kept once more."""
+        """Write receipts periodically until cancelled, then once more."""
         try:
             while True:
                 await asyncio.sleep(KEEP_EVERY_S)
@@ -103,7 +104,7 @@ class ReceiptKeeper:
             self.keep()
 
     def keep(self) -> None:
-        """Book what came since the last time on today, and write it. From any thread."""
+        """Add the usage since the last call to today's totals and write them. Thread-safe."""
         with self._lock:
             self._book()
             if not self._unwritten:
@@ -121,7 +122,7 @@ class ReceiptKeeper:
 
     def _book(self) -> None:
         today = datetime.fromtimestamp(self._clock(), UTC).date().isoformat()
-        if today != self._day:  # what is unwritten of the day before could not be written for long
+        if today != self._day:  # drop unwritten lines of the previous day: writing them has kept failing
             self._day, self._amounts, self._num_lines = today, {}, 0
             self._unwritten.clear()
         spent, requests = self._engine.spent(), self._requests.copy()
@@ -154,20 +155,20 @@ class ReceiptKeeper:
 
 
 def num_devices(config: EngineConfig) -> int:
-    """GPUs that an engine holds; a drafter that several engines share is nobody's."""
+    """Return the number of GPUs an engine holds; a drafter shared by several engines is not counted."""
     spec = config.speculative_config
     return config.tensor_parallel_size + (spec is not None and spec.placement == "split")
 
 
 def read_receipts(folder: Path, day: str | None = None, tenant: str | None = None) -> list[dict[str, Any]]:
-    """All receipts of a folder, by day and name, as JSON (`receipt_json`).
+    """Return all receipts of a folder, sorted by day and name, as JSON (`receipt_json`).
 
     Args:
-        day: YYYY-MM-DD, of UTC; None for all.
+        day: YYYY-MM-DD, in UTC; None for all.
         tenant: None for all.
 
     Raises:
-        RequestError: that is no day.
+        RequestError: `day` is not valid.
         OSError: the folder cannot be read.
     """
     if day is not None:
@@ -185,7 +186,7 @@ def read_receipts(folder: Path, day: str | None = None, tenant: str | None = Non
 
 
 def _of_file(path: Path, day: str) -> Iterator[tuple[ReceiptSubject, str, UsageTotals]]:
-    """The last line of each account."""
+    """Yield the last line of each account."""
     last: dict[tuple[ReceiptSubject, str], UsageTotals] = {}
     for line in path.read_bytes().splitlines():
         try:
@@ -194,7 +195,7 @@ def _of_file(path: Path, day: str) -> Iterator[tuple[ReceiptSubject, str, UsageT
             device = str(told.pop("device"))
             last[subject, device] = UsageTotals(**told)
         except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # cut short
+            continue  # a truncated line
     for (subject, device), amounts in last.items():
         yield subject, device, amounts
 
