@@ -1,6 +1,6 @@
-"""Files of our own: put in place whole, and opened without following links.
+"""Writes files atomically, and opens them without following links.
 
-A folder that we write may have been prepared by another: no link in it is trusted, nor a name
+Another user may have prepared a folder that we write to, so links and names in it are not trusted
 (`cluster/safe_file_names.py`).
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 from ...cluster.errors import ConfigError
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
-_LONGEST = 180  # characters of a name that stand in its temporary name; file systems take 255 bytes
+TEMPORARY = ".manta-tmp-"  # a prefix; pathlib's *.parquet also matches names with a leading dot
+_LONGEST = 180  # characters of a name kept in its temporary name; file systems allow 255 bytes
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """A figure as it is written; null where there is none."""
+    """Return a number rounded for output; None stays None."""
     return None if value is None else round(value, digits)
 
 
 def check_writable(folder: Path, param: str) -> None:
-    """Make a private folder that a setting names. Raises ConfigError where nothing can be written there."""
+    """Create a private folder named by a setting. Raises ConfigError if it cannot be written."""
     try:
         make_folder(folder, private=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -43,10 +43,10 @@ def check_writable(folder: Path, param: str) -> None:
 
 
 def make_folder(folder: Path, *, private: bool = False) -> None:
-    """Make a folder and those above it; what is there stays as it is.
+    """Create a folder and its parents; existing ones are not changed.
 
     Args:
-        private: no other user may look into those that are made.
+        private: created folders are not accessible to other users.
     """
     if not private:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,10 +59,10 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file without following a link, neither symbolic nor hard; a FIFO does not block.
+    """Open a regular file without following symbolic or hard links; a FIFO does not block.
 
     Raises:
-        OSError: also for what is no such file, with `strerror` saying so.
+        OSError: also if it is not a regular file, which `strerror` then says.
     """
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     found = os.fstat(handle)
@@ -84,14 +84,14 @@ def write_whole(
     synced: bool = True,
     private: bool = False,
 ) -> None:
-    """Write a file under a temporary name, make it durable, and give it its name.
+    """Write a file under a temporary name, make it durable, and rename it.
 
     Args:
-        write: writes the content to the path that it is given.
+        write: writes the content to the given path.
         synced: False leaves it to the system when the file reaches the disk.
-        private: no other user may read it.
+        private: other users may not read it.
     """
-    # No other writer has that name, and no link can wait there.
+    # No other writer uses this name, and no link can have been placed there.
     temporary = path.with_name(f"{TEMPORARY}{path.name[:_LONGEST]}-{secrets.token_hex(8)}.part")
     try:
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
@@ -111,7 +111,7 @@ def write_whole(
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is durable when its folder is; some network file systems cannot promise it."""
+    """Make a rename in a folder durable; some network file systems cannot guarantee it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

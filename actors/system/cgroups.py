@@ -1,7 +1,8 @@
-"""Linux's control groups of this process: what limits containers (Docker, Kubernetes, systemd, Slurm).
+"""Linux control groups of this process: the limits of containers (Docker, Kubernetes, systemd, Slurm).
 
-Both versions of the kernel's interface; a limit of any group above counts, as far up as this process sees.
-Elsewhere there are none. Read by `host_resources.py`, and by benchmarks that say what held them up.
+Supports both versions of the kernel's interface. Limits of all parent groups visible to this process apply.
+On
+other systems there are none. Read by `host_resources.py`, and by benchmarks that report throttling.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Controller = Literal["cpu", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """This process's place in the hierarchy of a controller: `folder`, at or below `mount`."""
+    """This process's group in the hierarchy of a controller: `folder`, at or below `mount`."""
 
     folder: Path
     mount: Path
@@ -25,7 +26,7 @@ class ControlGroup:
 
     @classmethod
     def of_this_process(cls, controller: Controller = "cpu") -> ControlGroup | None:
-        """None where nothing of the kind is mounted."""
+        """Return the group, or None if no such hierarchy is mounted."""
         places = [line.split(":", 2)[1:] for line in _lines(_MEMBERSHIP)]
         v1 = next((path for names, path in places if controller in names.split(",")), None)
         v2 = next((path for names, path in places if not names), None)
@@ -40,7 +41,7 @@ class ControlGroup:
 
     @property
     def _folders(self) -> Iterator[Path]:
-        """This group's and those above."""
+        """This group's folder and those of its parents."""
         folder = self.folder
         yield folder
         while folder != self.mount:
@@ -48,23 +49,24 @@ class ControlGroup:
             yield folder
 
     def cpu_quota(self) -> float | None:
-        """The least quota, in cores' worth of time; None without one."""
+        """Return the smallest CPU quota, in cores; None without one."""
         quotas = [quota for folder in self._folders if (quota := _cpu_quota(folder)) is not None]
         return min(quotas, default=None)
 
     def throttled_s(self) -> float | None:
-        """How long quotas have held these groups up, summed over cores; None where no group has one."""
+        """Return the seconds these groups were throttled by quotas, summed over cores; None without a
+        quota."""
         found = [held_s for folder in self._folders if (held_s := _throttled_s(folder)) is not None]
         return sum(found) if found else None
 
     def free_bytes(self) -> int | None:
-        """What the tightest limit of memory leaves; None without one."""
+        """Return the bytes that the tightest memory limit leaves; None without one."""
         found = [free for folder in self._folders if (free := _free_bytes(folder)) is not None]
         return min(found, default=None)
 
 
 def _mounted(controller: Controller, version: int) -> tuple[str, Path] | None:
-    """Which group the mount shows as its root, and where it is."""
+    """Return the group that the mount shows as its root, and the mount's path."""
     for line in _lines(_MOUNTS):
         before, after = line.split(" - ", 1)
         root, where = before.split()[3:5]
@@ -91,7 +93,7 @@ def _throttled_s(folder: Path) -> float | None:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Files that are only cached can go."""
+    """Return the free bytes of one group; cached file pages count as free."""
     for most, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
         limit, taken = _first(folder / f"memory.{most}"), _first(folder / f"memory.{used}")
         if limit not in (None, "max") and taken is not None:
@@ -106,7 +108,7 @@ def _facts(file: Path) -> dict[str, int]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Empty where there is no such file, or none for us."""
+    """Return the lines of a file, or none if it does not exist or is not readable."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except OSError:

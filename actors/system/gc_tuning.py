@@ -1,11 +1,12 @@
-"""Settings of Python in a process that serves, so that no stream waits long: `spare_streams`.
+"""Python settings for a serving process that keep stream latency low: `spare_streams`.
 
-A collection of the oldest objects goes through all of them with every stream waiting: a tenth of a second
-where thousands of answers with log probabilities are on their way. Nothing of a request is a cycle, so that
-what is left of one is freed without the collector.
+A collection of the oldest generation visits all objects while every stream waits: a tenth of a second with
+thousands of responses with log probabilities in flight. Requests contain no reference cycles, so they are
+freed
+without the collector.
 
-The event loop gives Python's lock away at each call of the system. Beside a thread that computes it gets it
-back after the switch interval, 5 ms by default: ten writes to clients in a turn would take 50 ms.
+The event loop releases the GIL at each system call. While another thread computes, it gets the GIL back only
+after the switch interval, 5 ms by default: ten writes to clients would take 50 ms.
 
 Called by `actors/replica.py` and `gateway/deployment.py` once they are ready.
 """
@@ -16,13 +17,14 @@ import gc
 import sys
 
 _SWITCH_INTERVAL_S = 0.001
-# Of a generation's collections for one of the next: Python's own is 10 for both. Some 7 million objects more
-# than before must have come for one of the oldest.
+# Collections of a generation per collection of the next; Python's default is 10 for both. The oldest
+# generation is collected after about 7 million new objects.
 _YOUNG, _MIDDLE = 10, 1000
 
 
 def spare_streams() -> None:
-    """Freeze the objects that are there, look seldom at the oldest of later ones, and switch threads soon."""
+    """Freeze all present objects, collect the oldest generation rarely, and shorten the thread switch
+    interval."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory, within the limits of its control groups."""
+"""Cores and memory that this process may use, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from .cgroups import ControlGroup
 
-# Of a quota, so much of a core beyond whole ones is worth a thread that waits for the rest of its time.
+# The fraction of a core in a quota, beyond whole cores, that justifies one more, partly throttled thread.
 _WORTH_A_THREAD = 0.6
 
 
 def owned_cores() -> int:
-    """Cores this process may use: its affinity, and what its quota of CPU time keeps busy."""
+    """Return the number of cores this process may use, by its CPU affinity and its quota of CPU time."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = ControlGroup.of_this_process("cpu")
     quota = group.cpu_quota() if group else None
@@ -24,7 +24,7 @@ def owned_cores() -> int:
 
 
 def cpu_name() -> str:
-    """As Linux tells it; elsewhere what Python knows."""
+    """Return the CPU's name from Linux, elsewhere from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -34,7 +34,7 @@ def cpu_name() -> str:
 
 
 def free_ram_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the memory available without swapping."""
     group = ControlGroup.of_this_process("memory")
     limit = group.free_bytes() if group else None
     free = _available_bytes()
@@ -51,10 +51,11 @@ def _available_bytes() -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback address on which nobody listens.
+    """Return a free TCP port of the loopback address.
 
-    It lies above those that Ray's workers take (10002 to 19999) and below those that the system gives to
-    connections (from 32768 on Linux), of which one could take it before it is used.
+    It is above the ports of Ray's workers (10002 to 19999) and below the system's ephemeral ports (from 32768
+    on
+    Linux), either of which could take it before it is used.
     """
     while True:
         port = random.randrange(20_000, 32_768)

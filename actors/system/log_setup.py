@@ -1,11 +1,12 @@
-"""Where the log lines of our processes go, and how they look: text, or an object of JSON a line.
+"""Log destination and format of our processes: text, or one JSON object per line.
 
-A replica or a gateway sets this up for itself and hands it on to the processes that it starts (`in_force`),
-each of which adds what it is. In JSON every line has `time`, `level`, `logger` and whose it is (`process`,
-`replica`, `engine`, `rank`); `request_id` where it is about a request. Knows nothing of what is logged.
+A replica or a gateway sets this up for itself and passes it on to the processes that it starts (`in_force`),
+each of which adds its own origin. In JSON every line has `time`, `level`, `logger` and its origin (`process`,
+`replica`, `engine`, `rank`), and `request_id` if it concerns a request.
 
-Whatever a message or an exception holds, it cannot forge a line or reach the terminal: what is not printable
-is escaped, lines behind a record's first are indented, and a record is cut at MAX_RECORD characters.
+A message or an exception cannot forge a line or send control sequences to the terminal: unprintable
+characters
+are escaped, continuation lines are indented, and a record is truncated at MAX_RECORD characters.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ MAX_RECORD = 16_000  # characters of a message, and of a traceback
 LogFormat = Literal["text", "json"]
 
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-_EXTRAS = ("request_id", "request_ids")  # of a line, given with `extra`
+_EXTRAS = ("request_id", "request_ids")  # fields of a line, given with `extra`
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How a process logs; `origin` stands in each line of JSON."""
+    """How a process logs; `origin` is included in each line of JSON."""
 
     format: LogFormat = "text"
     origin: Mapping[str, str | int] = field(default_factory=dict)
 
     def of(self, **origin: str | int) -> LogSettings:
-        """The same for a process that is this, too."""
+        """Return the settings with additional origin fields."""
         return replace(self, origin={**self.origin, **origin})
 
 
 class Event:
-    """A line that is made of fields: JSON in a text log, fields of the line's own in a JSON log."""
+    """A log line made of fields: JSON in a text log, fields of the line itself in a JSON log."""
 
     def __init__(self, name: str, **fields: Any) -> None:  # Any: JSON
         self.name = name
@@ -53,7 +54,7 @@ class Event:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """Formats a record as one JSON object per line."""
 
     def __init__(self, origin: Mapping[str, str | int]) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger and message; lines behind the first are indented."""
+    """Formats time, level, logger and message; continuation lines are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -90,7 +91,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _ends_of(text: str) -> str:
-    """The text; of a long one its beginning and its end, which names the exception."""
+    """Return the text; if it is long, its beginning and its end, which names the exception."""
     if len(text) <= MAX_RECORD:
         return text
     half = MAX_RECORD // 2
@@ -98,7 +99,7 @@ def _ends_of(text: str) -> str:
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """The one of our processes; remembers what it was set up with."""
+    """The handler of our processes; remembers its settings."""
 
     def __init__(self, settings: LogSettings) -> None:
         super().__init__(sys.__stderr__)
@@ -107,7 +108,8 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def log_to_stderr(settings: LogSettings) -> None:
-    """Ray keeps a process's stderr, and shows it to the driver; `sys.stderr` may be Serve's, who keeps it."""
+    """Log to the process's standard error, which Ray captures; `sys.stderr` may have been replaced by
+    Serve."""
     ours = logging.getLogger("manta")
     ours.handlers = [_Handler(settings)]
     ours.setLevel(logging.INFO)
@@ -115,11 +117,11 @@ def log_to_stderr(settings: LogSettings) -> None:
 
 
 def in_force() -> LogSettings | None:
-    """How this process logs, for those that it starts; None where it was not set up here."""
+    """Return this process's log settings, for processes it starts; None if they were not set up here."""
     handlers = logging.getLogger("manta").handlers
     return next((handler.settings for handler in handlers if isinstance(handler, _Handler)), None)
 
 
 def about_request(request_id: str) -> None:
-    """Lines of this task, and of those that it starts, are about this request from now on."""
+    """Mark the log lines of this task and its subtasks as concerning this request."""
     _request_id.set(request_id)

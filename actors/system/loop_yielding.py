@@ -1,8 +1,9 @@
-"""Long work on an event loop, done in turns: streams beside it wait for one of them, not for all.
+"""Splits long work on an event loop into time slices, so that other streams wait for one slice only.
 
-For what must happen on the loop, or is of many small parts. What is one long call goes into a thread
-(`actors/tokenization/async_prompt_encoder.py`), if it leaves Python's lock alone there. Used by the engine
-and by HTTP.
+For work that must run on the loop or consists of many small parts. A single long call goes into a thread
+instead (`actors/tokenization/async_prompt_encoder.py`) if it releases the GIL there. Used by the engine and
+by
+HTTP.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ TURN_S = 0.005
 
 
 class LoopYielder:
-    """Counts the time since others had theirs."""
+    """Measures the time since the work last yielded to the event loop."""
 
     def __init__(self) -> None:
         self._begin_s = time.monotonic()
@@ -24,7 +25,7 @@ class LoopYielder:
         return time.monotonic() >= self._begin_s + TURN_S
 
     async def yield_if_over(self) -> None:
-        """Called between two parts: lets others on if this turn has been long enough."""
+        """Yield to the event loop if this time slice is over; call it between two parts."""
         if self.is_over:
             await asyncio.sleep(0)
             self._begin_s = time.monotonic()

@@ -1,13 +1,14 @@
-"""How many threads PyTorch has where steps run on a CPU: fewer while other processes take their cores.
+"""Adapts PyTorch's number of CPU threads: fewer while other processes use the cores.
 
-A parallel loop of PyTorch ends with its slowest thread, and one that has no core is slow by a scheduler's
-quantum; a step is some hundred such loops. So a process that is interrupted often gives up threads; after a
-rest, threads that look at the clock try whether there are cores for more. The same idea as in
-`drafter/compute/cpu_fused/threads/thread_team_size.py`, whose own threads note their waits themselves; here
-the system's count of interruptions tells. Used by `actors/engine/uniproc_executor.py` and
+A parallel loop of PyTorch ends with its slowest thread, and a thread without a core is slow by a scheduler
+quantum; a step has about a hundred such loops. So a process that is preempted often gives up threads; after a
+pause, trial threads test whether there are cores for more. The same idea as in
+`drafter/compute/cpu_fused/threads/thread_team_size.py`, whose threads measure their own waits; here the
+system's
+count of involuntary context switches is used. Used by `actors/engine/uniproc_executor.py` and
 `workers/base/worker_base.py` around their steps.
 
-Only for fp32: there a product's bits do not depend on the number of threads (tested); oneDNN's in bf16 do.
+Only for fp32: there a product's bits do not depend on the number of threads (tested); in bf16, oneDNN's do.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 
 from ...cluster.step.executor import ExecutorInfo
 
-WINDOW_S = 0.1  # between two looks at the count
+WINDOW_S = 0.1  # switches per second; an idle machine has up to 40 with two threads
 _OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine has up to 40 on two threads
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
 
 
 class TorchThreads:
-    """As many as PyTorch has when this is made, or fewer.
+    """Sets PyTorch's number of threads to at most that at construction.
 
     Args:
-        adapts: give up threads where cores are scarce; else the number stays.
+        adapts: give up threads if cores are scarce; otherwise the number is fixed.
     """
 
     def __init__(self, *, adapts: bool) -> None:
@@ -37,21 +38,21 @@ class TorchThreads:
         self._adapts = adapts and self._most > 1
         self._seen_s, self._seen = time.monotonic(), _interruptions()
         self._rest_s = _SHORTEST_REST_S
-        self._trial_s = 0.0  # when the next trial may begin
+        self._trial_s = 0.0  # time of the next trial
         self._trial: _Trial | None = None
 
     @classmethod
     def of(cls, info: ExecutorInfo) -> TorchThreads:
-        """For steps of this executor."""
+        """Create it for the steps of this executor."""
         return cls(adapts=info.device == "cpu" and info.dtype == "float32")
 
     @property
     def size(self) -> int:
-        """Threads at present."""
+        """Current number of threads."""
         return self._size
 
     def use(self) -> None:
-        """Before a step: set them, whoever has changed the number since (another engine, the user)."""
+        """Set the number of threads before a step, whatever another engine or the user has set since."""
         if self._adapts:
             self._adapt(time.monotonic())
         if torch.get_num_threads() != self._size:
@@ -91,7 +92,7 @@ class TorchThreads:
 
 
 class _Trial:
-    """Threads that look whether there are cores for them, beside the work."""
+    """Threads that test in parallel with the work whether there are cores for them."""
 
     def __init__(self, count: int) -> None:
         self._found: list[bool] = []
@@ -105,17 +106,17 @@ class _Trial:
         self._found.append(finds_a_core())
 
     def passed(self) -> bool | None:
-        """None while it goes on; a thread that broke has not passed."""
+        """Return whether all found a core; None while running. A thread that failed has not passed."""
         if any(thread.is_alive() for thread in self._threads):
             return None
         return len(self._found) == len(self._threads) and all(self._found)
 
 
 def _step(size: int) -> int:
-    """How many threads come or go at once."""
+    """Return the number of threads added or removed at once."""
     return max(1, size // 8)
 
 
 def _interruptions() -> int:
-    """How often the system took a core from a thread of this process that wanted to go on."""
+    """Return the number of involuntary context switches of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

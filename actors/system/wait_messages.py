@@ -1,4 +1,5 @@
-"""Waits of seconds that are told: what is done meanwhile, and a line with the seconds every now and then."""
+"""Reports waits of seconds: a message about the work in progress, repeated periodically with the elapsed
+time."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ def say(line: str) -> None:
 
 
 class Wait:
-    """A wait that is under way.
+    """A wait in progress.
 
     Attributes:
-        what: what is done meanwhile; may change.
+        what: the work in progress; may change.
     """
 
     def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
@@ -29,7 +30,7 @@ class Wait:
         self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
 
     def turn_to(self, what: str) -> None:
-        """Report what is waited for next, and count its seconds from now."""
+        """Report the next work, and count its seconds from now."""
         self.what, self._begin_s = what, time.monotonic()
         self._report(what)
 
@@ -43,7 +44,7 @@ class Wait:
 
 @contextmanager
 def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
-    """Report `what` at the beginning of the block and, with the seconds so far, every `every_s` in it.
+    """Report `what` at the beginning of the block and then every `every_s` with the elapsed seconds.
 
     Args:
         begin: False leaves out the first line.
@@ -59,5 +60,5 @@ def counting(what: str, report: Report, *, begin: bool = True, every_s: float = 
 
 
 def counting_on_terminal(what: str, every_s: float = TELL_S) -> AbstractContextManager[object]:
-    """Count on standard error every `every_s` if that is a terminal; else stay silent."""
+    """Report on standard error every `every_s` if it is a terminal."""
     return counting(what, say, begin=False, every_s=every_s) if sys.stderr.isatty() else nullcontext()
