@@ -1,2 +1,3 @@
-"""Datasets: reading rows, answering them, and keeping each result exactly once. Start at
-`actors/batch/ledger/ledger.py`."""
+"""Datasets: reading rows, answering them, and storing each result exactly once. Start with
+`actors/batch/ledger/ledger.py`.
+"""

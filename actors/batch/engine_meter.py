@@ -1,10 +1,10 @@
-"""Measures the device time of an engine and stamps it on results.
+"""Measures the device time of an engine and records it in results.
 
 Each result gets what was spent since the previous one (`engine_spent` of WIRE_SCHEMA). So device time is
 counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows. One
 meter per engine actor. Not thread-safe: called on the event loop.
 
-    meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: PlainSample or None
+    meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: BaselineSample or None
     speculate = meter.row_started()
     result = await answerer.answer(row, speculate=speculate)
     meter.row_ended(result, speculate)
@@ -29,8 +29,8 @@ class EngineMeter:
     """Meter of one engine.
 
     Args:
-        stats: of the started engine.
-        device, num_devices: that the engine holds.
+        stats: returns the statistics of the started engine.
+        device, num_devices: devices that the engine holds.
         began_s: when it began to hold them, on `clock`.
         sample: chooses rows to answer without speculation; None: no rows.
         clock: seconds, monotonic.
@@ -51,17 +51,17 @@ class EngineMeter:
         self._sample = sample
         self._clock = clock
         self._began_s = began_s
-        self._changed_s = began_s  # the last start or end of a row
-        self._opened_s: float | None = None  # the first row's start
+        self._changed_s = began_s  # time of the last start or end of a row
+        self._opened_s: float | None = None  # start of the first row
         self._busy_s = 0.0  # until _changed_s
-        self._stamped_s = began_s  # the last result
+        self._stamped_s = began_s  # time of the last result
         self._stamped = dict.fromkeys(TIMES, 0.0)  # seconds until then
         self._is_sample_stamped = False
         self._running = self._done = 0
         self._first_row_s = self._last_row_s = 0.0  # Unix time
 
     def row_started(self) -> bool:
-        """Record the start of a row. Returns whether to answer it with speculation."""
+        """Record the start of a row. Return whether to answer it with speculation."""
         now_s = self._advance()
         if self._opened_s is None:
             self._opened_s, self._first_row_s = now_s, time.time()
@@ -72,7 +72,7 @@ class EngineMeter:
         """Record the end of a row.
 
         Args:
-            result: gets what was spent since the previous result; None if the row was given up.
+            result: receives what was spent since the previous result; None if the row was abandoned.
             speculate: what `row_started` returned for it.
         """
         now_s = self._advance()
@@ -116,11 +116,11 @@ class EngineMeter:
         return now_s
 
     def _times(self, now_s: float, open_until_s: float) -> dict[str, float]:
-        """Return the seconds since the start that the engine was held, open and busy (`row_stats.SPENT`)."""
+        """Return the device's held, open and busy seconds since the start (`row_stats.SPENT`)."""
         open_s = max(0.0, open_until_s - self._opened_s) if self._opened_s is not None else 0.0
         return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
 
     def _compared(self) -> dict[str, Any]:
-        """Return both sides of the plain sample; zeros until it is complete."""
+        """Return both sides of the baseline sample; zeros until it is complete."""
         found = None if self._sample is None else self._sample.comparison
         return NO_COMPARISON if found is None else asdict(found)

@@ -1,4 +1,4 @@
-"""Answers one row with an engine: the result is its answer or its error.
+"""Answers one row with an engine; the result is a response or an error.
 
 Used by the engine actors of batch jobs, the replica that runs `/v1/batches`, and the processor of a Ray
 dataset. An error of a row becomes its result; the death of an engine is raised.
@@ -42,11 +42,11 @@ from .row_stats import SPENT
 
 logger = logging.getLogger(__name__)
 
-# `attempts`: how often the row was started, because engines died.
+# `attempts`: how often the row was started, more than once if engines died.
 ERROR_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("param", pa.string()), ("attempts", pa.int64())]
 )
-# Of each of `token_ids`, most likely tokens first. Null where logprobs were not requested.
+# One per token of `token_ids`, most likely tokens first. Null if logprobs were not requested.
 LOGPROBS_TYPE = pa.list_(
     pa.struct(
         [
@@ -57,7 +57,7 @@ LOGPROBS_TYPE = pa.list_(
         ]
     )
 )
-# Columns that are written; `input` of failed rows only.
+# Columns that are written; `input` only for failed rows.
 RESULT_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -77,7 +77,7 @@ RESULT_SCHEMA = pa.schema(
     ]
 )
 # Further columns of a result: the row's number; the HTTP response body of OpenAI's lines; begin and end (Unix
-# time); and what only `row_stats.py` counts: starts, category, cached prompt tokens, verified blocks by
+# time); and those that only `row_stats.py` counts: starts, category, cached prompt tokens, verify steps by
 # accepted drafts, and what the engine spent.
 WIRE_SCHEMA = pa.schema(
     [
@@ -103,19 +103,19 @@ def wire_schema(columns: pa.Schema) -> pa.Schema:
 
 
 class RowAnswerer:
-    """Answers rows concurrently through one engine.
+    """Answers rows concurrently with one engine.
 
     Args:
-        engine: started.
+        engine: a started engine.
         layout: how records are read.
         generation: the checkpoint's defaults.
         model_name: reported in OpenAI responses.
-        columns: passed through from the input to the results.
+        columns: columns passed through from the input to the results.
         background: rows yield to the engine's other requests.
         chat: the model's chat format; by default that of its chat template.
-        prefix: request ids are this and the row's id; ids must then be unique. None: numbered.
+        prefix: request ids are this followed by the row's id, which must be unique. None: numbered.
         on_row: called at each row's end.
-        account_of: the account that a row is charged to; None without receipts.
+        account_of: returns the account that a row is charged to; None without receipts.
         caller: owner of the rows.
     """
 
@@ -148,11 +148,11 @@ class RowAnswerer:
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
-        """Return the result of one row. Raises EngineDeadError, which is no error of the row.
+        """Return the result of one row. Raises EngineDeadError, which is not an error of the row.
 
         Args:
-            speculate: False to use the target alone, for the plain sample.
-            attempts: how often the row was started, this time included.
+            speculate: False to use the target alone, for the baseline sample.
+            attempts: how often the row was started, including this time.
         """
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
@@ -172,7 +172,7 @@ class RowAnswerer:
             result = failure(row, error, self._layout, self._columns, attempts=attempts)
         except ENDINGS:
             raise
-        except BaseException as error:  # the row's edge: no other row may fail by it
+        except BaseException as error:  # contain the failure: only this row fails
             logger.exception("row %d (%s) failed", row.number, shown_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
@@ -271,7 +271,7 @@ class RowAnswerer:
 def failure(
     row: Row, error: MantaError, layout: RowSchema, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
 ) -> Result:
-    """Return the result of a row without an answer, except `begin_s` and `end_s`."""
+    """Return the result of a row without a response, except for `begin_s` and `end_s`."""
     text = row.fault is not None or layout.lines
     try:
         kept = passed_through(record_of(row, layout), columns, _line(row, layout))

@@ -2,8 +2,9 @@
 
     files -> records -> 64-bit hash of each id, byte offset of every 64th record -> duplicate ids -> RowIndex
 
-The index takes 8 bytes per row. Of Parquet only the id column is read. The content of files is hashed, so
-that a later run recognizes the same input whatever the files' times are. A malformed row is no error here: it
+The index takes 8 bytes per row. Only the id column of Parquet is read. The content of files is hashed, so
+that
+a later run recognizes the same input whatever the files' times are. A malformed row is not an error here: it
 becomes an error row when it is answered. A file that cannot be read to its end is an error.
 """
 
@@ -33,8 +34,8 @@ from .dataset.text_records import NOT_UTF8, BadRecordError, BadTextError, Raw, T
 from .row_answerer import WIRE_SCHEMA
 
 MARK_EVERY = 64  # records of a text file between two known offsets
-FOOTER_BYTES = 2**16  # of a Parquet file: its schema, and the sizes and bounds of its columns
-ROWS_PER_READ = 8192  # of Parquet; of text, between two looks at `stop`
+FOOTER_BYTES = 2**16  # end of a Parquet file: its schema, and the sizes and bounds of its columns
+ROWS_PER_READ = 8192  # for Parquet; for text, between two calls of `stop`
 DUPLICATES_PER_READ = 4096
 HASHES_PER_LOOK = 2**18
 Duplicates = Literal["refuse", "number"]
@@ -43,7 +44,7 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True, eq=False)
 class DuplicateIds:
-    """Rows whose id an earlier row has (int64, ascending), and the number put behind each id (int32)."""
+    """Rows whose id an earlier row has (int64, ascending), and the number appended to each id (int32)."""
 
     rows: np.ndarray
     copies: np.ndarray
@@ -59,12 +60,13 @@ class DuplicateIds:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Places and ids of the rows of a source.
+    """Locations and ids of the rows of a source.
 
     Attributes:
         columns: names and types of the columns that are passed through (`RowSchema.columns`).
-        digests: of each file: `sha256` of its content. Of a Parquet file in an object store `sampled`
-            (footer and ids), because reading the whole file would read all data twice.
+        digests: for each file, `sha256` of its content; for a Parquet file in an object store `sampled`
+            (footer
+            and ids), because reading the whole file would read all data twice.
     """
 
     num_rows: int
@@ -81,7 +83,7 @@ class RowIndex:
         return RowSpans(tuple(spans), self.duplicates.within(rows))
 
     def id_hashes(self) -> np.ndarray:
-        """Return `rows.id_hash` of each row's id, uint64."""
+        """Return `row_requests.id_hash` of each row's id, uint64."""
         return self._hashes
 
     def place(self, row: int, source: Dataset) -> str:
@@ -113,12 +115,14 @@ def index_rows(
     """Read all rows and index them.
 
     Args:
-        duplicates: what happens to an id that the data gives twice. Rows without an id of their own get a
-            hash of their content as id and are always numbered.
-        stop: polled; CancelledError is raised when it returns True.
+        duplicates: what to do if the data contains an id twice. Rows without an id get a hash of their
+            content
+            as id and are always numbered.
+        stop: polled; CancelledError is raised if it returns True.
 
     Raises:
-        DatasetError: a file cannot be read, there are no rows, an id is duplicated, a column cannot be passed
+        DatasetError: a file cannot be read, there are no rows, an id is duplicated, or a column cannot be
+            passed
             through.
     """
     scan = _Scan(source, layout, stop)
@@ -141,7 +145,7 @@ def index_rows(
 
 
 class _Scan:
-    """One pass over all files."""
+    """Reads all files once and collects the index."""
 
     def __init__(self, source: Dataset, layout: RowSchema, stop: Stop) -> None:
         self.hashes: array[int] = array("Q")
@@ -206,7 +210,7 @@ class _Scan:
         return id_hash(row_id(record, self._layout))
 
     def _add_parquet(self, file: SourceFile) -> None:
-        """Read the ids; all columns only of rows without one."""
+        """Read the ids, and all columns only for rows without one."""
         with file.reading(), open_parquet(file) as parquet:
             self._schemas.append(parquet.schema_arrow)
             wanted = (self._layout.id_column,) if self._layout.id_column else ID_COLUMNS
@@ -271,9 +275,10 @@ def _find_duplicates(
 ) -> DuplicateIds:
     """Find the rows whose id an earlier row has, and write the hashes of their new ids into the index.
 
-    Rows that share 64 bits are read once more, in order, and compared by 64 further bits. Later rows of an id
-    get `-2`, `-3` and so on behind it, skipping what is in the data. The result depends on the order of rows
-    alone, so a resumed job finds the same ids.
+    Rows that share 64 bits are read again, in order, and compared by 64 further bits. `-2`, `-3` and so on is
+    appended to the id of later rows, skipping ids in the data. The result depends only on the order of rows,
+    so a
+    resumed job finds the same ids.
     """
     hashes = index.id_hashes()
     ordered = np.sort(hashes)
@@ -307,7 +312,7 @@ def _find_duplicates(
 class _SharedIds:
     """The first row of each shared id, and the numbers given to later rows.
 
-    A group is the ids that share 64 bits, nearly always one id; others of a group are kept by name.
+    A group is the ids that share 64 bits, nearly always one id; further ids of a group are stored by name.
     """
 
     def __init__(self, shared: np.ndarray, ordered: np.ndarray) -> None:
@@ -315,7 +320,7 @@ class _SharedIds:
         self._first = np.full(len(shared), -1, np.int64)
         self._further_bits = np.zeros(len(shared), np.uint64)  # of the first row's id
         self._copies = np.ones(len(shared), np.int32)
-        self._others: dict[str, list[int]] = {}  # first row and last copy
+        self._others: dict[str, list[int]] = {}  # [first row, last copy] by id
 
     def first_row(self, group: int, name: str, row: int) -> int:
         """Return the first row with this id, which may be `row`."""
@@ -328,7 +333,7 @@ class _SharedIds:
         return self._others.setdefault(name, [row, 1])[0]
 
     def next_copy(self, group: int, name: str) -> int:
-        """Return the next number that makes an id which is not in the data."""
+        """Return the next number that gives an id which is not in the data."""
         other = self._others.get(name)
         copy = (int(self._copies[group]) if other is None else other[1]) + 1
         while self._is_in_data(f"{name}-{copy}"):
@@ -356,7 +361,7 @@ def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _id(row: Row, layout: RowSchema) -> tuple[str, bool]:
-    """Return the row's id, and whether the data gives it."""
+    """Return the row's id, and whether it comes from the data."""
     try:
         own = own_id(record_of(row, layout), layout)
     except RequestError:

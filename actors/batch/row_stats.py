@@ -1,8 +1,8 @@
 """Statistics of a batch job: counts that add up over rows, parts, engines and runs.
 
 `RowStats` is computed from results and stored in the record of every part, so a job's report is complete
-whatever was killed. `Failures` says which rows of a part failed alike, so that rows answered later are no
-longer counted as failed. `EngineTotals` is what running engines report for progress.
+even after kills. `Failures` records which rows of a part failed in the same way, so that rows answered later
+are no longer counted as failed. `EngineTotals` is what running engines report for progress.
 
 Everything is bounded in size, and merging gives the same result in any order.
 """
@@ -23,9 +23,9 @@ from ...cluster.batch.row_ranges import RowRanges, both, count, of_rows, rows_of
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ..system.atomic_files import rounded
 
-# Stamped on each result: what the engine spent since its previous result. The times are device-seconds (an
-# engine with 4 GPUs spends 4 per second): held at all, with rows to answer, with a row running. Then the two
-# sides of the plain sample (`cluster/batch/baseline_sample.py`), on the result that completes the comparison.
+# Recorded on each result: what the engine spent since its previous result. The times are device-seconds (an
+# engine with 4 GPUs spends 4 per second): held, with rows to answer, with a row running. Then the two sides
+# of the baseline sample (`cluster/batch/baseline_sample.py`), on the result that completes the comparison.
 SPENT = (
     *("device_s", "open_s", "busy_s"),
     *("plain_tokens", "plain_s", "drafted_tokens", "drafted_s"),
@@ -34,12 +34,12 @@ SUMMED = (
     *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
     *("num_steps", "num_draft_tokens", "num_accepted_tokens"),
 )
-MAX_MESSAGE = 400  # characters of an error message that is kept as an example
-NUM_SAMPLES, MAX_SAMPLE = 3, 400  # answers that are kept, and their characters
+MAX_MESSAGE = 400  # characters of an error message kept as an example
+NUM_SAMPLES, MAX_SAMPLE = 3, 400  # number of answers kept as samples, and their characters
 MAX_BUCKETS = 128  # of a timeline
 MAX_STRETCHES = 32
-MAX_NAMES = 24  # of categories
-MAX_NAME = 80  # characters
+MAX_NAMES = 24  # number of categories
+MAX_NAME = 80  # characters of a category's name
 PAUSE_S = 15.0  # a longer gap between rows is a pause between runs
 
 Device = Literal["GPU", "core", "device"]  # what device-seconds count; "device": unknown
@@ -62,8 +62,8 @@ class Timeline:
     """Tokens over time.
 
     Attributes:
-        width_s: of a bucket; the least power of two that needs at most MAX_BUCKETS buckets.
-        tokens: by bucket; bucket n begins at Unix time n x width_s.
+        width_s: width of a bucket; the smallest power of two that needs at most MAX_BUCKETS buckets.
+        tokens: tokens by bucket; bucket n begins at Unix time n x width_s.
     """
 
     width_s: int = 1
@@ -175,7 +175,7 @@ class Categories:
         return cls(named, Category(**content["rest"]))
 
     def add(self, name: str, sums: Category) -> None:
-        """Add rows to a category. Long names are cut."""
+        """Add rows to a category. Long names are truncated."""
         self._merge_named({name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…": sums})
 
     def merge(self, other: Categories) -> None:
@@ -207,7 +207,7 @@ class ErrorCount:
 
 
 class PlainComparison:
-    """Mix-in for classes with both sides of a plain sample."""
+    """Mix-in for classes with both sides of a baseline sample."""
 
     plain_tokens: int
     plain_s: float
@@ -227,14 +227,14 @@ class RowStats(PlainComparison):
     """Counts over results.
 
     Attributes:
-        rows, failed: all rows, and those of them that failed.
+        rows, failed: number of rows, and of failed ones among them.
         retried: rows that were started more than once in a run, because an engine died.
-        errors: by the error's type.
-        cached_prompt_tokens: part of prompt_tokens that the prefix cache had.
-        num_steps: verified blocks; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
-        acceptance: number of blocks by accepted drafts.
+        errors: counts by the error's type.
+        cached_prompt_tokens: prompt tokens found in the prefix cache.
+        num_steps: verify steps; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
+        acceptance: number of verify steps by accepted drafts.
         prompt_lengths, output_lengths: `length_histogram` of tokens of answered rows.
-        samples: number, id and answer of the first answered rows.
+        samples: number, id and response of the first answered rows.
         stretches, timeline: when rows ran, and when their tokens were complete.
         device_s, ..., drafted_s: see SPENT.
     """
@@ -265,7 +265,7 @@ class RowStats(PlainComparison):
     drafted_s: float = 0.0
 
     def add(self, results: pa.Table) -> None:
-        """Count a table of results (`answering.WIRE_SCHEMA`)."""
+        """Count a table of results (`row_answerer.WIRE_SCHEMA`)."""
         if results.num_rows:
             self.merge(_count_results(results))
 
@@ -339,18 +339,18 @@ class RowStats(PlainComparison):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTotals(PlainComparison):
-    """RowSpans of one engine, or of several together, since its start in this run.
+    """Totals of one engine, or of several together, since its start in this run.
 
     Attributes:
-        rows_done: answered or failed.
-        rows_running: started and not done.
-        prompt_tokens, ..., num_accepted_tokens: from the engine's counters, running rows included.
+        rows_done: answered or failed rows.
+        rows_running: rows started and not done.
+        prompt_tokens, ..., num_accepted_tokens: from the engine's counters, including running rows.
         device_s: device-seconds since the engine began to load.
         open_s: device-seconds from the first row's start to the last row's end (or now, while rows run).
         busy_s: device-seconds in which a row ran.
         first_row_s, last_row_s: Unix time of the first row's start and the last row's end; 0 until then.
-        num_devices: of `device`, held by the engine.
-        plain_tokens, ..., drafted_s: the plain sample, once it is complete.
+        num_devices: number of devices of kind `device` held by the engine.
+        plain_tokens, ..., drafted_s: the baseline sample, once it is complete.
     """
 
     rows_done: int = 0
@@ -413,7 +413,7 @@ class Failures:
 
 
 def failures_in(results: pa.Table) -> tuple[Failures, ...]:
-    """Return the failures in a table of results; empty where no row failed."""
+    """Return the failures in a table of results; empty if no row failed."""
     failed = results.select(["row", "error", "counted_as"]).filter(results["error"].is_valid())
     return _grouped(
         (row["counted_as"], row["error"]["type"], row["error"]["message"][:MAX_MESSAGE], row["row"])
@@ -424,10 +424,10 @@ def failures_in(results: pa.Table) -> tuple[Failures, ...]:
 def renumber_failures(
     parts: Sequence[tuple[Sequence[Failures], Mapping[int, int]]],
 ) -> tuple[Failures, ...]:
-    """Return the failures of several parts together, each with new row numbers by the old ones.
+    """Return the failures of several parts together, with new row numbers looked up by the old ones.
 
-    Rows without a new number are left out. Returns nothing where a part was written by an earlier version,
-    whose records have no failures.
+    Rows without a new number are left out. Returns nothing if a part was written by an earlier version, whose
+    records have no failures.
     """
     if not all(failures for failures, _ in parts):
         return ()

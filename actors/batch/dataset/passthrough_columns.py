@@ -34,14 +34,14 @@ _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
 
 
 class _Wide(int):
-    """Marks integers of 64 bits that a float64 may not represent."""
+    """A marker type for integers of 64 bits that a float64 may not represent."""
 
 
 class ColumnTypes:
     """Collects the types of columns over records.
 
     Args:
-        wanted: `RowSchema.columns`.
+        layout: its `columns` says which columns are wanted.
     """
 
     def __init__(self, layout: RowSchema) -> None:
@@ -67,7 +67,7 @@ def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
     if layout.columns == "all":
         id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
         own_id = next((name for name in id_columns if name in schema.names), None)
-        names = [name for name in schema.names if name not in (own_id, "seed")]  # results have them anyway
+        names = [name for name in schema.names if name not in (own_id, "seed")]  # results have these anyway
     else:
         names = list(layout.columns)
     if unknown := next((name for name in names if name not in schema.names), None):

@@ -21,10 +21,10 @@ from .row_requests import Record, RowSchema, content_id, read_record, row_id
 from .source import Dataset, SourceFile, open_parquet
 from .text_records import BadRecordError, BadTextError, Raw, TextFormat
 
-ROWS_PER_READ = 1024  # of Parquet
-READS_KEPT = 4  # reads of Parquet; calls come a little out of order
+ROWS_PER_READ = 1024  # for Parquet
+READS_KEPT = 4  # cached Parquet reads, as calls come slightly out of order
 OPEN_FILES = 4
-BUFFER_BYTES = 2 * 2**20  # of text: one request to an object store
+BUFFER_BYTES = 2 * 2**20  # for text: one request to an object store
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RowSpans:
-    """Places of some rows.
+    """Locations of some rows.
 
     Attributes:
-        copies: by row: the row's id gets `-<copy>` behind it, because an earlier row has the same one.
+        copies: by row, for rows whose id an earlier row has: `-<copy>` is appended to the row's id.
     """
 
     spans: tuple[Span, ...]
@@ -92,7 +92,7 @@ def id_of(row: Row, layout: RowSchema) -> str:
 
 
 class RowReader:
-    """Reads rows; fastest in order. Thread-safe. Keeps few files open and a few MB of each."""
+    """Reads rows, fastest in order. Thread-safe. Keeps a few files open and a few MB of each in memory."""
 
     def __init__(self, source: Dataset, layout: RowSchema) -> None:
         self._source = source
@@ -153,7 +153,7 @@ class _TextRows:
         self.close = self._file.close
 
     def read(self, span: Span) -> list[Row]:
-        """Return the rows, or fewer where the file ends before."""
+        """Return the rows, or fewer if the file ends before them."""
         raws = itertools.islice(self._file.raw_records(span.begin), span.skip, span.skip + span.num_rows)
         return [self._row(number, raw) for number, (_, raw) in enumerate(raws, span.row)]
 
@@ -165,7 +165,7 @@ class _TextRows:
 
 
 class _ParquetRows:
-    """Rows of one Parquet file by index. Reads on from the last read, and keeps the last reads."""
+    """Reads rows of one Parquet file by index. Continues from the last read and caches recent reads."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = open_parquet(file)
@@ -177,7 +177,7 @@ class _ParquetRows:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=READS_KEPT)
 
     def read(self, span: Span) -> list[Row]:
-        """Return the rows, or fewer where the file ends before."""
+        """Return the rows, or fewer if the file ends before them."""
         records: list[Record] = []
         while len(records) < span.num_rows:
             found = self._batch_at(span.begin + len(records))
@@ -191,7 +191,8 @@ class _ParquetRows:
         self._file.close(force=True)
 
     def _batch_at(self, row: int) -> tuple[int, pa.RecordBatch] | None:
-        """Return a batch that holds the row, and the row's index in it; None behind the end."""
+        """Return a batch that contains the row, and the row's index in it; None if the row is after the
+        end."""
         for begin, batch in self._kept:
             if begin <= row < begin + batch.num_rows:
                 return row - begin, batch

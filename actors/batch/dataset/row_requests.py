@@ -36,7 +36,7 @@ Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 PROMPT_COLUMNS = ("messages", "prompt")
 ID_COLUMNS = ("custom_id", "id")
-CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
+CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, with or without a copy number
 SAMPLING_COLUMNS = (
     *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "thinking_token_budget"),
@@ -57,18 +57,19 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchema:
-    """Format of records. Raises ConfigError for an invalid template, or one beside another prompt.
+    """Format of records. Raises ConfigError for an invalid template, or for one together with another prompt.
 
     Attributes:
         kind: "openai" for OpenAI batch lines, else "dataset".
         lines: records are unparsed lines of JSON in a column `text`, so that malformed lines are rows too.
         prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
-        template: makes the prompt from several columns, in place of one column.
+        template: makes the prompt from several columns, instead of one column.
         id_column: column of the row's id; found by name if absent, else a hash of the record is its id.
         columns: columns of the input to copy to the results.
         defaults: sampling fields for rows that have none.
-        seed: of the job; a row without a seed gets one from this and its id.
-        category_column: the job's report counts rows by its values. None: OpenAI batch lines are counted by
+        seed: seed of the job; a row without a seed gets one derived from this and its id.
+        category_column: the job's report counts rows by its values. If None, OpenAI batch lines are counted
+            by
             `metadata.category` of their bodies.
     """
 
@@ -95,7 +96,7 @@ class RowSchema:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A row, validated and ready for an engine."""
+    """A validated row, ready for an engine."""
 
     url: str
     body: ChatRequest | CompletionRequest
@@ -103,7 +104,8 @@ class RowRequest:
 
 
 def category_of(record: Record, layout: RowSchema) -> str | None:
-    """Return the category that the row is counted in (`RowSchema.category_column`); other values as JSON."""
+    """Return the category for counting the row (`RowSchema.category_column`); values other than text as
+    JSON."""
     if layout.kind == "openai" and not layout.category_column:
         body = record.get("body")
         return parse_tenant(body.get("metadata")).category if isinstance(body, Mapping) else None
@@ -126,7 +128,7 @@ def parse_line(line: str | bytes) -> Record:
 
 
 def _parse_python(line: str | bytes, error: ValueError) -> Any:
-    """Parse what orjson refuses: NaN, Infinity, and lone surrogates, which become U+FFFD."""
+    """Parse what orjson rejects: NaN, Infinity, and lone surrogates, which become U+FFFD."""
     try:
         return json.loads(replace_escapes(line.encode() if isinstance(line, str) else line))
     except (ValueError, RecursionError):
@@ -159,13 +161,13 @@ def content_id(text: str | bytes) -> str:
 
 
 def id_hash(row: str) -> int:
-    """Return 64 bits of an id, by which `actors/batch/row_index.py` compares millions of them."""
+    """Return 64 bits of an id's hash, by which `actors/batch/row_index.py` compares millions of ids."""
     digest = hashlib.blake2b(row.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def row_seed(job_seed: int, row: str) -> int:
-    """Return the seed of a row without one; it depends on nothing else."""
+    """Return the seed of a row without one, which depends only on the arguments."""
     digest = hashlib.blake2b(f"{job_seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -176,7 +178,7 @@ def read_request(
     """Validate a record. Raises RequestError, whose `param` names the column or field.
 
     Args:
-        row: its id, where that is not the record's own; the seed is derived from it.
+        row: its id if that is not the record's own; the seed is derived from it.
     """
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
@@ -254,9 +256,9 @@ def _shown_value(name: str, record: Record) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Split `Translate {text}` into texts, each with the column behind it.
+    """Split `Translate {text}` into texts, each with the column that follows it.
 
-    Of Python's formatting only `{name}`, `{{` and `}}` are supported. Raises ConfigError.
+    Supports only `{name}`, `{{` and `}}` of Python's formatting. Raises ConfigError.
     """
     why = None
     try:
@@ -280,7 +282,8 @@ def _absent(value: object) -> bool:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """Return a sampling column's value: CSV has text only, and Parquet every key that any row has."""
+    """Return a sampling column's value, which is text in CSV, and in Parquet contains every key of any
+    row."""
     if isinstance(value, str) and name in JSON_COLUMNS:
         return _json(name, value)
     if isinstance(value, str) and name == "stop" and value.startswith("["):
@@ -309,7 +312,7 @@ def _without_none(value: Any) -> Any:
 def _canonical(record: Record) -> str | bytes:
     try:
         return orjson.dumps(record, default=str, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson refuses integers of more than 64 bits and half a surrogate pair
+    except TypeError:  # orjson rejects integers of more than 64 bits and lone surrogates
         return json.dumps(record, sort_keys=True, default=str, ensure_ascii=False)
 
 

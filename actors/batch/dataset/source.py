@@ -1,4 +1,4 @@
-"""The input files of a batch job: which files, in which format, and whether their rows can have a prompt.
+"""The input files of a batch job: finds them and their format, and checks that their rows can have a prompt.
 
 An input is a file, a folder (its files of known formats, without subfolders and without names that begin
 with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.parquet` for all folders below), on any storage. All of
@@ -36,9 +36,9 @@ SUFFIXES: Mapping[str, InputFormat] = {
     ".csv": "csv",
     ".txt": "text",
 }
-HIDDEN = (".", "_")  # files that programs leave beside data: _SUCCESS, .crc
+HIDDEN = (".", "_")  # files that programs leave next to data: _SUCCESS, .crc
 PROBED_LINES = 100
-READ_BYTES = 4 * 2**20  # of one read of a file from begin to end: few requests to an object store
+READ_BYTES = 4 * 2**20  # per read of a whole file: few requests to an object store
 PARQUET_BUFFER_BYTES = 2**20  # per column: pages are read as they are needed, not whole row groups
 
 
@@ -68,7 +68,7 @@ class SourceFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what goes wrong while the file is read into DatasetError, which names file and line."""
+        """Convert errors while the file is read into DatasetError, which names file and line."""
         try:
             yield
         except BadTextError as error:
@@ -110,10 +110,10 @@ class Dataset:
         return self.format in ("jsonl", "openai")
 
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
-        """Return what tells a later run that the input is the same.
+        """Return the data by which a later run recognizes the same input.
 
         Args:
-            digests: of each file (`RowIndex.digests`).
+            digests: digest of each file (`RowIndex.digests`).
         """
         return [
             {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
@@ -159,7 +159,7 @@ def check_columns(source: Dataset, layout: RowSchema) -> None:
 
 
 def open_parquet(file: SourceFile) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError when it is none, or incomplete."""
+    """Open a Parquet file. Raises DatasetError if it is not one, or incomplete."""
     try:
         return pq.ParquetFile(file.open(), buffer_size=PARQUET_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
@@ -220,7 +220,7 @@ def _columns(source: Dataset) -> list[str]:
 
 
 def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:
-    """Return all files of the places, each once, sorted by path."""
+    """Return all files at these locations, each once, sorted by path."""
     found: dict[str, SourceFile] = {}
     for each in where:
         folder, pattern = _split_pattern(each)
@@ -272,7 +272,7 @@ def _error(why: str) -> DatasetError:
 
 
 def _split_pattern(where: str) -> tuple[str, str]:
-    """Return the folder in front of a pattern, and the pattern; a plain name has an empty pattern."""
+    """Return the folder before a pattern, and the pattern; a plain name has an empty pattern."""
     url = URL.match(where)
     path, query = where, ""
     if url is not None and url[1] != "file":

@@ -1,7 +1,8 @@
 """A folder for input or output: on a disk, or in an object store.
 
 `s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's. Credentials are found as
-those do, on every node (environment, files, instance roles). The URL names another S3 server than Amazon's:
+those do, on every node (environment, files, instance roles). The URL may name an S3 server other than
+Amazon's:
 `s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all: by rename
 on a disk, by a single put in an object store. Picklable.
 
@@ -30,10 +31,10 @@ from ....cluster.errors import ConfigError, shown_url
 from ....cluster.safe_file_names import inner_name
 from ...system.atomic_files import TEMPORARY, make_folder, write_whole
 
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib turns two slashes into one
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
-_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # in Arrow's messages, with its secrets
-NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
+_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # URLs in Arrow's messages, with secrets
+NUM_REQUESTS = 16  # in parallel: object stores answer many as fast as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Storage:
         """Write a complete file, replacing an earlier one. Raises OSError.
 
         Args:
-            synced: survive a power cut, too, and not only the death of any process.
+            synced: survive also a power failure, not only the death of any process.
         """
         path = self.path(name)
         if self.local:
@@ -228,6 +229,6 @@ def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, 
         return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), address
     options = [query] if query else []
     if scheme == "s3":
-        options.append("allow_delayed_open=true")  # one put for a file, in place of three requests
-    url = f"{scheme}://{quote(address, safe='/@:%=+,;!~()$&')}"  # names with spaces are no URLs to Arrow
+        options.append("allow_delayed_open=true")  # one put per file instead of three requests
+    url = f"{scheme}://{quote(address, safe='/@:%=+,;!~()$&')}"  # Arrow does not accept spaces in URLs
     return fs.FileSystem.from_uri(f"{url}?{'&'.join(options)}" if options else url)

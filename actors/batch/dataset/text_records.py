@@ -1,8 +1,8 @@
 """Records of text files: lines of JSON, lines of text, and CSV rows, each with its byte offset.
 
-From the offset of a record the following ones can be read without what stands before it, so engines read
-only the rows they answer. A CSV row may span lines. Blank lines are no records. A malformed record spoils no
-other. pyarrow's readers give none of this (docs/decisions/batch-input.md).
+From the offset of a record, later records can be read without what precedes it, so engines read only the rows
+they answer. A CSV row may span lines. Blank lines are not records. A malformed record does not affect others.
+pyarrow's readers provide none of this (docs/decisions/batch-input.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TextFormat = Literal["jsonl", "openai", "csv", "text"]
 Raw = bytes | list[str]  # a line, or the fields of a CSV row
 BOM = b"\xef\xbb\xbf"  # Windows programs write it before UTF-8
 NOT_UTF8 = "it is not UTF-8 text"
-MAX_LINE_BYTES = 64 * 2**20  # a file with longer lines is no file of rows, and must not fill the memory
+MAX_LINE_BYTES = 64 * 2**20  # a file with longer lines is not a file of rows, and must not fill the memory
 
 csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))  # process-wide; Python's default of 128 KiB is too low
 
@@ -38,7 +38,7 @@ class BadTextError(Exception):
 
 
 class BadRecordError(Exception):
-    """One record is malformed. `text` is what it says."""
+    """One record is malformed. `text` is its content."""
 
     def __init__(self, why: str, text: str) -> None:
         super().__init__(why)
@@ -108,7 +108,7 @@ class TextFile:
         return records
 
     def record(self, raw: Raw) -> Record:
-        """Return a record as `rows.read_record` takes it. An empty CSV field becomes None.
+        """Return a record as `row_requests.read_record` takes it. An empty CSV field becomes None.
 
         Raises BadRecordError, UnicodeDecodeError.
         """
@@ -135,9 +135,9 @@ def _csv_records(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Raw]
         except csv.Error as error:
             if "field limit" in str(error):
                 raise BadTextError(taken.begin, f"a field has more than {MAX_LINE_BYTES >> 20} MiB") from None
-            yield taken.begin, "".join(taken.lines).encode()  # the reader goes on with the next line
+            yield taken.begin, "".join(taken.lines).encode()  # the reader continues with the next line
             continue
-        if taken.ended:  # every line ends in a line feed, so a record that waits for more is inside quotes
+        if taken.ended:  # every line ends in a line feed, so an incomplete record is inside quotes
             raise BadTextError(taken.begin, "a quoted field begins that never ends")
         if fields:
             yield taken.begin, fields

@@ -1,1 +1,1 @@
-"""Writes each answer exactly once, and resumes. Start with `ledger.py`."""
+"""Writes each result exactly once, and resumes jobs. Start with `ledger.py`."""

@@ -1,8 +1,9 @@
-"""Rewrites parts: at the end of a job every row is in one part, after a changed input rows get new numbers.
+"""Rewrites parts: so that at the end every row is in one part, or to renumber rows after the input changed.
 
-A rewritten part gets a new name, and its record says which parts it replaces. So each row counts in one part
-at any moment, whenever this is killed; running it again completes it. Only the ledger calls it, while no
-writer may write.
+A rewritten part gets a new name, and its record lists the parts it replaces. So each row counts in one part
+at
+any moment, even if this is killed; running it again completes it. Called only by the ledger, while no writer
+may write.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from ..row_stats import renumber_failures
 from .output_index import OutputIndex, in_parallel, stats_of
 from .output_parts import MANIFEST, Json, OutputForm, Record, ids_in, part_name, put, taken_from
 
-WRITER = "ledger"  # in records of parts that are written here
-GONE = -1  # in place of a row's number
+WRITER = "ledger"  # in records of parts written here
+GONE = -1  # instead of a row's number
 
 
 def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> None:
-    """Remove parts that do not count, and rewrite those that count in part or, in order, belong together.
+    """Remove parts that do not count. Rewrite those that count only partly or, with `ordered`, belong
+    together.
 
     Raises OSError; may be called again.
     """
@@ -43,13 +45,13 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
 
 
 def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: np.ndarray, run: int) -> None:
-    """Give the rows of stale parts the numbers that rows of the same id have in the changed input.
+    """Give the rows of stale parts the numbers of the same ids in the changed input.
 
     Rows whose id is gone are removed. Raises OSError; may be called again.
 
     Args:
-        id_hashes: `rows.id_hash` of each row of the input.
-        run: that begins.
+        id_hashes: `row_requests.id_hash` of each row of the input.
+        run: the run that begins.
     """
     order = np.argsort(id_hashes)
     ordered = id_hashes[order]
@@ -74,7 +76,7 @@ def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: n
 
 
 def manifest(index: OutputIndex) -> Json:
-    """Return what the manifest says of the parts."""
+    """Return the manifest's entries about the parts."""
     failed = count(index.failed)
     parts = [
         {
@@ -90,7 +92,7 @@ def manifest(index: OutputIndex) -> Json:
 
 
 def manifest_parts(output: Storage) -> set[str]:
-    """Return the parts in the output's manifest. A writer that was given up may have added others since."""
+    """Return the parts in the output's manifest. An abandoned writer may have added others since."""
     try:
         return {part["file"] for part in json.loads(output.read(MANIFEST))["parts"]}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -107,11 +109,11 @@ def _rewrite(
     run: int,
     shard: int,
 ) -> None:
-    """Write one part in place of others; none where no row is left.
+    """Write one part that replaces others; none if no row is left.
 
     Args:
-        records: of parts of one kind.
-        numbers: for each of their rows its new number, or GONE.
+        records: records of parts of one kind.
+        numbers: for each part, the new number of each of its rows, or GONE.
     """
     flat = np.concatenate(numbers)
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == GONE) :]
@@ -148,10 +150,11 @@ def _remove(output: Storage, index: OutputIndex, records: Iterable[Record]) -> N
 
 
 def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:
-    """Yield the parts that are to become one part, with the shard in its name.
+    """Yield the groups of parts that become one part, with the shard in its name.
 
-    Where order is preserved, parts whose rows overlap become one, and names follow the rows. They may not
-    after several runs, or after rows were renumbered.
+    Where order is preserved, parts whose rows overlap are merged, and names follow the order of rows.
+    Overlaps and
+    wrong names occur after several runs or after rows were renumbered.
     """
     records = sorted(index.records.values(), key=lambda each: (each.kind, each.rows[0]))
     if not form.ordered:

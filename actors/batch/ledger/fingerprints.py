@@ -1,4 +1,4 @@
-"""Identity of a model, independent of paths: digests of checkpoints, and settings that change answers."""
+"""Identity of a model, independent of paths: digests of checkpoints, and settings that change results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ....cluster.config import EngineConfig
 from ...tokenization.checkpoint_paths import target_folder, tokenizer_folder
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
-PROBE_BYTES = 65536  # read at the begin, middle and end of a file of weights
+PROBE_BYTES = 65536  # read at the beginning, middle and end of a file of weights
 
 
 def model_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
-    """Return what identifies the model of an engine. The drafter is left out: it changes no answer."""
+    """Return what identifies the model of an engine. The drafter is left out: it does not change results."""
     target, tokenizer = target_folder(config), tokenizer_folder(config)
     return {
         "model": checkpoint_identity(target),
@@ -42,7 +42,7 @@ def checkpoint_identity(folder: Path) -> str:
 
 
 def settings_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
-    """Return the settings that change the chat template, the config.json or the weights, where they do."""
+    """Return the settings that change the chat template, the config.json or the weights, if they are set."""
     found: dict[str, Any] = {}
     if config.chat_template is not None:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Which job an output belongs to, and which run of it may write: small files under `_manta/`.
+"""Records in small files under `_manta/` which job an output belongs to and which of its runs may write.
 
     job.json      the job's spec and its runs; this file makes the output the job's
     run.json      the run that may make parts, or none; a writer reads it before each part
@@ -66,7 +66,7 @@ class JobRun:
 
     @classmethod
     def first(cls, spec: JobSpec, before: JobRun | None) -> Self:
-        """Return a new job with its first run, in the place of an earlier job if there was one."""
+        """Return a new job with its first run, replacing an earlier job if there was one."""
         run = before.run + 1 if before else 1
         return cls(first_run=run, numbering=run, runs=(_run(run),), spec=spec.to_json())
 
@@ -81,7 +81,8 @@ class JobRun:
         )
 
     def as_json(self) -> Json:
-        """Return what the manifest says: the spec, and which processes wrote the results when."""
+        """Return the manifest's content about the job: the spec, and which processes wrote the results
+        when."""
         return {"runs": self.runs, **self.spec}
 
     def write(self, output: Storage) -> None:
@@ -89,12 +90,12 @@ class JobRun:
 
 
 def allow_writes(output: Storage, run: int | None) -> None:
-    """Let only this run make parts; None: no run."""
+    """Allow only this run to make parts; None: no run."""
     write_json(output, RUN, {"run": run})
 
 
 def check_run(output: Storage, run: int) -> None:
-    """Raise OutputError when the job has gone on without this run."""
+    """Raise OutputError if another run has replaced this one, or the job has ended."""
     current = _read(output, RUN, {"run": run})["run"]
     if current != run:
         now = "it has ended" if current is None else f"run {current} writes it now"
@@ -117,7 +118,7 @@ def earlier(output: Storage, first_run: int) -> tuple[str, ...]:
 
 
 def forget_earlier(output: Storage) -> None:
-    """Keep the results that were to be replaced."""
+    """Cancel the removal of the results that were to be replaced."""
     output.remove(EARLIER)
 
 
@@ -134,7 +135,7 @@ def write_json(output: Storage, name: str, content: Mapping[str, Any]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error of a file system in words."""
+    """Return a readable message of a file system error."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 

@@ -1,7 +1,8 @@
-"""Specification of a job: settings its answers depend on, input and output. Checks whether it may resume.
+"""Specification of a job: settings its results depend on, input and output. Checks whether it may resume.
 
-The fingerprint is a hash of what answers depend on. The drafter is not part of it: it changes no answer, and
-the next run may use another. `job_runs.py` stores the spec in the output.
+The fingerprint is a hash of what results depend on. The drafter is not part of it: it does not change
+results,
+and the next run may use another. `job_runs.py` stores the spec in the output.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class JobSpec:
     """Specification of a job. All fields but `form` are JSON.
 
     Attributes:
-        made_from: what answers depend on, by name: model and revision, tokenizer, sampling, template, seed.
-        input: of every file: name, size, modified, and a hash of its content (`Source.identity`).
-        input_format: of these files.
-        form: of the output.
-        num_rows: of the input.
+        made_from: what results depend on, by name: model and revision, tokenizer, sampling, template, seed.
+        input: name, size, modification time and content hash of every file (`Dataset.identity`).
+        input_format: format of these files.
+        form: form of the output.
+        num_rows: number of rows of the input.
         sample: the rows to answer; all if absent.
-        rows_per_shard: where order is preserved. If a later run has another, the end of the job corrects it.
+        rows_per_shard: set if order is preserved. If a later run has another value, the end of the job
+            corrects it.
         about: reported in the manifest, and free to differ between runs: drafter, number of engines.
     """
 
@@ -73,15 +75,15 @@ class JobSpec:
         )
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return in words what differs from an earlier spec (`to_json`) in settings and input."""
+        """Return descriptions of the differences in settings and input from an earlier spec (`to_json`)."""
         return self.other_settings(before) + self.other_input(before)
 
     def other_settings(self, before: Mapping[str, Any]) -> list[str]:
-        """Return differences that change answers."""
+        """Return descriptions of the differences that change results."""
         return _changes(before["made_from"], _plain(self.made_from))
 
     def other_input(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the files that have changed."""
+        """Return descriptions of the files that have changed."""
         old = {file["name"]: file for file in before["input"]}
         new = {file["name"]: file for file in _plain(list(self.input))}
         words = [_file_change(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
@@ -93,7 +95,7 @@ class JobSpec:
         return changes
 
     def check_resume(self, where: str, before: Mapping[str, Any], *, force: bool) -> None:
-        """Raise ConfigError where this job cannot resume the job of an earlier spec.
+        """Raise ConfigError if this job cannot resume the job of an earlier spec.
 
         Args:
             where: the output, for messages.
@@ -116,10 +118,10 @@ class JobSpec:
 
 
 def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
-    """Raise ConfigError where a part is not this job's, or has another size than was written.
+    """Raise ConfigError if a part is not this job's, or has another size than was written.
 
     Args:
-        replaced: results of an earlier job, which are to be removed.
+        replaced: results of an earlier job, which will be removed.
     """
     if foreign := [name for name in index.unrecorded if name not in replaced]:
         raise ConfigError(
@@ -151,7 +153,7 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -184,7 +186,7 @@ def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, 
         if old != new:
             return f"{name}: other content of the same size (SHA-256 {old[:12]}... before, {new[:12]}... now)"
         if kind == "sha256":
-            return None  # the file's time does not matter
+            return None  # the file's modification time does not matter
     if before.get("modified") != now.get("modified"):
         return f"{name}: modified {_time(before.get('modified'))} before, {_time(now.get('modified'))} now"
     return None

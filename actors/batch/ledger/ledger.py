@@ -51,7 +51,7 @@ Resume = Literal["yes", "no", "force"]
 
 
 class Ledger:
-    """An output that this process may write. Made by `open`.
+    """An output that this process may write. Created by `open`.
 
     Attributes:
         run: the number of this run, for writers.
@@ -82,10 +82,11 @@ class Ledger:
         """Open an output for a new job, or for one more run of its job.
 
         Args:
-            resume: "no" refuses an output that is not empty; "force" resumes though settings or input differ.
+            resume: "no" rejects an output that is not empty; "force" resumes even if settings or input
+                differ.
             overwrite: begin a new job; earlier results stay until there are new ones.
             id_hashes: `RowIndex.id_hashes`, by which rows of a changed input are found again.
-            say: gets a line for the user about a long wait.
+            say: called with a line for the user about a long wait.
             held: the output's lock, if it was taken before; the ledger closes it, unless this raises.
 
         Raises ConfigError, which names what prevents it and the remedy.
@@ -134,17 +135,17 @@ class Ledger:
 
     @property
     def device(self) -> Device:
-        """Return what the engines of a complete job held, from its report."""
+        """Return the devices that the engines of a complete job held, from its report."""
         try:
             return json.loads(self._output.read(REPORT))["device"]
         except (OSError, ValueError, KeyError):
             return "device"
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read which parts and segments there are. Raises OutputError.
+        """Read which parts and segments exist. Raises OutputError.
 
         Args:
-            writer: look only at segments of this writer, beside all parts.
+            writer: read only segments of this writer, in addition to all parts.
         """
         try:
             self._index.refresh(writer)
@@ -160,7 +161,7 @@ class Ledger:
         return union(self.answered, self._index.failed_since(self._index.run_of(writer)))
 
     def adopt_orphans(self) -> None:
-        """Make parts of what dead writers have finished. Raises OSError, OutputError."""
+        """Make parts of the segments of dead writers. Raises OSError, OutputError."""
         if not (orphans := self.orphans):
             return
         allow_writes(self._output, self.run)
@@ -183,9 +184,10 @@ class Ledger:
         self.complete = False
 
     def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
-        """Keep every row once, then write report and manifest, and `_SUCCESS` last. Writers must be closed.
+        """Make every row appear once, then write report and manifest, and `_SUCCESS` last. Writers must be
+        closed.
 
-        Retries for a minute while the output fails. Raises OutputError; the job can be resumed.
+        Retries for a minute while the output fails. Raises OutputError; the job can then be resumed.
         """
         deadline_s = time.monotonic() + GIVE_UP_S
         while True:
@@ -215,7 +217,7 @@ class Ledger:
             self._resume(job, resume, id_hashes)
 
     def _first(self, before: JobRun | None) -> JobRun:
-        if before is None:  # what is left of unknown runs must not count for this job
+        if before is None:  # remains of unknown runs must not count for this job
             self._output.remove_folder(RECORDS)
             self._output.remove_folder(PENDING)
         job = JobRun.first(self._spec, before)
@@ -305,7 +307,7 @@ class Ledger:
 
 
 def _remove_half_written(output: Storage) -> None:
-    """Remove half-written files that a kill has left. Object stores show none."""
+    """Remove half-written files left by killed processes. Object stores have none."""
     if output.local:
         root = Path(output.root)
         for folder in (FOLDER, ERRORS):

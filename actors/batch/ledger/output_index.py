@@ -1,11 +1,11 @@
 """Index of an output: which parts and segments count, and which row is where.
 
-A part counts when its record and the part itself exist. A row that is in several parts (its writer was given
-up and had written it too; or it failed and a later run answered it) counts in one of them: an answer before a
-failure, a later run before an earlier one. Reading changes nothing.
+A part counts if its record and the part itself exist. A row that is in several parts (an abandoned writer had
+written it too, or it failed and a later run answered it) counts in one of them: an answer has priority over a
+failure, a later run over an earlier one. Reading changes nothing.
 
 Segments are Arrow files with finished rows that are in no part yet, in a folder of their writer. They are not
-synced: they survive the death of any process, and rows that a power cut takes are answered again.
+synced: they survive the death of any process, and rows lost in a power failure are answered again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment that was read back. `rows` are in the order of the table."""
+    """A segment read back from the output. `rows` are in the order of the table."""
 
     name: str
     run: int
@@ -65,7 +65,7 @@ def write_segment(output: Storage, name: str, table: pa.Table, *, run: int, shar
 
 
 def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segment | None:
-    """Read a segment; None if it is gone, or torn by a power cut. Raises OSError.
+    """Read a segment; None if it is gone, or damaged by a power failure. Raises OSError.
 
     Args:
         only_rows: read the row numbers without the results.
@@ -102,12 +102,13 @@ class OutputIndex:
         self._owned: dict[str, RowRanges] | None = None
 
     def set_numbering(self, numbering: int) -> None:
-        """Count only parts and segments that are numbered since this run."""
+        """Count only parts and segments numbered since this run."""
         self._numbering = numbering
         self._count()
 
     def refresh(self, writer: str | None = None) -> None:
-        """Read what is new. Segments first, so a row that moves into a part is seen twice rather than never.
+        """Read new entries. Segments come first, so a row that moves into a part is seen twice rather than
+        never.
 
         Args:
             writer: look only at segments of this writer.
@@ -127,7 +128,7 @@ class OutputIndex:
         self._count()
 
     def add(self, record: Record) -> None:
-        """Record that a part was written, or its record again."""
+        """Record that a part was written, or its record rewritten."""
         self._read[record.part] = record
         self.files[record.part] = record.num_bytes
         self._count()
@@ -164,7 +165,7 @@ class OutputIndex:
 
     @property
     def stats(self) -> RowStats:
-        """Return the stats of all parts. Each row is counted once, the work for it wherever it was done."""
+        """Return the stats of all parts. Each row is counted once; work is counted wherever it was done."""
         return stats_of(self.records.values(), self.owned)
 
     @property
@@ -221,7 +222,7 @@ class OutputIndex:
 
 
 def results_in(output: Storage) -> list[Entry]:
-    """Return the files in the folders where a user finds results."""
+    """Return the files in the folders that contain results."""
     return [*output.entries(), *output.entries(ERRORS)]
 
 
@@ -242,7 +243,7 @@ def stats_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowSt
 
 
 def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[Taken]:
-    """Call `read` for each item, many at once."""
+    """Call `read` for each item, up to NUM_REQUESTS in parallel."""
     if not given:
         return []
     with ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="manta-output") as readers:
@@ -250,7 +251,7 @@ def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[
 
 
 def _owned(records: Iterable[Record]) -> dict[str, RowRanges]:
-    """Give each row to the strongest part that holds it."""
+    """Assign each row to the part with the highest priority that contains it."""
     weakest_first = sorted(records, key=lambda each: (each.kind == "part", each.run, each.part))
     num_rows = max((record.rows[-1][1] for record in weakest_first if record.rows), default=0)
     holder = np.full(num_rows, -1, dtype=np.int32)

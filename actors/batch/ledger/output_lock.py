@@ -1,9 +1,10 @@
-"""Lets one job at a time write an output.
+"""Allows one job at a time to write an output.
 
-On a disk this is `flock` on a file; it ends with its process. In an object store each job writes a claim of
-its own and then lists the claims of others: two jobs that both write before they list cannot miss each other.
-A claim is written again every few seconds and judged by the store's own times; one that is not is taken over.
-Two jobs that start at once may both be refused, but never both go on. The ledger holds the lock.
+On a disk this is `flock` on a file, which ends with its process. In an object store each job writes its own
+claim and then lists the claims of others: two jobs that both write before they list cannot miss each other. A
+claim is rewritten every few seconds and its age is measured by the store's own times; a claim that is not
+rewritten is taken over. Two jobs that start at once may both be rejected, but never both continue. The ledger
+holds the lock.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .output_parts import FOLDER
 LOCK = f"{FOLDER}/lock"
 CLAIM = f"{FOLDER}/lock-"
 BEAT_S = 5.0
-DEAD_S = 15.0  # a claim that was not written again for this long belongs to a dead job
+DEAD_S = 15.0  # a claim not rewritten for this long belongs to a dead job
 LOOK_S = 1.0
 
 
@@ -46,10 +47,10 @@ class Lock(Protocol):
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
-    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked.
+    """Lock an output. Raises InUseError if another job holds it, ConfigError if it cannot be locked.
 
     Args:
-        say: gets a line for the user about a wait: in an object store up to 15 s after a killed job.
+        say: called with a line for the user about a wait: in an object store up to 15 s after a killed job.
     """
     return FileLock(output) if output.local else LockClaim(output, say)
 
@@ -72,12 +73,12 @@ class FileLock:
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-                self._path.parent.rmdir()  # fails if there is anything else in it
+                self._path.parent.rmdir()  # fails if it is not empty
             self._file.close()
 
 
 class LockClaim:
-    """An object in a store, written again and again by a thread."""
+    """An object in a store, rewritten periodically by a thread."""
 
     def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
         self._output = output
@@ -112,7 +113,7 @@ class LockClaim:
                 self._output.remove(self._name)
 
     def _beat(self) -> None:
-        """Write the claim again until it is closed or another job has removed it."""
+        """Rewrite the claim until it is closed or another job has removed it."""
         while not self._closing.wait(BEAT_S):
             with contextlib.suppress(OSError):  # retried at the next beat
                 if self._output.entry(self._name) is None:
@@ -121,7 +122,7 @@ class LockClaim:
                 self._output.write(self._name, self._content)
 
     def _outlive(self, say: Callable[[str], object]) -> None:
-        """Wait until no other claim is alive. Raises InUseError when one is written again meanwhile."""
+        """Wait until no other claim is alive. Raises InUseError if one is rewritten meanwhile."""
         first = self._others()
         if first:
             say(
@@ -175,11 +176,11 @@ def _in_use(output: Storage, who: str) -> InUseError:
 
 
 def _locked(output: Storage, path: Path) -> IO[str]:
-    """Return the locked file. Retries when the file was removed meanwhile, since that locks nothing."""
+    """Return the locked file. Retries if the file was removed meanwhile, since locking it has no effect."""
     while True:
         file = None
         try:
-            output.path(LOCK)  # raises if a link leads there
+            output.path(LOCK)  # raises if it is a link
             make_folder(path.parent, private=output.private)
             with contextlib.suppress(FileNotFoundError):
                 handle = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)

@@ -1,9 +1,8 @@
 """Parts, the files of an output that its user reads: names, contents, and their records.
 
-The rows of a part are sorted by number, so the row ranges of its record say which row of the dataset each row
-of the part is. Failed rows have parts of their own in a folder whose name begins with `_`: readers of
-datasets skip it and find the answers only. `row_writer.py` makes parts, `output_index.py` says which parts
-count.
+The rows of a part are sorted by number, so the row ranges of its record map each row of the part to a row of
+the dataset. Failed rows have separate parts in a folder whose name begins with `_`, which readers of datasets
+skip. `row_writer.py` makes parts, `output_index.py` determines which parts count.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class OutputForm:
     """Format of results.
 
     Attributes:
-        format: of the parts.
-        columns: of the input, passed through (`RowIndex.columns`).
-        ordered: parts hold complete shards of consecutive rows.
+        format: file format of the parts.
+        columns: columns of the input that are passed through (`RowIndex.columns`).
+        ordered: parts contain complete shards of consecutive rows.
     """
 
     format: OutputFormat
@@ -72,7 +71,7 @@ class OutputForm:
 
     @property
     def wire(self) -> pa.Schema:
-        """Return the schema of results with the columns that are passed through."""
+        """Return the schema of results, including the columns that are passed through."""
         return wire_schema(self.columns)
 
     @property
@@ -99,10 +98,10 @@ class Record:
     Attributes:
         part: the part's name in the output.
         run, writer: which run and writer made the part.
-        numbering: row numbers are those of the input since this run.
-        replaces: parts whose rows this one holds instead.
+        numbering: row numbers refer to the input as of this run.
+        replaces: parts that this one replaces.
         stats: `RowStats.to_json()`.
-        failures: of a part of failed rows, which rows failed alike.
+        failures: for a part of failed rows, which rows failed in the same way.
     """
 
     part: str
@@ -226,8 +225,8 @@ def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, for
     """Return the content of a part made of rows of other parts.
 
     Args:
-        contents: of the parts.
-        order: which rows, counted over all contents.
+        contents: contents of the parts.
+        order: indices of the rows to take, counted over all contents.
     """
     if form.suffix == "jsonl":
         lines = [line for content in contents for line in content.splitlines(keepends=True)]
@@ -259,7 +258,7 @@ def _line(row: Json, members: Sequence[str]) -> str:
     """Return a result as a line.
 
     Args:
-        members: columns that hold JSON (`columns.MEMBER`).
+        members: columns that contain JSON (`passthrough_columns.MEMBER`).
     """
     texts = {name: row.pop(name) for name in members}
     line = json.dumps(row, ensure_ascii=False, default=str)
@@ -268,7 +267,7 @@ def _line(row: Json, members: Sequence[str]) -> str:
 
 
 def _openai_line(row: Mapping[str, Any]) -> Json:
-    """Return the response of the HTTP endpoint, or the error of a row that got none."""
+    """Return the response of the HTTP endpoint, or the error of a row without a response."""
     error, response = row["error"], None
     if row["response"] is not None:
         body = json.loads(row["response"])

@@ -1,9 +1,9 @@
-"""Writes the results of one engine: into segments at once, into parts later.
+"""Writes the results of one engine: to segments immediately, to parts later.
 
     add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; segments are removed
 
-Synchronous: `add` never waits for a disk, everything else is called in threads. What cannot be written is
-kept and retried. A writer knows nothing of other writers.
+Synchronous: `add` never waits for a disk, everything else is called in threads. Failed writes are retried. A
+writer does not depend on other writers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Done = TypeVar("Done")
 
 
 def flush_interval_s(output: Storage) -> float:
-    """Return how often to make finished rows durable. A kill loses the rows since then."""
+    """Return the interval at which finished rows are made durable. A kill loses the rows since the last
+    time."""
     return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
 
 
@@ -62,11 +63,11 @@ class _Batch:
 
 
 class RowWriter:
-    """Writes what one engine has finished.
+    """Writes the results of one engine.
 
     Args:
-        run: of the job; the writer of an earlier run makes no parts once a later run has begun.
-        shard: in the names of its parts, where order is not preserved.
+        run: run of the job; the writer of an earlier run makes no parts once a later run has begun.
+        shard: shard in the names of its parts if order is not preserved.
         writer: a unique name.
     """
 
@@ -78,7 +79,7 @@ class RowWriter:
         self._run = run
         self._shard = shard
         self._writer = writer
-        self._adding = threading.Lock()  # held for no longer than it takes to append
+        self._adding = threading.Lock()  # held only while appending
         self._added: defaultdict[int, list[pa.Table]] = defaultdict(list)
         self._ended: set[int] = set()
         self._writing = threading.RLock()
@@ -109,16 +110,18 @@ class RowWriter:
         return table
 
     def end_shard(self, shard: int) -> None:
-        """Make the shard's part at the next `flush`: this writer gets no more rows of it."""
+        """Make the shard's part at the next `flush`; no more rows of it will be added to this writer."""
         with self._adding:
             self._ended.add(shard)
 
     def flush(self) -> RowRanges:
-        """Make added rows durable and make the parts that are due. Returns the rows made durable.
+        """Make added rows durable and make the parts that are due. Return the rows made durable.
 
-        Durable rows survive the death of any process at once, and a power cut when they are in a part. What
-        cannot be written is kept and retried by later calls. Raises OutputError when that has failed for a
-        minute, or when a later run has taken the output.
+        Durable rows survive the death of any process, and a power failure once they are in a part. Failed
+        writes are
+        retried by later calls. Raises OutputError if they have failed for a minute, or if a later run has
+        taken over
+        the output.
         """
         durable: list[RowRanges] = []
         with self._writing:
@@ -144,7 +147,7 @@ class RowWriter:
         return self._until_written(lambda: self._adopt(writer, known))
 
     def close(self) -> RowRanges:
-        """Make parts of all rows. Returns the rows made durable. Retries while the output fails.
+        """Make parts of all rows. Return the rows made durable. Retries while the output fails.
 
         Raises OutputError; rows in segments are then left to the next run.
         """
@@ -255,7 +258,7 @@ class RowWriter:
 
 
 def _without(segment: Segment, known: RowRanges) -> pa.Table:
-    """Return the results of a segment that are not known."""
+    """Return the results of a segment except for known rows."""
     mask = [not contains(known, row) for row in row_numbers(segment.table)]
     return segment.table.filter(pa.array(mask, pa.bool_()))
 
@@ -266,7 +269,8 @@ def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return results by row number, each row once (an answer before a failure), and which failed."""
+    """Return results by row number, each row once (an answer before a failure), and the mask of failed
+    rows."""
     rows = table["row"].to_numpy()
     failed = table["error"].is_valid().to_numpy()
     order = np.lexsort((failed, rows))

@@ -1,7 +1,7 @@
 """Opens a queued batch of `/v1/batches` on this replica: locks it, validates its file, opens its ledger.
 
 Errors of the file end the batch with line numbers, as OpenAI does. Errors of a single request (a field, a
-prompt that is too long) are found when it is answered, and fail that line alone. Blocking; called by
+prompt that is too long) are found when it is answered, and fail that line only. Blocking; called by
 `batch_service.py`.
 """
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 ENDPOINTS = (CHAT_URL, COMPLETION_URL)
 MAX_CUSTOM_ID_CHARS = 1024
-MAX_ERRORS = 50  # reported; then the rest of the file is not read
+MAX_ERRORS = 50  # reported errors, after which the rest of the file is not read
 LAYOUT = RowSchema(kind="openai", lines=True)
 FORM = OutputForm(format="openai")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that this replica has locked, and what is needed to run it.
+    """A batch that this replica has locked, with the objects needed to run it.
 
     Attributes:
         given_up: why no more lines can be answered; None if they can.
@@ -65,9 +65,9 @@ class Opener:
     """Opens batches for one replica.
 
     Args:
-        names: of the model.
-        made_from: what answers depend on; a batch that was begun with other settings is given up.
-        max_lines: of a batch.
+        names: names of the model.
+        made_from: what results depend on; a batch that was begun with other settings is given up.
+        max_lines: maximum lines of a batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Opener:
         """Return the batch if this replica may run it now.
 
         Args:
-            has_capacity: for its rows. If False, the batch is only validated or ended early.
+            has_capacity: whether its rows can run. If False, the batch is only validated or ended early.
 
         Raises:
             InUseError: another replica has locked it.
@@ -129,7 +129,7 @@ class Opener:
             return None
 
     def _validated(self, batch: Batch, file: StoredFile) -> Batch:
-        """Validate the lines. Returns the batch in progress, or failed."""
+        """Validate the lines. Return the batch in progress or failed."""
         (name,) = file.pieces
         found = validate_lines(self._files.storage.reader(name), batch.endpoint, self._names, self._max_lines)
         if found.errors:
@@ -149,7 +149,7 @@ class Opener:
         index = index_rows(source, LAYOUT)
         spec = JobSpec(
             made_from=self._made_from,
-            # By id instead of path: the storage may have moved.
+            # By id instead of path, since the storage may have moved.
             input=[{"name": file.id, "size": file.bytes, **index.digests[0]}],
             input_format=source.format,
             form=FORM,
@@ -175,7 +175,8 @@ class Opener:
 
 @dataclass(slots=True)
 class Validation:
-    """Result of validating a file. `model` is the first line's; errors are OpenAI's BatchError objects."""
+    """Result of validating a file. `model` is that of the first line; errors are OpenAI's BatchError
+    objects."""
 
     num_lines: int = 0
     model: str | None = None
@@ -207,7 +208,7 @@ def validate_lines(file: pa.NativeFile, endpoint: str, models: Sequence[str], ma
 
 
 def plain_error(code: str, message: str) -> JsonObject:
-    """Return the list of one error that concerns no line."""
+    """Return a list with one error that concerns no line."""
     return _errors_list([_error(code, message)])
 
 

@@ -2,9 +2,10 @@
 
     read ─▶ answer (at most the service's slots at once) ─▶ RowWriter ─▶ parts ─▶ output and error file
 
-Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, whichever
-replica goes on. The batch's stored object shows the progress. At the end every line is in one of the two
-files; a line without an answer with the reason.
+Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, even if
+another replica continues. The batch's stored object shows the progress. At the end every line is in one of
+the
+two files; a line without a response with the reason.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from .file_store import FileStore, JsonObject, derived_id
 logger = logging.getLogger(__name__)
 
 ROWS_PER_READ = 256
-SUSPECTS_PER_LEASE = 8  # rows that go to the engine together after a death
-TRIALS = 2  # deaths with a row alone, after two beside others, that make it poison
-POLL_S = 2.0  # between two saves of the progress, and two looks for a cancellation
+SUSPECTS_PER_LEASE = 8  # rows given to the engine together after a death
+TRIALS = 2  # deaths with a row alone, after two together with others, that make it a poison row
+POLL_S = 2.0  # between two saves of the progress, and two checks for a cancellation
 ENGINE = "replica"  # the only engine of the lease book
 
 P = ParamSpec("P")
@@ -57,13 +58,13 @@ class BatchRun:
 
     Args:
         opened: closed by `run`.
-        answerer: on the replica's engine.
-        slots: for running rows, shared by all batches of the replica.
-        on_tail: called when all rows have been started, so that slots will be free for another batch.
-        count_lines: gets lines that became durable; called on the event loop, like `on_tail`.
+        answerer: uses the replica's engine.
+        slots: limit of running rows, shared by all batches of the replica.
+        on_tail: called when all rows have been started, so slots will become free for another batch.
+        count_lines: called with lines that became durable, on the event loop, as is `on_tail`.
 
     Attributes:
-        batch: as it was saved last.
+        batch: the batch as last saved.
         all_begun: whether `on_tail` was called.
     """
 
@@ -89,11 +90,11 @@ class BatchRun:
         self._output = batches.output(self.batch.id)
         run = opened.ledger.run
         self._writer = RowWriter(self._output, FORM, run=run, shard=0, writer=uuid.uuid4().hex)
-        self._results: list[Result] = []  # answered, and not with the writer yet
+        self._results: list[Result] = []  # answered, and not passed to the writer yet
         self._written = asyncio.Event()
-        self._done: RowRanges = ()  # with the writer
+        self._done: RowRanges = ()  # passed to the writer
         self._book: LeaseBook | None = None
-        self._leasing = threading.Lock()  # of the book: rows are taken and answered in different threads
+        self._leasing = threading.Lock()  # guards the book: rows are taken and answered in different threads
         self._counts = dict(self.batch.request_counts)
         self._polled_s = 0.0
 
@@ -101,7 +102,7 @@ class BatchRun:
         """Run the batch from its present state to its end.
 
         Raises:
-            EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may go on.
+            EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may continue.
         """
         try:
             await in_thread(self._begin)
@@ -109,7 +110,7 @@ class BatchRun:
             await in_thread(self._end, end)
         except EngineDeadError:
             raise
-        except BaseException:  # the replica stops, or a disk is full: no row is to blame
+        except BaseException:  # the replica is stopping, or a disk is full: no row is the cause
             if self._book is not None:
                 self._book.died(ENGINE, (), blame=False)
             raise
@@ -117,7 +118,7 @@ class BatchRun:
             await in_thread(self._close)
 
     def _begin(self) -> None:
-        """Recover what a dead replica left: finished rows, and rows that its engine had."""
+        """Recover a dead replica's finished rows, and the rows that its engine was running."""
         ledger = self._opened.ledger
         ledger.adopt_orphans()
         self._done = union(ledger.answered, ledger.failed)
@@ -166,7 +167,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 while self._book.left:
                     self._written.clear()
-                    if not (rows := await in_thread(self._take)):  # suspected rows wait to be alone
+                    if not (rows := await in_thread(self._take)):  # suspected rows wait to run alone
                         await self._written.wait()
                     for row in rows:
                         await self._slots.acquire()
@@ -179,7 +180,7 @@ class BatchRun:
             raise several.exceptions[0] from None
 
     def _take(self) -> list[Row]:
-        """Return the next rows for the engine, after saving which rows it has for the case that it dies."""
+        """Return the next rows for the engine, after saving them as leased in case it dies."""
         assert self._book is not None, "_begin() first"
         with self._leasing:
             lease = self._book.take(ENGINE, 1)
@@ -193,13 +194,13 @@ class BatchRun:
         result = await self._answerer.answer(row)
         if error := result.get("error"):
             logger.info("request %s/%s failed: %s", self.batch.id, shown_name(result["id"]), error["type"])
-        self._results.append(result)  # read the attribute now: earlier lists are with the writer
+        self._results.append(result)  # read the attribute now: earlier lists belong to the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
         return self._opened.reader.read(self._opened.index.spans(rows))
 
     def _poll(self) -> End | None:
-        """Return how the batch is to end early, if it is; save its progress now and then."""
+        """Return how the batch must end early, or None; save its progress periodically."""
         batch = self.batch
         if not self._left:
             return None
@@ -219,7 +220,7 @@ class BatchRun:
         return None
 
     def _write(self, results: list[Result]) -> None:
-        """Make results durable. Raises OutputError when that fails for long."""
+        """Make results durable. Raises OutputError if that keeps failing."""
         if results:
             self._writer.add(results)
         self._writer.flush()
@@ -235,16 +236,16 @@ class BatchRun:
         self._loop.call_soon_threadsafe(self._count_lines, _lines(results, failed))
 
     def _end(self, end: End) -> None:
-        """End the batch. Another replica may repeat it, with the same files."""
+        """End the batch. Another replica may repeat this, with the same files."""
         self._save(self._ending(end))
         left = self._left
-        while left:  # lines that get no answer say why
+        while left:  # lines without a response get the reason
             some, left = split_off(left, ROWS_PER_READ)
             self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
         self._writer.close()
         ledger = self._opened.ledger
         ledger.refresh()
-        if not ledger.complete:  # else a replica was killed after it had completed it
+        if not ledger.complete:  # otherwise a replica was killed after it had completed it
             ledger.finish({"batch": self.batch.id, **ledger.stats.summary()})
         self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
         self._save(
@@ -311,7 +312,7 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def _lines(results: Sequence[Result], failed: int) -> BatchLines:
-    """Count lines for metrics."""
+    """Return the counts of lines for metrics."""
     by_category: dict[str | None, tuple[int, int]] = {}
     for result in results:
         num_drafts, num_accepted = by_category.get(result.get("counted_as"), (0, 0))
@@ -332,6 +333,6 @@ def _usage(stats: RowStats) -> JsonObject:
         "input_tokens": stats.prompt_tokens,
         "input_tokens_details": {"cached_tokens": stats.cached_prompt_tokens},
         "output_tokens": stats.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},  # answers are not split into reasoning and rest
+        "output_tokens_details": {"reasoning_tokens": 0},  # output is not split into reasoning and content
         "total_tokens": stats.prompt_tokens + stats.completion_tokens,
     }

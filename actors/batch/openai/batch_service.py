@@ -1,8 +1,9 @@
 """The worker of `/v1/batches` in a replica: finds batches that have not ended, and runs them.
 
-All state is in the storage, so a starting replica finds what another left. The replica that holds the lock of
-a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so that
-batches spread over replicas and no engine waits for a batch's last rows. Runs on the application's event
+All state is in the storage, so a starting replica finds the batches that another left. The replica that holds
+the lock of a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so
+batches spread over replicas and no engine idles while a batch's last rows run. Runs on the application's
+event
 loop, with storage and files in threads. Rows yield to online requests.
 """
 
@@ -33,25 +34,25 @@ from .file_store import FileStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 5.0  # for requests at other replicas; those at this one wake the worker
-RETRY_S = 30.0  # after a failure that is not the batch's fault
-IN_FLIGHT = 1.25  # rows in the engine per row that it runs at once: the next ones are read already
+POLL_S = 5.0  # for requests at other replicas; local ones wake the worker
+RETRY_S = 30.0  # after a failure not caused by the batch
+IN_FLIGHT = 1.25  # rows in flight per row that the engine runs at once, so the next are read early
 
 
 class BatchService:
-    """Serves the routes of batches, and runs batches.
+    """Serves the batch routes, and runs batches.
 
     Args:
-        storage: of files and batches.
-        engine: started.
+        storage: storage of files and batches.
+        engine: a started engine.
         generation: the checkpoint's defaults.
-        names: of the model; the first is reported.
-        max_lines: of a batch.
-        max_stored_bytes: of one key.
+        names: names of the model; the first is reported.
+        max_lines: maximum lines of a batch.
+        max_stored_bytes: limit per key.
         chat: the model's chat format.
-        count_lines: gets counts of lines that became durable, on the event loop.
-        on_row: gets each line when it is answered, on the event loop.
-        account_of: the account that a line is charged to; None without receipts.
+        count_lines: called with counts of lines that became durable, on the event loop.
+        on_row: called with each line when it is answered, on the event loop.
+        account_of: returns the account that a line is charged to; None without receipts.
 
     Attributes:
         files, batches: for routes that only read.
@@ -77,7 +78,7 @@ class BatchService:
         self._generation = generation
         self._names = names
         self._chat = chat
-        made_from = {  # the drafter changes no answer
+        made_from = {  # the drafter does not change results
             **model_identity(engine.config),
             "dtype": engine.info.dtype,
             "max_model_len": engine.info.max_model_len,
@@ -114,11 +115,11 @@ class BatchService:
         return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
 
     def wake(self) -> None:
-        """Look for batches now."""
+        """Check for batches now."""
         self._wake.set()
 
     def delete_file(self, file_id: str, caller: Caller) -> None:
-        """Delete a file. Blocking. Raises NotFoundError, RequestError when a batch still needs it."""
+        """Delete a file. Blocking. Raises NotFoundError, RequestError if a batch still needs it."""
         file = self.files.get(file_id, caller)
         for batch_id in self.batches.queued() if file.purpose == "batch" else ():
             batch = self.batches.saved(batch_id)
@@ -131,7 +132,7 @@ class BatchService:
         self.files.delete(file)
 
     async def work_forever(self) -> None:
-        """Find and run batches until cancelled; then answered rows are made durable."""
+        """Find and run batches until cancelled; then make answered rows durable."""
         with contextlib.suppress(OSError):
             await asyncio.to_thread(self.files.remove_leftovers)
         try:
@@ -139,7 +140,7 @@ class BatchService:
                 self._wake.clear()
                 try:
                     await self._look()
-                except Exception:  # a task's edge: the storage may recover
+                except Exception:  # the task's outermost level: the storage may recover
                     logger.exception("batches cannot be looked for in %s", self.batches.storage.where)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), POLL_S)
@@ -151,7 +152,7 @@ class BatchService:
     async def _look(self) -> None:
         try:
             self._engine.check_health()
-        except EngineDeadError:  # no line may be blamed for it again
+        except EngineDeadError:  # its lines must not be blamed again
             return
         for batch_id in await asyncio.to_thread(self.batches.queued):
             if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
@@ -169,7 +170,7 @@ class BatchService:
                 wait_s = 0.0 if self.batches.storage.local else RETRY_S
                 self._not_before_s[batch_id] = time.monotonic() + wait_s
                 continue
-            except Exception:  # go on with the rest of the queue
+            except Exception:  # continue with the rest of the queue
                 logger.exception("%s cannot be opened; it is tried again in %.0f s", batch_id, RETRY_S)
                 self._not_before_s[batch_id] = time.monotonic() + RETRY_S
                 continue
@@ -206,9 +207,9 @@ class BatchService:
         try:
             await run.run()
             logger.info("%s is %s: %s", batch_id, run.batch.status, run.batch.request_counts)
-        except EngineDeadError as error:  # Serve replaces the replica, and its successor goes on
+        except EngineDeadError as error:  # Serve replaces the replica, and the new one continues
             logger.warning("%s is left to another replica: %s", batch_id, error)
-        except Exception:  # a task's edge
+        except Exception:  # the task's outermost level
             logger.exception("%s is interrupted; it is tried again in %.0f s", batch_id, RETRY_S)
             self._not_before_s[batch_id] = time.monotonic() + RETRY_S
         finally:

@@ -1,4 +1,4 @@
-"""Stored batches of `/v1/batches`: one JSON object each, in OpenAI's shape, and its status transitions.
+"""Stored batches of `/v1/batches`: one JSON object each, in OpenAI's format, and its status transitions.
 
     batches/<id>.json     the batch
     batches/<id>.cancel   its cancellation was requested, and when
@@ -7,7 +7,7 @@
     work/<id>/leases.json which rows the engine of that replica has
 
 A batch has one writer: the route that creates it, then the holder of the lock. Others, such as the route that
-cancels, only write files beside it. Blocking and stateless, so that any replica answers.
+cancels, only write separate files. Blocking and stateless, so any replica can serve any request.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .file_store import JsonObject, Owned, Page, ordered_id, page, read_object
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-HIDDEN = ("owner", "domain", "tenant")  # stored, and not part of OpenAI's object
+HIDDEN = ("owner", "domain", "tenant")  # stored, but not part of OpenAI's object
 FOLDER, QUEUE, WORK = "batches", "queue", "work"
 LEASES = "leases.json"
-ABANDONED_S = 3600.0  # then the request behind a queue entry without a batch has failed
+ABANDONED_S = 3600.0  # after which a queue entry without a batch is from a failed request
 NEXT: Mapping[Status, tuple[Status, ...]] = {
     "validating": ("in_progress", "cancelling", "failed"),
     "in_progress": ("finalizing", "cancelling", "failed"),
@@ -51,10 +51,10 @@ class Batch:
     """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
 
     Attributes:
-        errors: why the input was refused or the batch given up, as OpenAI's list of errors.
+        errors: why the input was rejected or the batch given up, as OpenAI's list of errors.
         usage: tokens of all answered lines; None before there are any.
         owner, domain: of the caller that created it (`cluster/request/caller.py`); hidden.
-        tenant: that its lines count for; hidden.
+        tenant: the tenant that its lines are counted for; hidden.
     """
 
     id: str
@@ -140,14 +140,14 @@ class BatchStore:
         return batch
 
     def get(self, batch_id: str, caller: Caller) -> Batch:
-        """Return the batch as its users see it. Raises NotFoundError if there is none for this caller."""
+        """Return the batch as shown to users. Raises NotFoundError if there is none for this caller."""
         batch = self.find(batch_id)
         if batch is None or not caller.may_see(batch.owner):
             raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:
-        """Return the batch as its users see it; None if there is none."""
+        """Return the batch as shown to users; None if there is none."""
         batch = self.saved(batch_id)
         if batch is None or batch.status not in ("validating", "in_progress"):
             return batch
@@ -155,16 +155,17 @@ class BatchStore:
         return batch if asked_at is None else batch.moved("cancelling", asked_at)
 
     def saved(self, batch_id: str) -> Batch | None:
-        """Return the batch as it was saved last."""
+        """Return the batch as last saved."""
         found = read_object(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
         return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
 
     def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
-        """Return the caller's batches, newest first. Raises RequestError when `after` is no id of theirs."""
+        """Return the caller's batches, newest first. Raises RequestError if `after` is not an id of
+        theirs."""
         return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
 
     def cancel(self, batch_id: str, caller: Caller) -> Batch:
-        """Request a cancellation. Raises NotFoundError as `get`, RequestError if the batch has ended."""
+        """Request a cancellation. Raises NotFoundError as `get` does, RequestError if the batch has ended."""
         batch = self.get(batch_id, caller)
         if batch.ended or batch.status == "finalizing":
             raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
@@ -174,7 +175,7 @@ class BatchStore:
         return self.get(batch_id, caller)
 
     def cancel_asked_at(self, batch_id: str) -> int | None:
-        """Return when its cancellation was requested, if it was."""
+        """Return the Unix time at which its cancellation was requested, or None."""
         try:
             return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
         except FileNotFoundError:
@@ -195,7 +196,7 @@ class BatchStore:
         self.storage.remove(f"{QUEUE}/{batch_id}")
 
     def drop_abandoned(self, batch_id: str) -> None:
-        """Remove a queue entry that has had no batch for a long time."""
+        """Remove a queue entry that has existed for long without a batch."""
         entry = self.storage.entry(f"{QUEUE}/{batch_id}")
         if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
             self.leave_queue(batch_id)
@@ -212,9 +213,9 @@ class BatchStore:
         self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(book).encode())
 
     def output_folder(self, batch_id: str) -> str:
-        """Return the folder of its answers, as a name in the storage."""
+        """Return the folder of its results, as a name in the storage."""
         return f"{WORK}/{batch_id}/out"
 
     def output(self, batch_id: str) -> Storage:
-        """Return the folder of its answers, to lock and write."""
+        """Return the folder of its results, to lock and write."""
         return self.storage.under(self.output_folder(batch_id))

@@ -3,8 +3,9 @@
     files/<id>.jsonl    the content of an upload
     files/<id>.json     its object: OpenAI's fields, the owner, and the pieces of the content
 
-The object is written last, and makes the file exist. An output is not copied: its pieces are the parts of the
-batch's ledger. All state is in the storage, so that any replica answers. A file that a caller
+The object is written last, which makes the file exist. An output is not copied: its pieces are the parts of
+the
+batch's ledger. All state is in the storage, so any replica can serve any request. A file that a caller
 (`cluster/request/caller.py`) may not see does not exist for it. Blocking: called in threads.
 """
 
@@ -31,10 +32,10 @@ from ..dataset.storage import Storage
 from ..ledger.output_parts import PART_NAME
 
 CHUNK_BYTES = 1 << 20
-LEAST_BYTES = 4096  # that a file counts against a quota: an empty one takes space, too
-READS_AT_ONCE = 16  # objects of a list; an object store answers each after tens of milliseconds
+LEAST_BYTES = 4096  # minimum that a file counts against a quota: an empty one takes space too
+READS_AT_ONCE = 16  # for objects of a list; an object store answers each after tens of milliseconds
 READ_ATTEMPTS = 5  # a file may be replaced between the requests for its size and its bytes
-LEFT_OVER_S = 3600.0  # then a half-written file is abandoned
+LEFT_OVER_S = 3600.0  # after which a half-written file is abandoned
 FOLDER = "files"
 ID = re.compile(r"(file-|batch_)[0-9A-Za-z]{1,64}")
 PIECE = re.compile(rf"{FOLDER}/{ID.pattern}\.jsonl|work/{ID.pattern}/out/{PART_NAME.pattern}")
@@ -49,7 +50,7 @@ def ordered_id(prefix: str, at_s: float | None = None) -> str:
 
 
 def derived_id(prefix: str, at_s: float, digest: str) -> str:
-    """Return the same id for the same digest, because the end of a batch may be repeated."""
+    """Return the same id for the same digest, because ending a batch may be repeated."""
     return f"{prefix}{_microseconds(at_s)}{digest[:18]}"
 
 
@@ -70,7 +71,7 @@ class StoredFile:
     """A stored file.
 
     Attributes:
-        pieces: names in the storage whose contents, in order, are the file's.
+        pieces: names in the storage whose concatenated contents are the file's.
         owner: digest of the key that uploaded it; None without keys.
     """
 
@@ -100,7 +101,7 @@ class FileStore:
     """The files of one storage.
 
     Args:
-        max_owner_bytes: of all files of one owner; None is no limit.
+        max_owner_bytes: limit for all files of one owner; None is no limit.
     """
 
     def __init__(self, storage: Storage, max_owner_bytes: int | None = None) -> None:
@@ -113,7 +114,7 @@ class FileStore:
     def upload(
         self, filename: str, purpose: str, content: bytes | pa.Buffer, owner: str | None = None
     ) -> StoredFile:
-        """Store an upload. Raises OSError when it cannot be written, QuotaError."""
+        """Store an upload. Raises QuotaError, or OSError if it cannot be written."""
         file_id = ordered_id("file-")
         name = f"{FOLDER}/{file_id}.jsonl"
         size = len(memoryview(content))
@@ -122,7 +123,7 @@ class FileStore:
             return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()), owner=owner)
 
     def check_quota(self, owner: str | None, param: str) -> None:
-        """Raise QuotaError, which names `param`, when an owner has used its quota."""
+        """Raise QuotaError, which names `param`, if an owner has used its quota."""
         if owner is not None and self._max_owner_bytes is not None:
             used = self._owned.num_bytes(owner)
             if used >= self._max_owner_bytes:
@@ -130,7 +131,7 @@ class FileStore:
 
     @contextmanager
     def _reserve(self, owner: str | None, size: int) -> Iterator[None]:
-        """Count a file against the quota while it is written. Other replicas do not see it."""
+        """Count a file against the quota while it is written. Other replicas do not see this count."""
         if owner is None or self._max_owner_bytes is None:
             yield
             return
@@ -162,7 +163,7 @@ class FileStore:
         created_at: int,
         owner: str | None,
     ) -> StoredFile:
-        """Make a file of pieces in the storage. May be repeated."""
+        """Create a file from pieces in the storage. May be repeated."""
         entries = [self.storage.entry(piece) for piece in pieces]
         size = sum(entry.size for entry in entries if entry is not None)
         file = StoredFile(file_id, filename, purpose, size, created_at, tuple(pieces), owner)
@@ -180,7 +181,7 @@ class FileStore:
     def list(
         self, caller: Caller, *, purpose: str | None, limit: int, after: str | None, newest_first: bool
     ) -> Page[StoredFile]:
-        """Return the caller's files by time. Raises RequestError when `after` is no id of theirs."""
+        """Return the caller's files by time. Raises RequestError if `after` is not an id of theirs."""
         ids = self._owned.ids(caller, newest_first=newest_first)
 
         def wanted(file_id: str) -> StoredFile | None:
@@ -214,9 +215,9 @@ class FileStore:
 
 
 class Owned:
-    """Caches the owner and the size of each object in a folder; neither changes.
+    """Caches the owner and the size of each object in a folder, which never change.
 
-    Without it, a list of one owner's objects and the sum of their bytes would read the objects of all owners.
+    Otherwise listing one owner's objects and summing their bytes would read the objects of all owners.
     """
 
     def __init__(self, storage: Storage, folder: str, prefix: str) -> None:
@@ -232,7 +233,7 @@ class Owned:
         return [each for each in ids if each in known and caller.may_see(known[each][0])]
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes that an owner's objects count together."""
+        """Return the bytes that an owner's objects count against its quota."""
         known = self._facts(listed_ids(self._storage, self._folder, newest_first=False))
         return sum(size for of, size in known.values() if of == owner)
 
@@ -254,7 +255,7 @@ class Owned:
 
 
 def read_object(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:
-    """Return the JSON object of an id; None if there is none, or the id has another form (it becomes a path).
+    """Return the JSON object of an id; None if there is none, or the id is malformed (it becomes a path).
 
     Raises:
         ValueError: the file is not this object.
@@ -284,7 +285,7 @@ def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str
 
 
 def page(ids: Sequence[str], after: str | None, limit: int, read: Callable[[str], T | None]) -> Page[T]:
-    """Return what follows an id: at most `limit` items that `read` returns; None is skipped."""
+    """Return the items after an id: at most `limit` items that `read` returns; None is skipped."""
     if after is not None and after not in ids:
         raise RequestError(f"after={shown(after)} is no id of this list.", param="after")
     left = ids[ids.index(after) + 1 :] if after is not None else ids
