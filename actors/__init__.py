@@ -1,1 +1,1 @@
-"""Lives: what exists as a process. Ray stands in thin shells around plain classes."""
+"""Everything that runs as a process. Ray code is a thin layer around plain classes."""

@@ -1,4 +1,4 @@
-"""The former place of the autoscaling policy, which configurations may name; goes with the next release."""
+"""The former module of the autoscaling policy, for existing configurations; removed in the next release."""
 
 from .serve.autoscaling_policy import SpeculativeScaling
 

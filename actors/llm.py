@@ -1,7 +1,7 @@
-"""`manta.LLM`: offline generation in the manner of vLLM's class, in this process and without Ray.
+"""`manta.LLM`: offline generation like vLLM's class, in this process and without Ray.
 
-Only a topology of several processes (tensor parallel, split drafter) starts workers under Ray. Not for
-serving: `actors/engine/async_engine.py` is. Not thread-safe.
+Only a topology of several processes (tensor parallel, split drafter) starts Ray workers. For serving use
+`actors/engine/async_engine.py`. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from .tokenization.tokenizer import Tokenizer
 
 
 class LLM:
-    """A target, perhaps a drafter, and the engine that runs them.
+    """A target, optionally a drafter, and the engine that runs them.
 
-    Nothing is written to standard output. While the models load, standard error counts if it is a terminal.
+    Nothing is written to standard output. While the models load, progress is shown on standard error if it is
+    a
+    terminal.
 
     Args:
         model: folder or hub id of the target.
@@ -62,7 +64,7 @@ class LLM:
         self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
-        self._failures: dict[str, MantaError] = {}  # by request id, until it is told
+        self._failures: dict[str, MantaError] = {}  # by request id, until raised or returned
 
     @property
     def info(self) -> ExecutorInfo:
@@ -82,15 +84,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts, all at once; results in the order of the prompts.
 
-        A request whose answer cannot be made of its tokens ends with finish_reason "error", and the log has
-        the cause. The other requests are not touched.
+        A request whose output cannot be processed ends with finish_reason "error", and the log has the cause.
+        Other
+        requests are not affected.
 
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
-            use_tqdm: show progress, by default when stderr is a terminal; or what makes a bar, as tqdm does.
-            max_draft_tokens: most drafts per step of each prompt; 0 decodes plainly. No answer changes.
-            trace: `metrics.trace` of each output is to tell its steps (of one completion per prompt).
+            use_tqdm: show progress, by default if stderr is a terminal; or a callable that creates a bar like
+                tqdm.
+            max_draft_tokens: maximum drafts per step of each prompt; 0 decodes plainly. The output does not
+                change.
+            trace: include every step in `metrics.trace` of each output (with one completion per prompt).
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
@@ -101,7 +106,7 @@ class LLM:
             while self._engine.has_unfinished:
                 bar.update(sum(delta.finished for delta in self._step()))
         for tracker in trackers:
-            self._failures.pop(tracker.request_id, None)  # the output's finish_reason says it
+            self._failures.pop(tracker.request_id, None)  # reported by the output's finish_reason
         return [tracker.whole() for tracker in trackers]
 
     def chat(
@@ -119,7 +124,9 @@ class LLM:
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
-        those of `generate`). Messages and tools are read as /v1/chat/completions reads them."""
+        those of
+        `generate`). Messages and tools are read as /v1/chat/completions reads them.
+        """
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise RequestError(
                 f"messages={shown(messages)} is not allowed: give a conversation, which is a list of "
@@ -147,10 +154,10 @@ class LLM:
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt; yields what is new, once per verified block. Leaving early aborts it.
+        """Continue one prompt; yield new output once per verified block. Leaving early aborts the request.
 
         Raises:
-            OutputProcessingError: the answer cannot be made of the tokens; the log has the cause.
+            OutputProcessingError: the output cannot be made from the tokens; the log has the cause.
         """
         params = _per_prompt(sampling_params, 1)
         (tracker,) = self._add_all([prompt], params, max_draft_tokens, trace=trace)
@@ -181,7 +188,7 @@ class LLM:
         return [output for update in self._engine.step() if (output := self._output(update)) is not None]
 
     def _output(self, update: SequenceUpdate) -> RequestOutput | None:
-        """Make what is new of a request of its tokens. Whatever fails in that ends this request alone."""
+        """Process an update into new output. An exception ends only this request."""
         tracker = self._processor.tracker_of(update.request_id)
         if tracker is None:
             return None

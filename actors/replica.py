@@ -1,12 +1,14 @@
-"""One Serve replica = one engine: its HTTP front, its life and its place in the cluster.
+"""One Serve replica = one engine with its HTTP server, its lifecycle and its placement in the cluster.
 
-`build_app` is what `ray_config.yaml` names; Serve calls it once, wherever it likes, with the file's `args`.
-The class is plain: everything heavy (torch, FastAPI, the engine) is imported and made inside the replica's
-process, and nothing of it is pickled. Models live in worker actors, also where there is only one: HTTP and
-scheduling then never wait for a model's Python, and a worker that dies takes no connection with it. The
-replica answers requests only when the models are loaded and warm. How it ends is
-`actors/serve/replica_lifecycle.py`'s: a dead engine ends the process, and Serve replaces the replica together
-with its workers.
+`build_app` is named in `ray_config.yaml`; Serve calls it once, on any node, with the file's `args`. The class
+is
+plain: everything heavy (torch, FastAPI, the engine) is imported and created inside the replica's process, and
+none of it is pickled. Models live in worker actors, even if there is only one: HTTP and scheduling then never
+wait for a model's Python code, and a worker that dies takes no connection with it. The replica answers
+requests
+only when the models are loaded and warm. `actors/serve/replica_lifecycle.py` defines how it ends: a dead
+engine
+ends the process, and Serve replaces the replica together with its workers.
 """
 
 from __future__ import annotations
@@ -44,22 +46,22 @@ life_logger = logging.getLogger("manta.life")
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
-MAX_CONNECTIONS = 8192  # that HAProxy takes (haproxy/connections.py)
-RESERVED_REQUESTS = 16  # beside those of an engine: what models there are, files, tokens
-QUEUED_BATCHES = 5  # that may wait for a full engine, where it has no limit of its own
-# A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
+MAX_CONNECTIONS = 8192  # limit of HAProxy (haproxy/connections.py)
+RESERVED_REQUESTS = 16  # besides those of an engine: model lists, files, tokenization
+QUEUED_BATCHES = 5  # that may wait for a full engine if it has no limit of its own
+# A stopping replica ends its streams within `shutdown_timeout`; Serve kills it after this margin.
 SHUTDOWN_MARGIN_S = 15.0
 SHUTDOWN_LOOK_S = 0.2
-HEALTH_CHECK_PERIOD_S = 0.5  # a process that has died is seen at the next one
+HEALTH_CHECK_PERIOD_S = 0.5  # a dead process is noticed at the next one
 FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
-# What is imported beside the loading of the models.
+# Imported while the models load.
 FRONT = (".http.app", ".http.warmup_request", ".observability.ray_metrics", ".serve.replica_lifecycle")
 
 
 class Replica:
-    """The class behind the deployment; made by Serve from what `build_app` binds."""
+    """The class of the deployment, constructed by Serve from the arguments that `build_app` binds."""
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         self._began_s = time.monotonic()
@@ -87,7 +89,7 @@ class Replica:
         self._trying = asyncio.create_task(self._desk.work_forever())
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve in the replica once `__init__` is through: the application it serves.
+        """Build the application to serve; called by Serve in the replica after `__init__`.
 
         Raises:
             EngineDeadError: it does not answer a first request.
@@ -124,11 +126,12 @@ class Replica:
 
     @property
     def _echoes_request_id(self) -> bool:
-        """Where our door is not around Serve's own, Serve does."""
+        """Whether this application must return request ids; if not, the wrapper around Serve's server
+        does."""
         return door_is_there()
 
     def _live(self) -> None:
-        """Watch for the end from now on."""
+        """Start watching for the end of the replica."""
         from .serve.replica_lifecycle import ReplicaLifecycle
         from .serve.serve_hooks import RayServeHost
 
@@ -139,39 +142,42 @@ class Replica:
 
     @property
     def lives(self) -> bool:
-        """Whether the engine lives."""
+        """Whether the engine is alive."""
         return self._engine.is_alive
 
     @property
     def serves(self) -> bool:
-        """Whether requests should come here: the engine lives, and the replica is not to go."""
+        """Whether the replica accepts requests: the engine is alive and the replica is not draining."""
         return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:
-        """Called by Serve when all else is done, then twice a second; raises when the engine is dead."""
+        """Raise if the engine is dead; called by Serve once the replica is constructed, then twice a
+        second."""
         self._engine.check_health()
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:  # Any: YAML
-        """Called by Serve with the deployment's `user_config` at the start, and when it changes.
+        """Apply the deployment's `user_config`; called by Serve at the start and when it changes.
 
-        Serve would end the replica for what this raises, and one that takes a dead one's place never came. So
-        what is wrong is refused in the log, and all stays: at the start, what the replica was built with.
+        Serve would end the replica on an exception, and a replacement would never start. So errors are logged
+        and
+        nothing changes: at the start, the configuration that the replica was built with stays.
         """
         await self._desk.configure(user_config)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve every second where the number of replicas follows the load
-        (`actors/serve/autoscaling_policy.py`)."""
+        """Return autoscaling statistics; called by Serve every second if the number of replicas is automatic
+        (`actors/serve/autoscaling_policy.py`).
+        """
         return self._meter.figures(self._engine.stats()).as_dict()
 
     def __del__(self) -> None:
-        """Called by Serve when the replica has drained."""
+        """Close the engine; called by Serve when the replica has drained."""
         if engine := getattr(self, "_engine", None):
             engine.close()
 
 
 class RoutedReplica(Replica):
-    """A replica behind a gateway."""
+    """A replica that is reached through the gateway."""
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .gateway.replica_endpoint import ReplicaEndpoint
@@ -186,14 +192,16 @@ class RoutedReplica(Replica):
 
     @property
     def _echoes_request_id(self) -> bool:
-        """For the gateway, which says it on."""
+        """Always True: the gateway passes it on."""
         return True
 
     async def wake(self) -> None:
-        """Called by a gateway that has no replica: that a call waits is what makes Serve start one."""
+        """Do nothing. A gateway without a replica calls this, because a waiting call makes Serve start a
+        replica."""
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
-        """Called by Serve when the replica is to go; it knows nothing of requests that came by the door."""
+        """Drain the direct endpoint, then close; called by Serve, which does not count the endpoint's
+        requests."""
         if door := getattr(self, "_door", None):
             await door.close()
         super().__del__()
@@ -216,25 +224,26 @@ class RoutedReplica(Replica):
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
-    """The Serve application of one endpoint: an engine; or several, or one that may sleep, behind a gateway.
+    """Return the Serve application of one endpoint: one engine, or a gateway for several or one that may
+    sleep.
 
     Args:
         args: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
 
     Raises:
         ConfigError: a setting is unknown or wrong; nothing has been started.
-        PlacementError: the replicas that there are to be at first have no room in the Ray that runs.
+        PlacementError: the initial replicas do not fit into the running Ray cluster.
     """
     refuse_written_keys(args, "what stands under `args`")
     return build_application(split_models(args))
 
 
 def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """`build_app` of settings that were read, in code or from flags.
+    """Return the application for settings that are already parsed, from code or flags.
 
     Raises:
         ConfigError: a file of keys cannot be read.
-        PlacementError: as `build_app`.
+        PlacementError: as in `build_app`.
     """
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
@@ -248,7 +257,7 @@ def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> 
 
 
 def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """The application of several replicas or models."""
+    """Return the application of several replicas or models with a gateway."""
     engines = [_engine(i, config, settings) for i, (config, settings) in enumerate(models)]
     served = [
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
@@ -257,14 +266,14 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
     most = sum(most_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models)
     wrap = serve.deployment(
         name=GATEWAY,
-        # A request too many is refused by the gateway, which knows its replicas.
+        # Excess requests are rejected by the gateway, which knows its replicas.
         max_ongoing_requests=_fence(most),
-        # Longer than its replicas have: it hands on their last words.
+        # Longer than its replicas', because it forwards their last events.
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        ray_actor_options={"num_cpus": 0},  # also on a head that gives out no CPUs
+        ray_actor_options={"num_cpus": 0},  # also on a head node without CPUs for actors
     )
     return wrap(serve.ingress()(Gateway)).bind(served, models[0][1], engines)
 
@@ -281,11 +290,11 @@ def _deployment_name(index: int) -> str:
 def deployment_options(
     config: EngineConfig, settings: ServerSettings, name: str = DEPLOYMENT
 ) -> dict[str, Any]:  # Any: Serve's options.
-    """How Serve is to keep the replicas of one engine."""
+    """Return Serve's options for the replicas of one engine."""
     return {
         "name": name,
-        # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where
-        # our door is not around it.
+        # Excess requests are rejected by the replica in OpenAI's format; Serve would answer in plain text
+        # where our wrapper is not installed.
         "max_ongoing_requests": _fence(most_requests(config)),
         "max_queued_requests": most_requests(config),
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
@@ -305,18 +314,19 @@ def _import_front() -> None:
 
 
 def most_requests(config: EngineConfig) -> int:
-    """Requests that a replica takes, those that wait among them."""
+    """Return the maximum number of requests of a replica, including queued ones."""
     waiting = config.max_num_queued_reqs
     return config.max_num_seqs + (QUEUED_BATCHES * config.max_num_seqs if waiting is None else waiting)
 
 
 def _fence(most: int) -> int:
-    """Requests that Serve lets in: more than are taken, and than there are bodies that never come."""
+    """Return Serve's limit of requests: more than are accepted, and than there can be unfinished request
+    bodies."""
     return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
-    """The replica lives beside its workers, in one placement group on one node."""
+    """Return options that place the replica and its workers in one placement group on one node."""
     return {
         "ray_actor_options": {"num_cpus": REPLICA_CPUS},
         "placement_group_bundles": topology.replica_bundles(REPLICA_CPUS),
@@ -325,7 +335,8 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
 
 
 def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
-    """A driver may build the application before it connects: where it will run is not known then."""
+    """Check that the initial replicas fit. Without a connection to Ray, only warn, as the cluster is not
+    known."""
     demands: list[DeploymentDemand] = []
     for i, (config, settings) in enumerate(models):
         topology = Topology.of(config, _largest_node())
@@ -339,7 +350,7 @@ def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
 
 
 def _largest_node() -> Mapping[str, float]:
-    """Resources of the living node with most GPUs; of this machine when Ray is not running yet."""
+    """Return the resources of the live node with most GPUs; of this machine if Ray is not running yet."""
     if not ray.is_initialized():
         return machine_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""The former place of `middlewares`, which Ray's environment may still name; goes with the next release."""
+"""The former module of `middlewares`, which Ray's environment may still name; removed in the next release."""
 
 from .serve.serve_hooks import middlewares
 
