@@ -1,1 +1,4 @@
-"""How many drafts are worth their rows: what is expected of them, what steps cost, and the choice."""
+"""Chooses how many drafts each request gets, from their acceptance probabilities and the step cost. Start
+with
+`draft_length_policy.py`.
+"""

@@ -1,8 +1,8 @@
-"""Mean acceptance length: the tokens that a verified block of drafts yields, in one formula and one name.
+"""Mean acceptance length: the tokens that a verified block of drafts yields.
 
 The *mean acceptance length* is vLLM's: 1 + accepted drafts / verified blocks. The 1 is the bonus token, which
-the target adds to every block. A block is what one request has verified in one step (vLLM's `num_drafts`,
-also a request's `num_steps` here). Without drafts the length is undefined: None, null in JSON, "-" in tables.
+the target adds to every block. A block is what one request verifies in one step (vLLM's `num_drafts`, also a
+request's `num_steps` here). Without drafts the length is undefined: None, null in JSON, "-" in tables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def acceptance_by_position(histogram: Sequence[int]) -> list[float]:
 
 
 def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:
-    """Return the survival curve if each draft is accepted with the same probability after those before it."""
+    """Return the survival curve if each draft is accepted with the same probability, given those before it.
+
+    Its expected acceptance length is equation (1) of Leviathan et al. (arXiv:2211.17192).
+    """
     return tuple(acceptance**j for j in range(1, num_drafts + 1))
 
 

@@ -1,19 +1,18 @@
-"""Predicts which drafts the target accepts, by the drafter's margin, the position, the temperature, the
-request.
+"""Predicts which drafts the target accepts, from the drafter's margin, position, temperature and request.
 
     P(draft k is accepted | all before it were) = sigmoid(c + position_k + temperature + request + slope * x)
     x = log(1 + margin)
 
-The margin is the drafter's best score minus its second best (`plan.Trim`). All terms but the request's form
-one ridge-regularized logistic regression. It is fitted online by Newton steps on a curvature that fades, so
-that it follows another text within some fifty steps. Each running request has an offset of its own, fitted
-likewise: easy and hard texts differ by more than margins tell. Where the drafter reports no margins, x is a
-constant.
+The margin is the drafter's best score minus its second best (`Trim`). All terms but the request's form one
+ridge-regularized logistic regression. It is fitted online by Newton steps (Hastie et al., "The Elements of
+Statistical Learning", 4.4.1) with exponentially decaying curvature, so it adapts to other text within about
+fifty steps. Each running request has its own offset, fitted in the same way, because easy and hard texts
+differ by more than margins show. If the drafter reports no margins, x is a constant.
 
-A draft is observed if all before it in its block were accepted and it was verified. Drafts that were trimmed
-before verification are not observed, and because the trimming goes by margin, the accepted share of the
-others would be biased; the regression on the margin is not. The same model therefore gives the probabilities
-of the drafts of recent blocks, verified or not (`samples`), from which the draft length is chosen.
+A draft is observed if all before it in its block were accepted and it was verified. Drafts trimmed before
+verification are not observed, and because trimming is by margin, the acceptance rate of the others would be
+biased; the regression on the margin is not. The same model therefore gives the probabilities of the drafts of
+recent blocks, verified or not (`samples`), from which the draft length is chosen.
 
 Pure NumPy; used by `draft_length_policy.py`.
 
@@ -35,21 +34,21 @@ from .acceptance_length import survival_of_length
 
 Doubles = NDArray[np.float64]
 
-NUM_SAMPLES = 64  # blocks remembered for each slot
+NUM_SAMPLES = 64  # blocks stored for each slot
 _MEAN_SAMPLES = 16  # of these, for the mean of one request
-NO_MARGIN = math.expm1(1.3)  # stands for a margin that is not reported: the median of those that are
+NO_MARGIN = math.expm1(1.3)  # used if no margin is reported: the median of reported ones
 _UPDATE_STEPS, _FIRST_UPDATE_STEPS, _FIRST_UPDATES = 16, 2, 8  # an update costs about as much as a small step
 _MAX_REQUESTS = 48  # observed in one step; more add cost and no accuracy
-_TEMPERATURES = np.array([0.05, 0.55, 0.85])  # bounds of the classes; greedy requests are the first class
-_FADE, _REQUEST_FADE = 0.985, 0.96  # of the curvature, per step: it holds the last 67 and 25 steps
-_INITIAL_BIAS, _INITIAL_SLOPE = -0.8, 1.4  # of a usual drafter: margin 2 is accepted 2 in 3 times
+_TEMPERATURES = np.array([0.05, 0.55, 0.85])  # class bounds; greedy requests are the first class
+_FADE, _REQUEST_FADE = 0.985, 0.96  # decay of the curvature per step: time constants of 67 and 25 steps
+_INITIAL_BIAS, _INITIAL_SLOPE = -0.8, 1.4  # of a typical drafter: margin 2 is accepted 2 in 3 times
 _RIDGE, _REQUEST_RIDGE = 4.0, 1.5  # pseudo-observations (times p(1 - p)) at the prior
 _MAX_NEWTON_STEP = 1.5  # logits
-_MIN_CURVATURE = 0.02  # p(1 - p) of a sure prediction, so that one miss does not move it without bound
-_MAX_MARGIN = 50.0  # above it a draft is certain; a token forced by a grammar has an infinite margin
-_FIRST_CHANCE = 0.75  # of each draft of an unknown drafter, if those before it were accepted
-_MEAN_BLOCKS, _MEAN_PRIOR = 64.0, 4.0  # blocks over which mean chances are taken, and those of the prior
-_LOADED_BLOCKS = 16.0  # a loaded state counts as so many blocks at most: the next texts may be different
+_MIN_CURVATURE = 0.02  # lower bound of p(1 - p), so that the effect of one unlikely miss is bounded
+_MAX_MARGIN = 50.0  # a draft above it is certain; a token forced by a grammar has an infinite margin
+_FIRST_CHANCE = 0.75  # acceptance probability of each draft of an unknown drafter, given those before it
+_MEAN_BLOCKS, _MEAN_PRIOR = 64.0, 4.0  # blocks in the mean probabilities, and pseudo-blocks of the prior
+_LOADED_BLOCKS = 16.0  # weight of a loaded state, in blocks at most: the next texts may be different
 _ERROR_BINS, _ERROR_FADE = 10, 0.999
 
 
@@ -69,14 +68,14 @@ class AcceptanceModel:
         self.version = self.num_drafters = 0
         self.num_slots, self._max_drafts = num_slots, max_drafts
         room = _UPDATE_STEPS * min(_MAX_REQUESTS, num_slots)
-        # Observations since the last update: slot, class of temperature, verified, accepted, continues, step.
+        # Observations since the last update: slot, temperature class, verified, accepted, continues, step.
         self._observed_6B = np.zeros((6, room), dtype=np.int64)
         self._margins_BK = np.zeros((room, max_drafts))  # nan where no draft was made
         self._turn = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the drafter was replaced."""
+        """Forget everything, because the drafter was replaced."""
         self.num_drafters += 1
         most, slots = self._max_drafts, self.num_slots
         self._first_chance = _FIRST_CHANCE
@@ -87,9 +86,9 @@ class AcceptanceModel:
         self._request_S, self._request_curvature_S = np.zeros(slots), np.zeros(slots)
         self._temperature_S = np.zeros(slots, dtype=np.int64)  # class, 0 for greedy
         self._entered_S = np.zeros(slots, dtype=np.int64)  # step at which the slot's request was admitted
-        # Chances of each slot's last blocks, of its earlier requests too: nan where no draft was made.
+        # Probabilities of each slot's last blocks, also of its earlier requests: nan where no draft was made.
         self._samples_STK = np.full((slots, NUM_SAMPLES, most), np.nan, dtype=np.float32)
-        self._reached_K, self._accepted_K = np.zeros(most), np.zeros(most)  # expected counts, fading
+        self._reached_K, self._accepted_K = np.zeros(most), np.zeros(most)  # expected counts, decaying
         self._mean_K = self._mean_chances()
         self._binned_K3 = np.zeros((most, _ERROR_BINS, 3))  # observed, predicted, accepted
         self._step = self._updated_step = self._num_updates = self._num_observed = 0
@@ -97,18 +96,19 @@ class AcceptanceModel:
 
     @property
     def has_observations(self) -> bool:
-        """Whether any drafts of this drafter have been observed by this engine."""
+        """Whether this engine has observed any drafts of this drafter."""
         return self._num_updates > 0
 
     def expect(self, acceptance_length: float) -> None:
-        """Take this mean acceptance length (bonus token included) as the prior of drafts never observed."""
+        """Set the prior for drafts never observed to this mean acceptance length (including the bonus
+        token)."""
         length = min(max(acceptance_length, 1.0), self._max_drafts + 1.0)
         self._first_chance = survival_of_length(length, self._max_drafts)[0]
         self._mean_K = self._mean_chances()
         self.version += 1
 
     def admit(self, slots_R: IntArray, temperatures_R: Sequence[float]) -> None:
-        """These slots have new requests, sampled at these temperatures."""
+        """Record that these slots have new requests, sampled at these temperatures."""
         self.version += 1
         self._entered_S[slots_R] = self._step
         self._request_S[slots_R] = self._request_curvature_S[slots_R] = 0.0
@@ -129,18 +129,21 @@ class AcceptanceModel:
         return self._survivals(self._samples_STK[slots_R, places_T1])
 
     def means(self, slots_R: IntArray) -> FloatArray:
-        """Return the mean survival probabilities of each request's last blocks, fp32 [R, K]."""
+        """Return the mean survival probabilities of each request's recent blocks, fp32 [R, K]."""
         return self.samples(slots_R, _MEAN_SAMPLES).mean(axis=0)
 
     def _survivals(self, chances_XK: FloatArray) -> FloatArray:
-        """Of each draft; where none was made the mean chance at its position stands for it."""
+        """Return the survival probabilities; where no draft was made, the mean probability of its position is
+        used."""
         known_XK = np.where(np.isnan(chances_XK), self._mean_K, chances_XK)
         return np.cumprod(known_XK, axis=-1, dtype=np.float32)
 
     @property
     def calibration_error(self) -> tuple[float, ...]:
         """Mean absolute difference of predicted and observed acceptance by position, over ten bins of the
-        predicted probability; 0 where nothing was observed."""
+        predicted
+        probability; 0 where nothing was observed.
+        """
         observed_K = np.maximum(self._binned_K3[:, :, 0].sum(axis=1), 1e-9)
         gaps_K = np.abs(self._binned_K3[:, :, 1] - self._binned_K3[:, :, 2]).sum(axis=1)
         return tuple((gaps_K / observed_K).tolist())
@@ -159,11 +162,11 @@ class AcceptanceModel:
         """Record the outcome of one step's drafts.
 
         Args:
-            slots_R: of the requests that drafted.
-            verified_R, accepted_R: number of drafts of each.
-            continues_R: False where a request ended: its first draft not accepted was not judged.
+            slots_R: slots of the requests that drafted.
+            verified_R, accepted_R: number of verified and accepted drafts of each request.
+            continues_R: False where a request ended, so its first draft not accepted was not judged.
             drafted_R: number of drafts made.
-            margins_RK: of these; None if the drafter reports none.
+            margins_RK: margins of the drafts; None if the drafter reports none.
         """
         if len(slots_R) > _MAX_REQUESTS:
             self._turn += _MAX_REQUESTS
@@ -187,7 +190,7 @@ class AcceptanceModel:
             self.update()
 
     def update(self) -> None:
-        """Fit the model to what was observed since the last update."""
+        """Fit the model to the observations since the last update."""
         if not self._num_observed:
             return
         rows = slice(self._num_observed)
@@ -195,7 +198,7 @@ class AcceptanceModel:
         margins_BK = self._margins_BK[rows]
         made_BK: BoolArray = ~np.isnan(margins_BK)
         x_BK = np.log1p(np.minimum(np.where(made_BK, margins_BK, 0.0), _MAX_MARGIN))
-        # A slot may have another request by now, to which its observations say nothing.
+        # A slot may have another request by now, whose offset its earlier observations must not change.
         own_B = step_B >= self._entered_S[slots_B]
         logits_BK = self._logits(slots_B, temperatures_B, x_BK, own_B)
         num_judged_B = np.minimum(accepted_B + (continues_B > 0), verified_B)
@@ -238,20 +241,21 @@ class AcceptanceModel:
         return features_MP
 
     def _fit_shared(self, features_MP: Doubles, miss_M: Doubles, weight_M: Doubles, fade: float) -> None:
-        """Make one Newton step on the faded log-likelihood with its ridge."""
+        """Make one Newton step on the decayed log-likelihood with its ridge penalty."""
         self._curvature_PP *= fade
         self._curvature_PP += (features_MP * weight_M[:, None]).T @ features_MP
-        # At the last optimum the old observations' gradient balanced the ridge's; a part of them has faded.
+        # At the last optimum the gradient of old observations balanced that of the ridge; part of it has
+        # decayed.
         gradient_P = features_MP.T @ miss_M - (1.0 - fade) * _RIDGE * (self._theta_P - self._prior_P)
         ridge_PP = _RIDGE * np.eye(len(gradient_P))
         step_P = np.linalg.solve(self._curvature_PP + ridge_PP, gradient_P)
         self._theta_P += np.clip(step_P, -_MAX_NEWTON_STEP, _MAX_NEWTON_STEP)
-        self._theta_P[1] = max(self._theta_P[1], 0.0)  # a larger margin never means less
+        self._theta_P[1] = max(self._theta_P[1], 0.0)  # a larger margin never lowers the probability
 
     def _fit_requests(
         self, slot_M: NDArray[np.int64], miss_M: Doubles, weight_M: Doubles, fade: float
     ) -> None:
-        """The same for the requests' own offsets."""
+        """Make the same Newton step for the requests' own offsets."""
         miss_S, weight_S = (np.bincount(slot_M, values, self.num_slots) for values in (miss_M, weight_M))
         fade_S = np.where(weight_S > 0.0, fade, 1.0)
         self._request_curvature_S = fade_S * self._request_curvature_S + weight_S
@@ -266,7 +270,7 @@ class AcceptanceModel:
         self.slope_K = np.full(most, self._theta_P[1], dtype=np.float32)
 
     def _remember(self, slots_B: NDArray[np.int64], step_B: NDArray[np.int64], chances_BK: Doubles) -> None:
-        """Keep the chances of these blocks as samples, and count them in the mean chances."""
+        """Store the probabilities of these blocks as samples, and add them to the mean probabilities."""
         self._samples_STK[slots_B, step_B % NUM_SAMPLES] = chances_BK
         made_BK = ~np.isnan(chances_BK)
         survival_BK = np.cumprod(np.where(made_BK, chances_BK, 0.0), axis=1)
@@ -277,9 +281,10 @@ class AcceptanceModel:
         self._mean_K = self._mean_chances()
 
     def _mean_chances(self) -> Doubles:
-        """Return the mean chance of a draft by position, if all before it were accepted [K].
+        """Return the mean acceptance probability by position, given that all drafts before it were accepted
+        [K].
 
-        A position that few blocks reached takes after the one before it.
+        A position that few blocks reached is smoothed towards the one before it.
         """
         chance, chances = self._first_chance, list[float]()
         for reached, accepted in zip(self._reached_K.tolist(), self._accepted_K.tolist(), strict=True):
@@ -297,10 +302,10 @@ class AcceptanceModel:
             sums = np.bincount(places_M, values_M, self._max_drafts * _ERROR_BINS)
             self._binned_K3[:, :, index] += sums.reshape(self._max_drafts, _ERROR_BINS)
 
-    # Between starts.
+    # Persistence.
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return what is known of the drafter; nothing of single requests."""
+        """Return what was learned about the drafter, without the state of single requests."""
         return {
             "theta": self._theta_P.tolist(),
             "curvature": self._curvature_PP.tolist(),
@@ -309,10 +314,10 @@ class AcceptanceModel:
         }
 
     def read(self, saved: Mapping[str, Any]) -> None:
-        """Begin with what `as_json` returned.
+        """Start from what `as_json` returned.
 
         Raises:
-            ValueError: it is something else, or of a drafter of another block size; nothing is changed.
+            ValueError: it is malformed, or for a drafter of another block size; nothing is changed.
         """
         theta_P = _read_array(saved, "theta", self._theta_P)
         curvature_PP = _read_array(saved, "curvature", self._curvature_PP)

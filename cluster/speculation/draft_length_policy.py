@@ -1,21 +1,21 @@
 """Chooses the draft length of each step, for the most expected tokens per second; 0 is plain decoding.
 
-    expected tokens    the survival probabilities of recent blocks (`acceptance_model.py`)
-    expected seconds   of the drafter's pass and of the rest by number of rows (`step_cost_model.py`)
+    expected tokens    from the survival probabilities of recent blocks (`acceptance_model.py`)
+    expected seconds   of the drafter's pass, and of the rest by number of rows (`step_cost_model.py`)
 
-Drafts may be trimmed once their margins are known (`draft_trimming.py`); an estimate takes that into account:
-it sorts the drafts of many recent blocks by probability, and finds the number of them that is best to verify.
+Drafts may be trimmed once their margins are known (`draft_trimming.py`). An estimate takes this into account:
+it sorts the drafts of many recent blocks by probability, and finds the best number of them to verify.
 
-The estimates are made in a *review*, every few steps when little is known and later every two hundred; in
-between the choice stands. A review
+The estimates are made in a *review*, every few steps at first and later every two hundred; in between the
+choice is kept. A review
 
 * changes the length if another is clearly better and its cost is known;
 * schedules a *trial* of a length whose cost may be much lower than predicted (the bound of one standard
   deviation), if the loss is covered by the budget (`loss_budget.py`);
-* where no drafts are made, schedules a trial every 64 to 1024 steps all the same, because texts change.
+* while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
-No token depends on it. Without a clock (simulated executors) all drafts are made. Used by
-`step_controller.py`; knows no sequences.
+No token depends on the choice. Without a clock (simulated executors) all drafts are made. Used by
+`step_controller.py`; does not access sequences.
 
 Legend: R decoding requests, K most drafts of a request, N blocks, S drafts that are verified.
 """
@@ -37,16 +37,16 @@ from .loss_budget import LossBudget
 from .step_cost_model import StepCostModel, StepLoad
 from .step_time_regression import Doubles
 
-_BETTER = 1.02  # than the present length, to change to another; estimates differ by about a percent
-_MUCH_BETTER = 1.05  # expected of drafts than at the last retry, to retry at once
-_KNOWN = 2.5  # a cost is known if its bounds are nearer than this
-_MIN_REVIEW_STEPS, _MAX_REVIEW_STEPS = 8, 192  # half of the steps so far, within these
+_BETTER = 1.02  # rate ratio to change the length; estimates differ by about a percent
+_MUCH_BETTER = 1.05  # ratio of expected gain to that at the last retry, to retry at once
+_KNOWN = 2.5  # a cost is known if the ratio of its bounds is at most this
+_MIN_REVIEW_STEPS, _MAX_REVIEW_STEPS = 8, 192  # a review's distance: half of the steps so far, within these
 _TRIAL_STEPS = 3
-_RETRY_STEPS, _MAX_RETRY_STEPS = 64, 1024  # without drafts, until they are tried; doubles each time
-_RETRY_LENGTH = 3  # at least: one draft says little about the text
-_MIN_LOSS = 0.01  # of a plain step, that a trial is taken to cost
-_WORTH_TRIMMING = 1.05  # times the rate without trimming, which takes time itself
-_NUM_BLOCKS = 64  # over all requests, by which lengths are compared
+_RETRY_STEPS, _MAX_RETRY_STEPS = 64, 1024  # steps without drafts until a retry; doubles each time
+_RETRY_LENGTH = 3  # minimum draft length of a retry: one draft says little about the text
+_MIN_LOSS = 0.01  # assumed minimum loss of a trial step, as a fraction of a plain step
+_WORTH_TRIMMING = 1.05  # ratio to the rate without trimming, since trimming itself takes time
+_NUM_BLOCKS = 64  # over all requests, for comparing lengths
 _USUAL_CONTEXT = 256.0  # tokens
 
 
@@ -54,9 +54,9 @@ class DecodeBatch(NamedTuple):
     """The decoding requests of a step.
 
     Attributes:
-        slots_R: of each.
-        limits_R: most drafts of each.
-        weights_R: what a token of each is worth (`request_weights.py`).
+        slots_R: slot of each request.
+        limits_R: most drafts of each request.
+        weights_R: weight of each request (`request_weights.py`).
     """
 
     slots_R: IntArray
@@ -65,17 +65,17 @@ class DecodeBatch(NamedTuple):
 
 
 class DraftChoice(NamedTuple):
-    """How a step drafts.
+    """How a step drafts. Worth is expected tokens, each times its request's weight.
 
     Attributes:
-        num_drafts_R: of each request.
-        length: the most of them.
-        is_trial: made to measure; all drafts are verified.
-        rate: expected worth of tokens per second at the chosen length; 0 while nothing is known.
-        worth: expected in such a step; 0 while nothing is known.
-        plain_s: expected of a step without drafts; 0 while nothing is known.
+        num_drafts_R: number of drafts of each request.
+        length: the maximum of them.
+        is_trial: the step is made to measure; all drafts are verified.
+        rate: expected worth per second at the chosen length; 0 while nothing is known.
+        worth: expected worth of such a step; 0 while nothing is known.
+        plain_s: expected seconds of a step without drafts; 0 while nothing is known.
         trims: whether drafts are trimmed once their margins are known.
-        num_verified: drafts that are expected to be worth verifying, over all requests.
+        num_verified: expected number of drafts worth verifying, over all requests.
     """
 
     num_drafts_R: IntArray
@@ -89,7 +89,7 @@ class DraftChoice(NamedTuple):
 
 
 class LengthEstimate(NamedTuple):
-    """Of steps with one draft length: worth of tokens per second and per step, seconds, drafts verified."""
+    """Estimate for steps with one draft length: worth per second and per step, seconds, drafts verified."""
 
     rate: float
     worth: float
@@ -103,14 +103,14 @@ _UNKNOWN = LengthEstimate(0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class _LoadState:
-    """What was decided for one class of load.
+    """The decisions for one class of load.
 
     Attributes:
         length, estimate, plain_s: the present length, its estimate, and the seconds of a plain step.
-        has_plain: whether a step without drafts was made, at this load or the one it began like.
-        steps, review_at: steps at this load, and the one of the next review.
-        trial_length, trial_steps: of the trial that goes on; 0 steps: none.
-        trials: by length, number of trials, and the step from which on there may be another.
+        has_plain: whether a step without drafts was made at this load, or at the one whose state it copied.
+        steps, review_at: steps at this load, and the step of the next review.
+        trial_length, trial_steps: length and remaining steps of the trial in progress; 0 steps: none.
+        trials: by length, number of trials, and the first step at which another is allowed.
     """
 
     length: int = 0
@@ -129,10 +129,10 @@ class DraftLengthPolicy:
 
     Args:
         max_drafts: K.
-        max_rows: of a step.
-        acceptance: of the drafter.
-        costs: of the steps that are planned by this policy.
-        like: policy of the same engine's other steps, whose lengths this one begins with.
+        max_rows: maximum rows of a step.
+        acceptance: acceptance model of the drafter.
+        costs: costs of the steps planned by this policy.
+        like: policy for the engine's other steps, whose lengths this one starts from.
     """
 
     def __init__(
@@ -150,20 +150,20 @@ class DraftLengthPolicy:
         self._like = like
         self._budget = LossBudget()
         self._num_steps = self._num_ended = 0
-        self._num_plain, self._retry_after = 0, _RETRY_STEPS  # steps since one drafted, and until a retry
-        self._retry_gain = math.inf  # expected tokens of a request and step at the last retry
+        self._num_plain, self._retry_after = 0, _RETRY_STEPS  # steps without drafts, and until a retry
+        self._retry_gain = math.inf  # ratio of expected to plain worth at the last retry
         self._paused_until = 0
-        self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # drafts do not pay for these
+        self._declines_S = np.zeros(acceptance.num_slots, dtype=np.bool_)  # requests whose drafts do not pay
         self.reports_margins = True
-        self._last_trim: tuple[object, FloatArray, Trim] | None = None  # what it was made of, and it
+        self._last_trim: tuple[object, FloatArray, Trim] | None = None  # (inputs, seconds by rows, result)
 
     def replace_drafter(self) -> None:
-        """Review at once: the drafter was replaced."""
+        """Review at once, because the drafter was replaced."""
         self._retry_after, self._paused_until = _RETRY_STEPS, 0
         self._review_soon()
 
     def retry_soon(self) -> None:
-        """Try drafts in the next step, if the budget covers it."""
+        """Try drafts in the next step if the budget covers it."""
         self._num_plain = max(self._num_plain, self._retry_after)
         self._review_soon()
 
@@ -172,14 +172,14 @@ class DraftLengthPolicy:
             state.review_at = 0
 
     def pays(self) -> bool:
-        """Return whether a single request would have drafts, by what is known."""
+        """Return whether a single request would get drafts, by present estimates."""
         batch = DecodeBatch(
             np.zeros(1, np.int32), np.array([self._max_drafts], np.int32), np.ones(1, np.float32)
         )
         estimates = self._estimate(batch, StepLoad(1, 0, _USUAL_CONTEXT), self._possible(1))
         return max(each.rate for each in estimates.values()) > _BETTER * estimates[0].rate
 
-    # Planning a step.
+    # Planning.
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
         """Choose the drafts of a step."""
@@ -210,7 +210,7 @@ class DraftLengthPolicy:
         return choice
 
     def _state(self, num_requests: int) -> _LoadState:
-        """Return the state of this class of load; a new one begins like the nearest one."""
+        """Return the state of this class of load; a new one starts from the nearest one."""
         load = load_class(num_requests)
         if load not in self._states:
             states = self._states or (self._like._states if self._like else {})
@@ -222,7 +222,8 @@ class DraftLengthPolicy:
         return self._states[load]
 
     def _trimmed_by_request(self, choice: DraftChoice, batch: DecodeBatch, load: StepLoad) -> IntArray:
-        """Return the drafts of each request that are expected to pay, where no margins will be reported."""
+        """Return the number of drafts of each request expected to pay, for drafters that report no
+        margins."""
         num_rows = load.prompt_rows + len(batch.slots_R)
         trim = self._trim(
             choice, batch.slots_R, batch.weights_R, load, num_rows + int(choice.num_drafts_R.sum())
@@ -230,14 +231,14 @@ class DraftLengthPolicy:
         margins_RK = np.full((len(batch.slots_R), choice.length), NO_MARGIN, dtype=np.float32)
         return trimmed(margins_RK, choice.num_drafts_R, num_rows, trim)
 
-    # Reviewing the length.
+    # Review.
 
     def _review(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> None:
-        """Settle on the best known length, and schedule a trial if one is due."""
+        """Choose the best known length, and schedule a trial if one is due."""
         state.review_at = state.steps + min(max(state.steps // 2, _MIN_REVIEW_STEPS), _MAX_REVIEW_STEPS)
         self._acceptance.update()
         self.costs.changed()
-        load = load._replace(prompt_rows=0)  # each token brings as many prompt rows, whatever the length
+        load = load._replace(prompt_rows=0)  # prompt rows per token do not depend on the length
         lengths = self._possible(len(batch.slots_R))
         least_s, most_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self.costs.bounds_s(load, lengths)
@@ -258,7 +259,7 @@ class DraftLengthPolicy:
         self._declines_S[batch.slots_R] = self._declines(state, batch, load)
         if self._num_steps < self._paused_until:
             return
-        # A trial loses at most what it takes without any draft accepted, beside the present rate.
+        # The largest loss of a trial, compared with the present rate, is if no draft is accepted.
         losses_s = {
             length: max(most_s[length] - own_worth / state.estimate.rate, _MIN_LOSS * state.plain_s)
             for length in lengths
@@ -280,7 +281,7 @@ class DraftLengthPolicy:
         return [length for length in self._lengths if length <= most]
 
     def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
-        """Stay with the length, or change to a better one of those whose cost is known."""
+        """Keep the length, or change to a better one whose cost is known."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
         if estimates[best].rate > _BETTER * estimates[length].rate:
@@ -293,7 +294,8 @@ class DraftLengthPolicy:
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return which requests' drafts are not worth their part of the drafter's pass."""
+        """Return the mask of requests whose drafts are not worth their share of the drafter's pass, bool
+        [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)
@@ -313,20 +315,22 @@ class DraftLengthPolicy:
         least_s: dict[int, float],
         losses_s: dict[int, float],
     ) -> int | None:
-        """Return the length with the best ratio of possible gain to possible loss, if the loss is covered."""
+        """Return the length with the best ratio of possible gain to possible loss whose loss is covered, or
+        None."""
         best, found = 0.0, None
         for length, loss_s in losses_s.items():
             most_rate = estimates[length].worth / least_s[length]
             gain = (most_rate - state.estimate.rate) / loss_s
             is_clear = most_rate > _BETTER * state.estimate.rate
-            # Where no drafts are made, a length that was tried is left to the retries.
+            # Without drafts, lengths already tried are left to the retries.
             may_try = length not in state.trials or (state.length and state.steps >= state.trials[length][1])
             if is_clear and may_try and gain > best and self._budget.num_covered(loss_s, 1):
                 best, found = gain, length
         return found
 
     def _worth_retrying(self, estimates: dict[int, LengthEstimate], own_worth: float) -> int | None:
-        """Return the length to try after a long time without drafts, or because the last retry went well."""
+        """Return the length to try after long without drafts or after a better expected gain than last time,
+        or None."""
         lengths = [each for each in estimates if each >= _RETRY_LENGTH] or [max(estimates)]
         length = max(lengths, key=lambda each: estimates[each].rate)
         gain = estimates[length].worth / own_worth
@@ -338,7 +342,7 @@ class DraftLengthPolicy:
         return length
 
     def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, LengthEstimate]:
-        """Estimate steps with these draft lengths, ascending, by the recent blocks of some of the
+        """Estimate steps with these draft lengths (ascending) from the recent blocks of some of the
         requests."""
         num_requests = len(batch.slots_R)
         num_some = min(num_requests, _NUM_BLOCKS)
@@ -349,7 +353,7 @@ class DraftLengthPolicy:
         possible_RK = np.arange(longest) < batch.limits_R[some][:, None]
         worths_TRK = survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)
         worths_NK = worths_TRK.reshape(-1, longest)
-        own_worth = float(batch.weights_R.sum())  # of the tokens that plain decoding brings
+        own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
         rest_s_S = self.costs.rest_s(load, num_requests * longest)
         plain_s = float(rest_s_S[0])
         estimates = {0: LengthEstimate(own_worth / plain_s, own_worth, plain_s)}
@@ -359,7 +363,7 @@ class DraftLengthPolicy:
             estimates[length] = _estimate_trimmed(worths_NK[:, :length], num_requests, own_worth, seconds_S)
         return estimates
 
-    # Trimming the drafts of a step.
+    # Trimming.
 
     def trim(
         self, choice: DraftChoice, plan: SchedulerOutput, load: StepLoad, weights_R: FloatArray
@@ -382,10 +386,10 @@ class DraftLengthPolicy:
                 trim = Trim(*curves, weights_R, np.zeros(0, np.float32), rows)
             else:
                 trim = Trim(*curves, weights_R, seconds_N, rate=choice.rate)
-            self._last_trim = made_of, seconds_N, trim  # most steps are like the one before
+            self._last_trim = made_of, seconds_N, trim  # most steps are like the previous one
         return self._last_trim[2]
 
-    # Learning from a step.
+    # Learning.
 
     def observe(
         self,
@@ -396,20 +400,20 @@ class DraftLengthPolicy:
         rest_s: float,
         num_drafting: int,
     ) -> None:
-        """Record what a step took; see `StepCostModel.observe`."""
+        """Record the seconds of a step; see `StepCostModel.observe`."""
         self._num_ended += 1
         self.costs.observe(load, num_drafts, draft_rows, draft_s, rest_s, num_drafting)
 
     def account(
         self, choice: DraftChoice, own_worth: float, worth: float, seconds: float, num_steps: int
     ) -> None:
-        """Settle the loss budget for a step of decoding requests only.
+        """Update the loss budget for a step with decoding requests only.
 
         Args:
-            own_worth: of one token of each request: what a plain step brings.
-            worth: of the tokens that the step brought.
-            seconds: it took.
-            num_steps: like it, which this one stands for.
+            own_worth: worth of one token of each request, as in a plain step.
+            worth: worth of the tokens that the step produced.
+            seconds: duration of the step.
+            num_steps: number of similar steps that this one represents.
         """
         self._budget.earn(num_steps * seconds, max(choice.plain_s, seconds))
         if choice.rate <= 0.0 or own_worth <= 0.0:
@@ -422,7 +426,7 @@ class DraftLengthPolicy:
                 self._pause()
 
     def _pause(self) -> None:
-        """Make no drafts for some steps, longer each time, whatever is predicted."""
+        """Pause drafting for some steps, longer each time, whatever is predicted."""
         self._paused_until = self._num_steps + self._retry_after
         self._retry_after = min(2 * self._retry_after, _MAX_RETRY_STEPS)
         for state in self._states.values():
@@ -432,16 +436,16 @@ class DraftLengthPolicy:
 def _estimate_trimmed(
     worths_NK: FloatArray, num_requests: int, own_worth: float, seconds_S: Doubles
 ) -> LengthEstimate:
-    """Estimate a step whose drafts are like those of these blocks, if the best number of them is verified.
+    """Estimate a step with drafts like those of these blocks, of which the best number is verified.
 
     Args:
         worths_NK: survival probability times weight, of each draft of each block.
-        own_worth: of the tokens that come without any draft.
-        seconds_S: of the step with 0, 1, .., R x K drafts verified.
+        own_worth: worth of the tokens produced without any draft.
+        seconds_S: seconds of the step with 0, 1, .., R x K drafts verified.
     """
     falling_M = np.sort(worths_NK, axis=None)[::-1]
     worth_M = np.concatenate(([0.0], np.cumsum(falling_M, dtype=np.float64)))
-    # The step verifies as large a part of its drafts as is taken of the blocks'.
+    # The step verifies the same fraction of its drafts as is taken from the blocks.
     places_S = np.arange(len(seconds_S)) * len(worths_NK) // num_requests
     worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
     rates_S = worth_S / seconds_S

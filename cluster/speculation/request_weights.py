@@ -1,10 +1,10 @@
-"""Weights of requests when drafts are chosen: what a token of each is worth, 1 by default.
+"""Weights of requests in the choice of drafts: the value of a token of each, 1 by default.
 
-* A request with a time-per-output-token target (`Request.tpot_ms`) counts up to four times as much while it
+* A request with a time-per-output-token target (`Request.tpot_ms`) has up to four times the weight while it
   is
   late, and down to half while it is early.
-* Each step of priority counts a quarter more or less, where the scheduling policy is by priority.
-* Background work beside online requests counts half.
+* Each level of priority changes the weight by a quarter if the scheduling policy is by priority.
+* Background work has half the weight of online requests.
 
 Used by `step_controller.py`. Legend: R requests, S slots.
 """
@@ -26,7 +26,7 @@ class RequestWeights:
 
     Args:
         num_slots: S.
-        by_priority: whether `Request.priority` counts.
+        by_priority: whether `Request.priority` changes the weight.
     """
 
     def __init__(self, num_slots: int, *, by_priority: bool) -> None:
@@ -38,7 +38,7 @@ class RequestWeights:
         self._num_targets = 0
 
     def admit(self, slot: int, request: Request) -> None:
-        """This slot has a new request."""
+        """Set the weight of a slot for its new request."""
         weight = _BACKGROUND if request.background else 1.0
         if self._by_priority:
             exponent = -min(max(request.priority, -99), 99)
@@ -49,7 +49,7 @@ class RequestWeights:
         self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
 
     def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
-        """Record the tokens that a step brought each request."""
+        """Record the tokens that a step produced for each request."""
         if not self._num_targets:
             return
         began_R = ~np.isnan(self._first_s_S[slots_R])

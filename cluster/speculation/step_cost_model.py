@@ -1,8 +1,8 @@
-"""Predicts what a step takes: the drafter's pass, and all the rest (verification, sampling, host work).
+"""Predicts the seconds of a step: of the drafter's pass, and of the rest (verification, sampling, host work).
 
-Each is a `StepTimeRegression`, learned from every step while the engine runs. The machine's phase is
-estimated by the rest, and the drafter's pass is taken to have the same. The first slow passes of some number
-of rows count less, because libraries allocate and compile for them.
+Each is a `StepTimeRegression`, learned while the engine runs. The machine's phase is estimated from the rest
+and also applied to the drafter's pass. The first slow passes with a given number of rows have less weight,
+because libraries allocate and compile for them.
 
 Pure; used by `draft_length_policy.py`. Legend: N rows, L draft lengths.
 """
@@ -20,19 +20,19 @@ from ..step.scheduler_output import FloatArray
 from .draft_lengths import load_class
 from .step_time_regression import Doubles, PassFeatures, StepTimeRegression
 
-_UNKNOWN_DRAFTER = 0.5  # of the target's pass, until a drafter's pass was measured
-_FIRST_NOISE = 1.0  # of the first slow pass of about as many rows; the n-th one's is an n-th of it
-_PROMPT_NOISE = 0.3  # the same with rows of prompts, whose attention is quadratic
+_UNKNOWN_DRAFTER = 0.5  # fraction of the target's pass, until a drafter's pass was measured
+_FIRST_NOISE = 1.0  # of the first slow pass in a class of rows; that of the n-th is 1/n of it
+_PROMPT_NOISE = 0.3  # the same with prompt rows, whose attention is quadratic
 _LEAST_S = 1e-9
 
 
 class StepLoad(NamedTuple):
-    """What a step computes beside drafts.
+    """What a step computes besides drafts.
 
     Attributes:
-        num_requests: that decode: each has a row without drafts.
+        num_requests: decoding requests, each with one row without drafts.
         prompt_rows: all other rows.
-        context: tokens that all of them attend to, summed over requests.
+        context: context tokens, summed over all requests.
     """
 
     num_requests: int
@@ -41,7 +41,7 @@ class StepLoad(NamedTuple):
 
 
 class StepCostModel:
-    """The seconds of one engine's steps.
+    """Predicts the seconds of one engine's steps.
 
     Args:
         row_buckets: row counts to which passes that only decode are padded (`ExecutorInfo.row_buckets`).
@@ -52,10 +52,11 @@ class StepCostModel:
         self._rest, self._draft = StepTimeRegression(has_phase=True), StepTimeRegression()
         self._draft_until_measured = self._draft
         self._num_passes: Counter[int] = Counter()  # by class of rows
-        self._last: tuple[StepLoad, FloatArray] | None = None  # of `seconds_by_rows`
+        self._last: tuple[StepLoad, FloatArray] | None = None  # cached result of `seconds_by_rows`
 
     def with_other_drafts(self) -> StepCostModel:
-        """Return a model of the same engine's steps whose drafts are made in another way."""
+        """Return a model for steps of the same engine whose drafts are made in another way; it shares the
+        rest."""
         other = StepCostModel()
         other._buckets, other._rest = self._buckets, self._rest
         other._draft_until_measured = self._draft
@@ -68,12 +69,12 @@ class StepCostModel:
 
     @property
     def were_loaded(self) -> bool:
-        """Whether an earlier process measured steps for this one to begin with."""
+        """Whether measurements of an earlier process were loaded."""
         return self._rest.was_loaded
 
     @property
     def has_measured_drafts(self) -> bool:
-        """Whether any drafter's pass was."""
+        """Whether any drafter's pass was measured."""
         return bool(self._draft)
 
     @property
@@ -90,12 +91,12 @@ class StepCostModel:
         rest_s: float,
         num_drafting: int,
     ) -> None:
-        """Learn from a step that ended.
+        """Learn from a completed step.
 
         Args:
-            num_drafts: that were verified.
+            num_drafts: number of verified drafts.
             draft_rows, num_drafting: rows of the drafter's pass, and requests in it; 0 if there was none.
-            draft_s, rest_s: seconds of the drafter's pass, and of all else; 0 if nothing was measured.
+            draft_s, rest_s: seconds of the drafter's pass, and of the rest; 0 if nothing was measured.
         """
         if rest_s <= 0.0:
             return
@@ -113,7 +114,7 @@ class StepCostModel:
         return PassFeatures(rows, load.num_requests, load.prompt_rows, load.context)
 
     def padded(self, rows_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows that passes with so many decoding rows compute."""
+        """Return the rows that passes compute for these numbers of decoding rows."""
         if self._buckets is None:
             return rows_N
         places_N = np.minimum(np.searchsorted(self._buckets, rows_N), len(self._buckets) - 1)
@@ -122,11 +123,11 @@ class StepCostModel:
     # Predictions.
 
     def changed(self) -> None:
-        """Let `seconds_by_rows` take in what was learned since the last call."""
+        """Make `seconds_by_rows` include what was learned since the last call."""
         self._last = None
 
     def draft_s(self, context: float, draft_rows: int, num_drafting: int) -> float:
-        """Predict the drafter's pass."""
+        """Predict the seconds of the drafter's pass."""
         if not draft_rows:
             return 0.0
         work = PassFeatures(draft_rows, num_drafting, 0, context)
@@ -135,13 +136,15 @@ class StepCostModel:
         return _UNKNOWN_DRAFTER * self._rest.predict(work).seconds
 
     def rest_s(self, load: StepLoad, max_drafts: int) -> Doubles:
-        """Predict all else of steps with 0, 1, .., `max_drafts` drafts."""
+        """Predict the seconds of the rest of steps with 0, 1, .., `max_drafts` drafts."""
         rows_N = self.padded(np.arange(load.num_requests, load.num_requests + max_drafts + 1))
         return self._rest.seconds_of_rows(rows_N.astype(np.float64), self._features(load, 0))
 
     def bounds_s(self, load: StepLoad, lengths: Sequence[int]) -> tuple[Doubles, Doubles]:
-        """Return the least and the most seconds of steps without prompts in which all requests have drafts of
-        these lengths (ascending), within one standard deviation: two arrays [L]."""
+        """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
+        steps without
+        prompts in which all requests have drafts of these lengths (ascending): two arrays [L].
+        """
         load, lengths_L = load._replace(prompt_rows=0), np.array(lengths)
         rows_L = load.num_requests * (1 + lengths_L)
         least_L, most_L = self._rest.bounds(self.padded(rows_L).astype(np.float64), self._features(load, 0))
@@ -154,8 +157,10 @@ class StepCostModel:
         return least_L + phase_L * draft_least_L, most_L + phase_L * draft_most_L
 
     def seconds_by_rows(self, load: StepLoad, num_rows: int) -> FloatArray:
-        """Predict the target's pass by its rows, those of prompts included: fp32, more than `num_rows` values
-        (`Trim.seconds_N`). The same array until `changed`, as long as the load is about the same."""
+        """Predict the seconds of the target's pass by its rows, including prompt rows: fp32, more than
+        `num_rows`
+        values (`Trim.seconds_N`). Returns the same array until `changed` while the load is about the same.
+        """
         same = self._last is not None and self._last[0][:2] == load[:2] and len(self._last[1]) > num_rows
         if self._last is None or not same:
             rows_N = np.maximum(np.arange((1 << num_rows.bit_length()) + 1.0) - load.prompt_rows, 0.0)
@@ -164,7 +169,7 @@ class StepCostModel:
             self._last = load, seconds_N.astype(np.float32)
         return self._last[1]
 
-    # Between starts.
+    # Persistence.
 
     def reset(self) -> None:
         """Forget everything, as in a new process."""
@@ -178,10 +183,10 @@ class StepCostModel:
         }
 
     def read(self, saved: Mapping[str, Any]) -> None:
-        """Begin with what `as_json` returned.
+        """Start from what `as_json` returned.
 
         Raises:
-            ValueError: it is something else; nothing is changed.
+            ValueError: it is malformed; nothing is changed.
         """
         found = StepTimeRegression(has_phase=True), StepTimeRegression()
         try:

@@ -2,20 +2,22 @@
 
     seconds = phase (a + b R + sum_i s_i |rows in segment i| + c C + d C N / R + e [P > 0] + f P)
 
-with N rows of R decoding requests, C tokens of context that these attend to, and P rows of prompts. Segments
-end at powers of two, because rows may be free up to some number and cost more beyond it, or cost less the
-more there are (experts). b is separate from the rows because four requests of one row take longer than one
-request of four. No coefficient is negative.
+with N rows of R decoding requests, C context tokens of all requests, and P prompt rows. Segments end at
+powers
+of two, because rows may be free up to some number and cost more beyond it, or cost less the more there are
+(experts). b is separate from the rows because four requests of one row take longer than one request of four.
+No coefficient is negative.
 
-The phase is the machine's present slowness: clocks change, and other processes come and go. It changes within
-some dozens of steps, and the coefficients hardly ever. So plain steps, of which there are none while drafts
-are made, are predicted as they would be now, not as they were when last measured.
+The phase is the machine's present slowness: clocks change, and other processes start and stop. It changes
+within some dozens of steps, the coefficients hardly ever. So the prediction for plain steps, which do not run
+while drafts are made, follows the machine's present state rather than the time of their last measurement.
 
-All are estimated together by an extended Kalman filter (a random walk observed through each pass). Loads
-share coefficients, so that a pass that never ran is predicted too, with a standard deviation that says how
-well it is known. Exploration of draft lengths relies on that.
+All parameters are estimated together by an extended Kalman filter (D. Simon, "Optimal State Estimation",
+13.2):
+a random walk observed through each pass. Loads share coefficients, so a pass that never ran is predicted too,
+with a standard deviation that says how well it is known. Exploration of draft lengths relies on that.
 
-A pass that is much slower than predicted is likely an interruption and counts less. Used by
+A pass that is much slower than predicted is probably an interruption and has less weight. Used by
 `step_cost_model.py`.
 
 Legend: F coefficients and the phase's logarithm, K knots, N points.
@@ -40,29 +42,29 @@ _PHASE = _LAST_SEGMENT + 1
 _NUM = _PHASE + 1
 
 # The prior, in units of the first pass's seconds; a memory-bound GPU and a compute-bound CPU are within it.
-_USUAL_CONTEXT = 1024.0  # tokens; that of the first pass where it is more
+_USUAL_CONTEXT = 1024.0  # tokens; the context of the first pass is used if it is larger
 _ROW, _ROW_DEVIATION = 0.05, 0.10
 _CONSTANT_DEVIATION, _CONTEXT_DEVIATION = 0.5, 0.3  # the latter for `_USUAL_CONTEXT`
-_SEGMENT_CHANGE = 0.5  # deviation of a segment from the one before, in `_ROW_DEVIATION`
+_SEGMENT_CHANGE = 0.5  # deviation between successive segments, in `_ROW_DEVIATION`
 _WALK = 1e-5  # of the prior's covariance, added at each step
 _PHASE_WALK = 0.015  # standard deviation of the change of the phase's logarithm in a step
-_LOADED, _LOADED_PHASE = 0.1, 0.3  # of the prior's covariance, and deviation of the phase, if saved earlier
+_LOADED, _LOADED_PHASE = 0.1, 0.3  # of the prior's covariance, and deviation of the phase, for loaded states
 _FIRST_NOISE = 0.3  # standard deviation of the first pass's seconds, relative: it allocates and compiles
-_NOISE, _MIN_NOISE, _MAX_NOISE = 0.1, 0.01, 0.3  # of the others': at first, and the bounds of what is learned
-_NOISE_STEP = 1 / 32  # by which it changes: up where a surprise is above the median of a normal distribution
+_NOISE, _MIN_NOISE, _MAX_NOISE = 0.1, 0.01, 0.3  # of later passes: initial, and bounds of the learned one
+_NOISE_STEP = 1 / 32  # its change per pass: up if a surprise is above the median of a normal distribution
 _MEDIAN = 0.6745
-_OUTLIER = 3.0  # standard deviations a slow pass is off at most: its noise grows, then its seconds are cut
+_OUTLIER = 3.0  # largest deviation of a slow pass: its noise is raised, then its seconds are cut
 _MAX_DOUBT = 20.0  # keeps exp() finite
-_LEAST = 1e-3  # of the first pass's seconds: no pass takes less
+_LEAST = 1e-3  # lower bound of predictions, in units of the first pass's seconds
 
 
 class PassFeatures(NamedTuple):
     """What a pass computes.
 
     Attributes:
-        rows, requests: of decoding requests.
+        rows, requests: rows and number of decoding requests.
         prompt_rows: all other rows.
-        context: tokens that all of them attend to, summed over requests.
+        context: context tokens, summed over all requests.
     """
 
     rows: float
@@ -72,13 +74,13 @@ class PassFeatures(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Of one pass.
+    """Prediction for one pass.
 
     Attributes:
-        seconds: expected.
+        seconds: expected seconds.
         doubt: standard deviation, relative to `seconds`.
-        features_F: derivatives of the seconds by the state.
-        covariance_F: of the state with the predicted seconds.
+        features_F: derivatives of the seconds with respect to the state.
+        covariance_F: covariance of the state with the predicted seconds.
     """
 
     seconds: float
@@ -88,13 +90,13 @@ class Prediction(NamedTuple):
 
 
 class StepTimeRegression:
-    """The seconds of one kind of pass of one engine. False until a pass was observed.
+    """Regression for one kind of pass of one engine. False until a pass was observed.
 
     Args:
-        has_phase: whether the phase is estimated; else it is 1.
+        has_phase: whether the phase is estimated; otherwise it is 1.
 
     Attributes:
-        was_loaded: it began with what an earlier process saved.
+        was_loaded: it started from what an earlier process saved.
     """
 
     def __init__(self, *, has_phase: bool = False) -> None:
@@ -115,17 +117,17 @@ class StepTimeRegression:
         return math.exp(float(self._theta_F[_PHASE]))
 
     def predict(self, work: PassFeatures) -> Prediction:
-        """Predict the seconds of such a pass; one was observed before."""
+        """Predict the seconds of a pass. At least one pass must have been observed."""
         features_F = _features(work)
         seconds = self.phase * max(float(features_F @ self._theta_F), _LEAST * self._first_s)
         features_F *= self.phase
-        features_F[_PHASE] = 0.0 if work.prompt_rows else seconds  # prompts vary too much to tell the phase
+        features_F[_PHASE] = 0.0 if work.prompt_rows else seconds  # prompts vary too much for the phase
         covariance_F = self._covariance_FF @ features_F
         variance = max(float(features_F @ covariance_F), 0.0)
         return Prediction(seconds, math.sqrt(variance) / seconds, features_F, covariance_F)
 
     def seconds_of_rows(self, rows_N: Doubles, work: PassFeatures) -> Doubles:
-        """Predict the seconds of passes with these rows in place of `work`'s."""
+        """Predict the seconds of passes with these numbers of rows instead of `work.rows`."""
         theta_F = self._theta_F
         attention = theta_F[_ATTENTION] * work.context / max(work.requests, 1.0)
         slopes_K = theta_F[_FIRST_SEGMENT:_LAST_SEGMENT]
@@ -136,8 +138,10 @@ class StepTimeRegression:
         return self.phase * np.maximum(seconds_N, _LEAST * self._first_s)
 
     def bounds(self, rows_N: Doubles, work: PassFeatures) -> tuple[Doubles, Doubles]:
-        """Return the least and the most seconds, within one standard deviation, of passes with these rows
-        (ascending): no less than with fewer rows, and no more than in proportion to the rows."""
+        """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
+        passes with
+        these rows (ascending). They do not decrease with the rows, and grow at most in proportion to them.
+        """
         features_NF = np.stack([_features(work._replace(rows=rows)) for rows in rows_N.tolist()])
         seconds_N = self.phase * np.maximum(features_NF @ self._theta_F, _LEAST * self._first_s)
         features_NF *= self.phase
@@ -148,10 +152,10 @@ class StepTimeRegression:
         return least_N, rows_N * np.minimum.accumulate(seconds_N * doubt_N / rows_N)
 
     def observe(self, work: PassFeatures, seconds: float, min_noise: float = 0.0) -> None:
-        """Update the state by one pass.
+        """Update the state with one pass.
 
         Args:
-            min_noise: relative standard deviation of its seconds, at least, if it was slower than predicted.
+            min_noise: minimum relative standard deviation of its seconds if it was slower than predicted.
         """
         is_first = not self or (self._saw_only_prompts and not work.prompt_rows)
         if is_first:
@@ -173,7 +177,8 @@ class StepTimeRegression:
             kept_F[_PHASE] = True
             if kept_F.all():
                 break
-            # A coefficient that would become negative is zero; the update goes to the others.
+            # A coefficient that would become negative is set to zero; the update is distributed over the
+            # others.
             self._decorrelate(kept_F)
             features_F, theta_F = features_F * kept_F, theta_F * kept_F
             expected_s = float(features_F[:_PHASE] @ theta_F[:_PHASE])
@@ -187,7 +192,7 @@ class StepTimeRegression:
         self._noise = min(max(noise, _MIN_NOISE), _MAX_NOISE)
 
     def _decorrelate(self, kept_F: NDArray[np.bool_]) -> None:
-        """Drop the covariances of the other coefficients, and keep their variances."""
+        """Drop the covariances of all coefficients but the kept ones; variances are unchanged."""
         both_FF = np.outer(kept_F, kept_F)
         np.fill_diagonal(both_FF, True)
         self._covariance_FF *= both_FF
@@ -207,15 +212,15 @@ class StepTimeRegression:
             self._covariance_FF[_PHASE, _PHASE] = phase_deviation**2
             self._walk_FF[_PHASE, _PHASE] = _PHASE_WALK**2
 
-    # Between starts.
+    # Persistence.
 
     def as_json(self, factor: float) -> dict[str, Any]:  # Any: JSON
         """Return the coefficients and the first pass's seconds, times a factor."""
         return {"seconds": (factor * self._theta_F[:_PHASE]).tolist(), "first_s": factor * self._first_s}
 
     def read(self, saved: Mapping[str, Any]) -> None:
-        """Begin with what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError for
-        anything else."""
+        """Start from what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError if it
+        is malformed."""
         theta_F, first_s = np.array([*saved["seconds"], 0.0], dtype=np.float64), float(saved["first_s"])
         if theta_F.shape != (_NUM,) or not (np.isfinite(theta_F).all() and (theta_F >= 0).all()):
             raise ValueError("coefficients must be numbers, not below 0")
@@ -228,7 +233,7 @@ class StepTimeRegression:
         self.was_loaded = True
 
     def become(self, other: StepTimeRegression) -> None:
-        """Take over the state of another, for all who share this object."""
+        """Copy the state of another regression into this object, which other objects share."""
         self._theta_F, self._covariance_FF = other._theta_F.copy(), other._covariance_FF.copy()
         self._walk_FF, self._first_s, self._noise = other._walk_FF.copy(), other._first_s, other._noise
         self._saw_only_prompts, self.was_loaded = other._saw_only_prompts, other.was_loaded
@@ -249,7 +254,7 @@ def _features(work: PassFeatures) -> Doubles:
 
 
 def _prior(usual_context: float) -> tuple[Doubles, Doubles]:
-    """Return the coefficients before any observation and their covariance, for a first pass of one second."""
+    """Return the prior coefficients and their covariance, for a first pass of one second."""
     theta_F, deviation_F = np.zeros(_NUM), np.zeros(_NUM)
     theta_F[_CONSTANT], deviation_F[_CONSTANT] = 1.0 - _ROW, _CONSTANT_DEVIATION
     theta_F[_REQUESTS], deviation_F[_REQUESTS] = _ROW, _ROW_DEVIATION
@@ -258,7 +263,7 @@ def _prior(usual_context: float) -> tuple[Doubles, Doubles]:
     theta_F[_PROMPT_ROWS], deviation_F[_PROMPT], deviation_F[_PROMPT_ROWS] = _ROW, 1.0, _ROW_DEVIATION
     covariance_FF = np.diag(deviation_F**2)
     theta_F[_FIRST_SEGMENT:_PHASE] = _ROW
-    # A segment's rows cost about as much as those of the one before: a random walk over segments.
+    # The cost per row changes little between successive segments: a random walk over segments.
     walk = np.arange(len(_KNOTS))
     shared = 1.0 + _SEGMENT_CHANGE**2 * np.minimum(walk[:, None], walk[None, :])
     covariance_FF[_FIRST_SEGMENT:_PHASE, _FIRST_SEGMENT:_PHASE] = _ROW_DEVIATION**2 * shared
