@@ -1,16 +1,17 @@
-"""Decides how much background work joins a step: all of it in an idle engine, little beside online requests.
+"""Decides how much background work joins a step: all of it in an idle engine, little next to online requests.
 
-Beside online requests background work may take a small share of the engine's time (`_SHARE`). The share is
-saved while online requests decode alone, and spent by what steps take longer with background work in them; a
-balance below zero is a debt that is saved up again. So the share holds however well costs were predicted.
-What joins is the work that is cheap: on a GPU, where decoding is bound by memory, more decoding requests cost
-next to nothing and join every step, while a chunk of a prompt joins now and then; on a CPU, where each row
-costs, one request joins once in several steps.
+Next to online requests, background work may take a small share of the engine's time (`_SHARE`). The share is
+saved while online requests decode alone, and spent by the additional time of steps with background work; a
+negative balance is a debt that is saved up again. So the share holds however well costs were predicted. Cheap
+work joins first: on a GPU, where decoding is memory-bound, more decoding requests cost next to nothing and
+join
+every step, while a prompt chunk joins occasionally; on a CPU, where each row costs, one request joins once in
+several steps.
 
-Costs are measured relative to the steps just before, which had online requests alone: by kind of work, by
-amount in powers of two, and by number of online requests. An unknown amount is taken to cost as much as the
-next smaller one, and the smallest a whole step. Nothing joins before the online step itself is measured, nor
-where online requests do not all decode with the same draft length. Used by `step_controller.py`; knows no
+Costs are measured relative to the preceding steps with online requests alone: by kind of work, by amount in
+powers of two, and by number of online requests. An unmeasured amount is assumed to cost as much as the next
+smaller one, and the smallest a whole step. Nothing joins before the online step itself is measured, or if
+online requests do not all decode with the same draft length. Used by `step_controller.py`; does not access
 sequences.
 """
 
@@ -22,14 +23,14 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_SHARE = 0.03  # of the time in which online requests decode
-_CHEAP = 0.05  # of a step: more work may join while it costs less than this
+_SHARE = 0.03  # of the time of online requests' decoding
+_CHEAP = 0.05  # fraction of a step: more work may join while it costs less than this
 _MAX_SAVED, _MAX_DEBT = 1.5, 4.0  # steps
-_NUM_TIMES, _MIN_TIMES = 5, 3  # measurements whose median counts, and the fewest that do
-_MEASURE_EVERY = 16  # steps, then one has online requests alone
-_GROW_EVERY = 64  # joined steps, then one has the next larger amount
+_NUM_TIMES, _MIN_TIMES = 5, 3  # measurements whose median is used, and their minimum number
+_MEASURE_EVERY = 16  # joined steps before one with online requests alone
+_GROW_EVERY = 64  # joined steps before one with the next larger amount
 _CHUNK = 16  # prompt rows, the unit of prompts
-_SHORT_STEPS, _SHORT_S = 4.0, 0.05  # a step without online requests: in their steps; if none came for a while
+_SHORT_STEPS, _SHORT_S = 4.0, 0.05  # bound of a step without online requests: in their steps; if quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class BackgroundWork:
     """The background work of one step.
 
     Attributes:
-        num_decoding: most requests that decode.
-        prompt_rows: most rows of prompts.
+        num_decoding: maximum number of decoding requests.
+        prompt_rows: maximum number of prompt rows.
     """
 
     num_decoding: int
@@ -50,7 +51,7 @@ NOTHING = BackgroundWork(0, 0)
 
 @dataclass(slots=True)
 class _AmountCosts:
-    """Costs of one kind of work, relative to a step; key i stands for up to 2**i units."""
+    """Costs of one kind of work, relative to a step; key i covers up to 2**i units."""
 
     costs: defaultdict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque[float](maxlen=_NUM_TIMES))
@@ -77,7 +78,7 @@ class _AmountCosts:
         return min(units, 2.0 ** (num_fitting - 1)), costs[num_fitting - 1]
 
     def _up_to(self, power: int) -> list[float]:
-        """Return the costs up to this amount: twice the work costs once to twice as much."""
+        """Return the costs by power of two up to this amount: twice the work costs once to twice as much."""
         costs: list[float] = []
         for measured in (self.costs[i] for i in range(power + 1)):
             least, most = (costs[-1], 2 * costs[-1]) if costs else (_CHEAP / 5, _MAX_SAVED)
@@ -88,10 +89,10 @@ class _AmountCosts:
 
 
 class BackgroundBudget:
-    """The background work of one engine's steps.
+    """Chooses the background work of one engine's steps.
 
     Args:
-        max_rows: of a step.
+        max_rows: maximum rows of a step.
         chunks: whether a prompt may be computed in parts.
     """
 
@@ -103,15 +104,16 @@ class BackgroundBudget:
         self._saved_s = 0.0
         self._last: tuple[int, int] | None = None
         self._num_joined = 0  # consecutive steps with background work
-        self._row_s = 0.0  # of the last step of background work alone
-        self._online_step_s = math.inf  # of the last step of online requests alone
+        self._row_s = 0.0  # seconds per row of the last step with background work alone
+        self._online_step_s = math.inf  # seconds of the last step with online requests alone
 
     def alone(self, num_decoding: int, rows_each: int, *, quiet: bool) -> BackgroundWork:
         """Return the work of a step without online requests, one of which may arrive meanwhile.
 
         Args:
-            num_decoding: requests that could decode, with so many rows each.
-            quiet: none arrived for a while: then all decode, and only prompts keep the step short.
+            num_decoding: requests that could decode, with `rows_each` rows each.
+            quiet: none arrived recently: all requests decode, and only prompts are limited to keep the step
+                short.
         """
         short_s = _SHORT_STEPS * self._online_step_s
         if quiet:
@@ -123,7 +125,7 @@ class BackgroundBudget:
         return BackgroundWork(num_decoding, max(most, _CHUNK) if self._chunks else self._max_rows)
 
     def beside(self, num_online: int, num_drafts: int, num_decoding: int) -> BackgroundWork:
-        """Return the work of a step in which so many online requests decode with drafts of this length.
+        """Return the work of a step in which `num_online` requests decode with `num_drafts` drafts each.
 
         Args:
             num_decoding: background requests that could decode.
@@ -141,7 +143,7 @@ class BackgroundBudget:
 
     def observe_online(self, num_online: int, num_drafts: int, seconds: float) -> None:
         """Record a step in which only online requests decoded."""
-        if seconds <= 0:  # nothing is measured
+        if seconds <= 0:  # nothing was measured
             return
         self._alone_s[num_online, num_drafts].append(seconds)
         self._online_step_s, self._num_joined = seconds, 0
@@ -150,7 +152,7 @@ class BackgroundBudget:
     def observe_joined(
         self, num_online: int, num_drafts: int, portion: BackgroundWork, seconds: float
     ) -> None:
-        """Record the same with background work in it."""
+        """Record a step in which background work joined online requests."""
         if seconds <= 0:
             return
         self._num_joined += 1
@@ -174,5 +176,5 @@ class BackgroundBudget:
 
 
 def _power(units: float) -> int:
-    """Return the power of two that holds so many units."""
+    """Return the exponent of the smallest power of two that is at least `units`."""
     return max(math.ceil(math.log2(units)), 0) if units > 1 else 0

@@ -1,18 +1,19 @@
 """Chooses between one batch and two halves that alternate between drafter and target.
 
-An executor whose drafter has a device of its own (`ExecutorInfo.halves`) can draft for one half of the
-requests while it verifies the other:
+An executor whose drafter has its own device (`ExecutorInfo.halves`) can draft for one half of the requests
+while it verifies the other:
 
     whole     draft all -> verify all -> ..               n requests every D(n) + V(n) seconds
     halves    verify A  | verify B  | verify A            n / 2 requests every max(D(n / 2), V(n / 2)) seconds
               draft B   | draft A   | draft B
 
-Halves pay where drafting takes about as long as verifying, or where verifying takes time in proportion to its
-rows. They lose up to half where a pass over half of the rows takes as long as one over all, as on most GPUs.
-So batches stay whole unless halves were measured to bring more tokens per second. The other mode is tried now
-and then, less often after each failure, and halves are not tried where even free drafts would bring nothing.
-
-Used by `step_controller.py`; knows no sequences.
+Halves pay if drafting takes about as long as verifying, or if verifying takes time in proportion to its rows.
+They lose up to half if a pass over half of the rows takes as long as one over all, as on most GPUs. So
+batches
+stay whole unless halves were measured to produce more tokens per second. The other mode is tried
+occasionally,
+less often after each failure, and halves are not tried if even free drafts would gain nothing. Used by
+`step_controller.py`; does not access sequences.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from typing import NamedTuple
 from ..speculation.draft_lengths import load_class
 from ..step.scheduler_output import StepTimings
 
-_NUM_RATES, _MIN_RATES = 8, 6  # steps whose median rate is compared
-_FIRST_HALVES = 2  # of a sequence of halves: the drafts of the first one were not overlapped
-_BETTER = 1.02  # than the present mode, to change to the other
+_NUM_RATES, _MIN_RATES = 8, 6  # steps whose median rate is compared, and their minimum number
+_FIRST_HALVES = 2  # ignored steps of a sequence of halves, since drafts of the first one were not overlapped
+_BETTER = 1.02  # rate ratio to change the mode
 _FIRST_TRIAL, _NEXT_TRIAL, _MAX_TRIAL = 32, 256, 4096  # steps until a trial; doubles with each failure
-# After so many steps a trial is due if the rate is so many times that of the last trial, or its inverse.
+# After this many steps a trial is due if the rate has changed by this factor, up or down, since the last
+# trial.
 _CHANGED_TRIAL, _CHANGED = 128, 1.33
 
 
@@ -39,7 +41,7 @@ class BatchMode(NamedTuple):
     Attributes:
         is_half: it has one half of the requests.
         load: class of the number of running requests.
-        is_settled: the steps before it were planned in the same mode.
+        is_settled: the preceding steps were planned in the same mode.
     """
 
     is_half: bool
@@ -49,14 +51,14 @@ class BatchMode(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadState:
-    """What was measured at one class of load.
+    """Measurements for one class of load.
 
     Attributes:
         uses_halves: the faster mode, as far as known.
         rates: tokens per second of the last whole steps, and of the last halves.
-        max_gain: of halves over whole steps, by the last whole step's seconds.
+        max_gain: upper bound of the gain of halves over whole steps, from the last whole step's seconds.
         trial_in, interval: steps until the next trial, and between trials.
-        trial_rate: of the faster mode, at the last trial.
+        trial_rate: rate of the faster mode at the last trial.
         is_trial: the slower mode is being tried.
     """
 
@@ -72,7 +74,7 @@ class _LoadState:
 
 
 class BatchHalves:
-    """The mode of one engine, by number of running requests."""
+    """Chooses the mode of one engine, by number of running requests."""
 
     def __init__(self) -> None:
         self._states: dict[int, _LoadState] = {}
@@ -96,8 +98,8 @@ class BatchHalves:
         """Learn from a step in which all requests decoded with the same draft length.
 
         Args:
-            num_tokens: that such a step brings on average.
-            seconds: since the step before it ended, or since it was planned if that was later.
+            num_tokens: average number of tokens that such a step produces.
+            seconds: since the previous step ended, or since it was planned if that was later.
         """
         if not turn.is_settled or seconds <= 0:
             return
@@ -122,7 +124,7 @@ class BatchHalves:
             other.clear()
 
     def _state(self, load: int) -> _LoadState:
-        """Return the state of this load; a new one begins like the nearest one."""
+        """Return the state of this load; a new one starts from the nearest one."""
         if load not in self._states:
             nearest = min(self._states, key=lambda other: abs(other - load), default=None)
             self._states[load] = _LoadState()

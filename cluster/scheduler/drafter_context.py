@@ -1,13 +1,14 @@
-"""Tracks whether the drafter is available and which running requests it has the context K/V of.
+"""Tracks whether the drafter is available and of which running requests it has the context K/V.
 
-Drafts of a request need the drafter's K and V of all that was computed for it. They are missing where
+Drafting for a request needs the drafter's K and V of all its computed tokens. They are missing if
 
-* the drafter was replaced, or its process restarted: nothing computed before is known to it;
+* the drafter was replaced, or its process restarted: it has no earlier context;
 * they were not written for a while (`ContextWriteGate`).
 
-In both cases running requests decode without drafts, newly admitted ones are given no cached page that lacks
-them, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`; changes
-the roster and its pages, decides no rows.
+In both cases running requests decode without drafts, newly admitted ones get no cached page that lacks the
+context, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`;
+changes
+the request queues and their pages, decides no rows.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ from .drafter_context_refill import DrafterContextRefill
 from .request_queues import RequestQueues
 from .step_controller import StepController
 
-_IDLE_STEPS = 384  # without useful drafts, until writes stop: the policy has retried in vain by then
-_IDLE_STEPS_AFTER_TRIAL = 96  # the same after a return for a trial
-_REST_STEPS, _MAX_REST_STEPS = 1024, 8192  # without writes, until a trial may resume them; doubles
-_WORTH_STOPPING = 1 / 64  # part of the steps' seconds that writes take
+_IDLE_STEPS = 384  # steps without useful drafts until writes stop; by then a retry has failed
+_IDLE_STEPS_AFTER_TRIAL = 96  # the same after resuming for a trial
+_REST_STEPS, _MAX_REST_STEPS = 1024, 8192  # steps without writes until a trial may resume them; doubles
+_WORTH_STOPPING = 1 / 64  # fraction of the steps' seconds spent on writes
 
 
 class ContextWriteGate:
-    """Stops writing the drafter's context K/V while drafts have brought nothing for long.
+    """Stops writing the drafter's context K/V while drafts have gained nothing for long.
 
-    The context is written with every row, drafted for or not, which costs a part of every step and buys
-    nothing where drafting is off for long. Pages filled while writes are stopped are marked. A return costs
-    the recomputation of at least one request, so a mere trial waits until as many steps have been saved, and
-    twice as many after each trial in vain. Writes that take next to no time are never stopped.
+    The context is written with every row, whether or not it is drafted for. That costs a part of every step
+    and
+    gains nothing while drafting is off. Pages filled while writes are stopped are marked. Resuming costs the
+    recomputation of at least one request, so a mere trial waits until enough steps have been saved, and twice
+    as
+    many after each unsuccessful trial. Writes that take next to no time are never stopped.
 
     Args:
-        may_stop: whether writes take the target's time. Those of a drafter on a device of its own do not.
+        may_stop: whether writes take the target's time. Those of a drafter with its own device do not.
 
     Attributes:
         on: whether the next step writes.
-        wanted: draft length that was chosen at the return; 0 once drafts are possible.
+        wanted: draft length that was chosen when writes resumed; 0 once drafts are possible.
     """
 
     def __init__(self, *, may_stop: bool) -> None:
         self._may_stop = may_stop
         self.on = True
         self.wanted = 0
-        self._steps = 0  # since drafts were useful; while off, since the stop
+        self._steps = 0  # since drafts were useful; while off, since writes stopped
         self._idle_steps, self._rest_steps = _IDLE_STEPS, _REST_STEPS
         self._write_s = self._total_s = 0.0  # of these steps, while on
 
@@ -60,7 +63,7 @@ class ContextWriteGate:
         self.on, self.wanted, self._steps = False, 0, 0
 
     def may_resume_for(self, *, trial: bool) -> bool:
-        """Return whether chosen drafts, for a trial or because they pay, are worth a return."""
+        """Return whether chosen drafts, for a trial or because they pay, justify resuming writes."""
         return not self.on and (not trial or self._steps >= self._rest_steps)
 
     def resume(self, wanted: int = 0) -> None:
@@ -69,7 +72,7 @@ class ContextWriteGate:
         self._wait(_IDLE_STEPS_AFTER_TRIAL)
 
     def scheduled(self, *, useful: bool) -> None:
-        """Record a step; `useful`: it drafts, and not for a trial alone."""
+        """Record a step; `useful`: it drafts, and not only for a trial."""
         if useful:
             self._rest_steps = _REST_STEPS
             self._wait(_IDLE_STEPS)
@@ -86,7 +89,7 @@ class ContextWriteGate:
 
 
 class DrafterContext:
-    """The drafter's context of one engine's requests.
+    """The state of the drafter's context for one engine's requests.
 
     Attributes:
         health: state of the executor's drafter.
@@ -98,11 +101,11 @@ class DrafterContext:
         self.health = DrafterHealth()
         self.refill = DrafterContextRefill(config.max_rows, chunks=config.enable_chunked_prefill)
         self._writes = ContextWriteGate(may_stop=config.num_speculative_tokens > 0 and not config.halves)
-        self._before_trial: list[Sequence] = []  # running when a candidate's trial began
+        self._before_trial: list[Sequence] = []  # requests running when a candidate's trial began
 
     @property
     def is_written(self) -> bool:
-        """Whether the drafter gets what the next step computes."""
+        """Whether the next step writes the drafter's context."""
         return self._writes.on
 
     @property
@@ -111,7 +114,7 @@ class DrafterContext:
         return self.health.ready and self._writes.on
 
     def update_health(self, health: DrafterHealth) -> None:
-        """Take in the drafter's state; called before every plan."""
+        """Update the drafter's state; called before every plan."""
         before, self.health = self.health, health
         if health == before:
             return
@@ -124,9 +127,9 @@ class DrafterContext:
             self._controller.replace_drafter()
 
     def begin_trial(self) -> None:
-        """Write the context of a candidate drafter, too, from now on.
+        """Write a candidate drafter's context too from now on.
 
-        Running requests keep the present drafter; new ones are given no cached page that the candidate lacks.
+        Running requests keep the present drafter; new ones get no cached page that the candidate lacks.
         """
         self._before_trial = list(self._roster.running)
         if self._writes.on:
@@ -136,15 +139,14 @@ class DrafterContext:
             self._writes.resume()
 
     def end_trial(self, *, promoted: bool) -> None:
-        """The candidate has left, or replaced the drafter: then it lacks the requests older than the
-        trial."""
+        """End the trial. A promoted candidate lacks the context of requests older than the trial."""
         before, self._before_trial = self._before_trial, []
         if promoted:
             self._draft_for_none_of([each for each in before if each.slot != WAITING])
             self._controller.replace_drafter()
 
     def prepare(self) -> None:
-        """Before a plan: stop or resume writes, and preempt a request that is to be recomputed in it."""
+        """Prepare a plan: stop or resume writes, and preempt a request that will be recomputed in it."""
         if self._writes.should_stop:
             self._stop()
         elif not self._writes.on:
@@ -157,7 +159,8 @@ class DrafterContext:
         return self._controller.last_choice(background=background).length or self._writes.wanted
 
     def note_limits(self, limits_R: IntArray) -> None:
-        """Retry drafts once some decoding request may have them again, given the limits of all."""
+        """Make the controller retry drafts once some decoding request may have them again, by the limits of
+        all."""
         if self._writes.wanted and limits_R.any():
             self._writes.wanted = 0
             self._controller.retry_soon()
@@ -171,11 +174,12 @@ class DrafterContext:
             self._roster.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 
     def _forget(self, *, marked: bool = False) -> None:
-        """Drop the context of all that is computed.
+        """Drop the context of everything computed.
 
         Args:
             marked: only the cache's marked pages lack it, and the shortest running request is recomputed
-                however long it is.
+                whatever
+                its length.
         """
         running, table = self._roster.running, self._roster.table
         self._roster.books.forget([sequence.slot for sequence in running], marked=marked)
@@ -183,19 +187,20 @@ class DrafterContext:
         self._draft_for_none_of(running, min(lengths, default=0) if marked else 0)
 
     def _draft_for_none_of(self, running: list[Sequence], num_tokens: int = 0) -> None:
-        """Make no drafts for these until they are recomputed; none of up to `num_tokens` is too long."""
+        """Disable drafts for these until they are recomputed; `num_tokens` is the length that is never too
+        long."""
         self._roster.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 
     def _stop(self) -> None:
-        """Stop writes. No request drafts from here on; draft lengths are chosen as before."""
+        """Stop writes. No request drafts from now on; draft lengths are chosen as before."""
         self._writes.stop()
         self._roster.books.cache.mark()
         self.refill.begin(())
         self._roster.counters.drafter_rests += 1
 
     def _resume_if_chosen(self) -> None:
-        """Resume writes if drafts were chosen, which no request got."""
+        """Resume writes if drafts were chosen but could not be made."""
         for background in (False, True):
             choice = self._controller.last_choice(background=background)
             if choice.num_drafts_R.any() and self._writes.may_resume_for(trial=choice.is_trial):

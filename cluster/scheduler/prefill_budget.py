@@ -1,12 +1,12 @@
 """Bounds how long prompts may delay the decoding requests that share their step.
 
-A step returns tokens only at its end, so prompt rows delay the tokens of decoding requests in the same step:
-900 rows of a small model on two cores take 0.4 s. `PrefillBudget` measures what a prompt row adds to a step
+A step returns tokens only at its end, so prompt rows delay the tokens of decoding requests in the same step
+(900 rows of a small model on two cores take 0.4 s). `PrefillBudget` measures what a prompt row adds to a step
 and limits prompt rows so that the step takes at most `_MAX_DELAY_S` longer, or `_MAX_DELAY_STEPS` times a
-decoding step if that is more: with smaller chunks, most of the time would go into reading the weights. On a
-GPU the limit usually exceeds `max_num_batched_tokens` and changes nothing.
+decoding step if that is more: with smaller chunks, most of the time would be spent reading the weights. On a
+GPU the limit usually exceeds `max_num_batched_tokens` and has no effect.
 
-Used by `step_controller.py` only. Knows no sequences.
+Used by `step_controller.py` only. Does not access sequences.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-_MAX_DELAY_S = 0.08  # a reader does not notice; half of the 0.2 s that a foreign stream may pause at most
-_MAX_DELAY_STEPS = 4.0  # then four fifths of the time goes to prompts, and a prompt takes 1.25 times as long
-_NUM_SAMPLES = 5  # the median of the last ones counts, so that one slow step does not
+_MAX_DELAY_S = 0.08  # not noticeable to a reader; half of the 0.2 s that another request's stream may pause
+_MAX_DELAY_STEPS = 4.0  # then prompts get four fifths of the time, and take 1.25 times as long
+_NUM_SAMPLES = 5  # latest samples whose median is used, so that one slow step has no effect
 _FIRST_ROWS = 128  # while no chunk of `_MIN_ROWS` has been measured
-_MIN_ROWS = 32  # of a chunk; shorter prompts take no longer than a step's own noise
-_MAX_GROWTH = 8  # of a chunk over the largest measured one, so that noise cannot admit a whole prompt
+_MIN_ROWS = 32  # minimum chunk; shorter prompts take no longer than a step's own noise
+_MAX_GROWTH = 8  # growth of a chunk over the largest measured one, so that noise cannot admit a whole prompt
 
 
 class PrefillBudget:
-    """Chooses the rows of prompts in steps in which other requests decode, for one engine.
+    """Chooses the prompt rows of steps in which other requests decode, for one engine.
 
     Args:
         max_rows: rows of a step, `max_num_batched_tokens`.
@@ -36,7 +36,7 @@ class PrefillBudget:
         self._most_measured = 0
 
     def rows(self) -> int:
-        """Return the most rows of prompts in a step in which other requests decode."""
+        """Return the maximum prompt rows in a step in which other requests decode."""
         if not self._decode_s:
             return self._max_rows
         if not self._row_s:
@@ -47,11 +47,11 @@ class PrefillBudget:
         return min(max(int(rows), _MIN_ROWS), known, self._max_rows)
 
     def learn(self, prompt_rows: int, seconds: float) -> None:
-        """Record how long a step took.
+        """Record the seconds of a step.
 
         Args:
-            prompt_rows: its rows of prompts; 0 if all its requests decoded.
-            seconds: 0 if nothing was measured, which is ignored.
+            prompt_rows: its prompt rows; 0 if all its requests decoded.
+            seconds: its seconds; 0 if nothing was measured, which is ignored.
         """
         if seconds <= 0.0:
             return

@@ -34,9 +34,9 @@ class RequestQueues:
     """Waiting and running requests of one engine.
 
     Args:
-        config: that of its scheduler.
+        config: configuration of the scheduler.
         on_leave: called with a slot before it is freed.
-        journal: records requests that come and go.
+        journal: records requests that arrive and end.
 
     Attributes:
         running, waiting: sorted by rank.
@@ -81,7 +81,7 @@ class RequestQueues:
         self._journal.arrived(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request; False if it is not here (any more)."""
+        """End a request; return False if it is unknown or has ended."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -107,12 +107,13 @@ class RequestQueues:
         insort(self.waiting, sequence, key=_by_rank)
 
     def others(self, slots_R: IntArray) -> list[Sequence]:
-        """Return the running sequences without these slots, by rank."""
+        """Return the running sequences that have none of these slots, by rank."""
         chosen = set(slots_R.tolist())
         return [sequence for sequence in self.running if sequence.slot not in chosen]
 
     def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Return whether there are a slot, a state and pages for a sequence, and pages for others to grow."""
+        """Return whether a slot, a state and pages are free for a sequence, with spare pages for others to
+        grow."""
         num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
         has_slot = self.table.has_free_slot and self.books.has_state
         return has_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)
@@ -122,7 +123,7 @@ class RequestQueues:
         return len(self.running) if sequence.request.background else self.num_online_running
 
     def make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Preempt background work until a sequence can enter, if necessary; return whether it can."""
+        """Preempt background work, if necessary, until a sequence can be admitted; return whether it can."""
         while not self.has_room_to_enter(sequence, hit):
             if not self.may_preempt_for(sequence):
                 return False
@@ -130,12 +131,12 @@ class RequestQueues:
         return True
 
     def may_preempt_for(self, sequence: Sequence) -> bool:
-        """Return whether the last running sequence is background work, and this one is not."""
+        """Return whether the last running sequence is background work and this one is not."""
         running = self.running
         return bool(running) and running[-1].request.background and not sequence.request.background
 
     def enter(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
-        """Start the first waiting sequence, with a cached prefix."""
+        """Admit the first waiting sequence, with a cached prefix."""
         table, sequence = self.table, self.waiting.pop(0)
         num_cached = hit.num_pages * self._config.page_size
         max_drafts = sequence.request.most_drafts(self._config.num_speculative_tokens)
@@ -186,7 +187,7 @@ class RequestQueues:
 
 
 def _num_online(queue: list[Sequence]) -> int:
-    """Return how many requests of a queue are not background work; they come first."""
+    """Return the number of online requests in a queue; they come first."""
     if not queue or not queue[-1].request.background:
         return len(queue)
     return bisect_left(queue, (1,), key=_by_rank)

@@ -4,15 +4,20 @@ There is no prefill phase and no decode phase: every running sequence has known 
 computed yet, and a step computes some of them. A sequence that lacks only its newest token (the anchor) may
 add drafts after it.
 
-The order is `schedule`, execute, `commit`; later plans may be made while earlier steps are in flight. The
-tokens of those are not known then: pages (`cluster/kv_cache/kv_cache_manager.py`) are allocated for the
-maximum and freed for the minimum, and the workers determine positions. A request that ends, is aborted or is
-preempted (`request_queues.py`) leaves at once: its results in flight are dropped, and as steps run in order,
-its pages are written by their next owner later. Called by `cluster/engine/engine_core.py` only; uses neither
-a clock nor an executor.
+The order is `schedule`, execute, `commit`; later plans may be made while earlier steps are in flight. Their
+tokens are not known yet: pages (`cluster/kv_cache/kv_cache_manager.py`) are allocated for the maximum and
+freed
+for the minimum, and the workers determine positions. A request that ends, is aborted or is preempted
+(`request_queues.py`) leaves at once: its results in flight are dropped, and because steps run in order, the
+next owner of its pages writes them later. Called by `cluster/engine/engine_core.py` only; uses neither a
+clock
+nor an executor.
 
-Requests are served in the roster's order. Background work comes last, and others are planned as if it did not
-exist. It gets rows that they leave (as many as `step_controller.py` allows), or pauses with slot and pages.
+Requests are served in the order of the queues. Background work comes last, and other requests are planned as
+if
+it did not exist. It gets the rows that they leave (as many as `step_controller.py` allows), or pauses with
+slot
+and pages.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -44,7 +49,9 @@ from .usage_meter import UsageMeter
 
 class Scheduler:
     """Plans and commits the steps of one engine. `cluster/engine/engine_core.py` has checked that requests
-    are valid and fit."""
+    are valid
+    and fit.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -77,7 +84,7 @@ class Scheduler:
         """Plan the next step; None if nothing can be done before one in flight ends.
 
         Args:
-            now_s: for the record of times.
+            now_s: time for the records.
         """
         self._admitted = []
         self.journal.planning(self._num_steps, now_s)
@@ -166,7 +173,7 @@ class Scheduler:
     def _plan_background(
         self, online_R: IntArray, online_rows_R: IntArray, now_s: float
     ) -> tuple[IntArray, IntArray]:
-        """Return slots and rows of background work in addition to these online ones.
+        """Return slots and rows of background work in addition to these online requests.
 
         Requests that get no rows pause, keeping slot and pages.
         """
@@ -206,7 +213,7 @@ class Scheduler:
         )
 
     def _unfinished_slots(self, sequences: list[Sequence]) -> IntArray:
-        """Return slots of sequences that may need another step; with halves, of one half."""
+        """Return slots of sequences that may need another step; with halves, those of one half."""
         slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
         slots_R = slots_R[self.table.go_on(slots_R)]
         if not self._halved:
@@ -214,13 +221,13 @@ class Scheduler:
         return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
 
     def _limits(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
-        """Return the most drafts of each request."""
+        """Return the maximum number of drafts of each request."""
         table = self.table
         # A step with k drafts yields up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         if self.books.has_windows:
-            # A window's pages are kept until drafts in flight are verified, which covers one step's rows
-            # ahead.
+            # A window's pages are kept until drafts in flight are verified, which allows for the rows of one
+            # step.
             drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
         return drafts_R
 
@@ -233,7 +240,7 @@ class Scheduler:
         *,
         background: bool = False,
     ) -> IntArray:
-        """Return the drafts of each request, 0 for those that do not decode."""
+        """Return the number of drafts of each request, 0 for those that do not decode."""
         drafts_R = np.zeros_like(known_R)
         if not self.drafter.health.ready:
             return drafts_R
@@ -253,7 +260,7 @@ class Scheduler:
         return drafts_R
 
     def _context(self, slots_R: IntArray) -> float:
-        """Return the number of context tokens of these requests together."""
+        """Return the total number of context tokens of these requests."""
         return float(self.table.num_computed_S[slots_R].sum())
 
     def _admitted_requests(self) -> tuple[IntArray, list[Request]]:
@@ -273,8 +280,10 @@ class Scheduler:
         sequences remain.
 
         If any pool has too few pages, lower-ranked background work is preempted first. Then rows are cut (in
-        place), so that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A
-        prompt only lacks pages in groups with a window, which it passes through.
+        place), so
+        that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A prompt can
+        only lack
+        pages in groups with a window, because those are freed as it passes.
         """
         books = self.books
         books.give_back(slots_R, self.table.least_computed(slots_R))
@@ -373,7 +382,7 @@ class Scheduler:
         self.journal.stepped(step.plan, step.planned_s, outcome, result.timings, now_s)
         self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
-        if outcome.failed.any():  # others must not reuse what failed requests computed
+        if outcome.failed.any():  # other requests must not reuse what failed requests computed
             self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
@@ -405,7 +414,7 @@ class Scheduler:
         table.num_computed_S[slots_R] = outcome.num_computed
 
     def _forget_slot(self, slot: int) -> None:
-        """Drop everything in flight of a slot whose sequence leaves."""
+        """Drop the results in flight of a slot whose sequence leaves."""
         for step in self._in_flight:
             step.staying_R[step.plan.slots == slot] = False
         self.drafter.refill.leave(slot)

@@ -1,5 +1,6 @@
-"""Cumulative counts of a scheduler, for metrics. They only grow; `cluster/engine/engine_core.py` takes
-snapshots."""
+"""Cumulative counts of a scheduler, for metrics. They never decrease; `cluster/engine/engine_core.py` takes
+snapshots.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +47,10 @@ class Counters:
         self.routed_layers = 0  # passes through routed layers
 
     def count_first_entry(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Count a request that runs for the first time here.
+        """Count a request that runs for the first time in this engine.
 
-        Preemptions do not count again; of a request that began elsewhere only the prompt counts.
+        Preemptions are not counted again; of a request that began in another engine only the prompt is
+        counted.
         """
         self.prompt_tokens += num_prompt_tokens
         self.prefix_cache_queries += num_prompt_tokens
@@ -85,6 +87,6 @@ class Counters:
         self.num_drafts += int(np.count_nonzero(num_drafts_R))
         self.num_draft_tokens += int(num_drafts_R.sum())
         self.num_accepted_tokens += int(num_accepted_R.sum())
-        # Position i was accepted if more than i drafts were, so count from above.
+        # Position i was accepted if more than i drafts were, so sum from the end.
         ends = np.bincount(num_accepted_R, minlength=len(self.accepted_per_pos) + 1)
         self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

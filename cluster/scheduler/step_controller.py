@@ -1,8 +1,8 @@
-"""Learns from the steps that end, and decides for the next one: drafts, batch halves, background work,
-prompts.
+"""Chooses drafts, batch halves, background work and prompt rows of each step, and learns from completed
+steps.
 
-The decisions themselves are made by `speculation/draft_length_policy.py`, `batch_halves.py`,
-`background_budget.py` and `prefill_budget.py`; this is their one door to the scheduler, the only caller.
+The decisions are made by `speculation/draft_length_policy.py`, `batch_halves.py`, `background_budget.py` and
+`prefill_budget.py`; this class is their common interface to the scheduler, the only caller.
 
 Legend: R requests of a step, online ones first; K most drafts of a request.
 """
@@ -27,13 +27,14 @@ from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchHalves, BatchMode
 from .prefill_budget import PrefillBudget
 
-_QUIET_S = 5.0  # without online requests; then background steps may be longer
-# Why requests decode without drafts: no drafter, no drafts allowed, plain steps are measured, or are faster.
+_QUIET_S = 5.0  # without online requests, after which background steps may be longer
+# Why requests decode without drafts: no drafter, not allowed for them, plain steps are measured, or are
+# faster.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
-_FIRST_STEPS = 64  # of which each one is learned from
-# Later every second step that drafts is learned from, and every 16th plain one: learning takes host time.
+_FIRST_STEPS = 64  # initial steps, all of which are learned from
+# Later every second drafting step is learned from, and every 16th plain one, since learning takes host time.
 _LEARN_EVERY, _LEARN_EVERY_PLAIN = 2, 16
-_MAX_HOST_SHARE = 0.5  # of a step's own seconds, between steps; what is more was spent waiting for requests
+_MAX_HOST_SHARE = 0.5  # of a step's own seconds; more time between steps was spent idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ class ScheduledStep:
     Attributes:
         plan: the step.
         planned_s: time at which it was made.
-        num_online: its first requests, which are not background work.
-        choice: of the drafts of its first kind of requests.
-        load: what it computes beside drafts.
-        weights_R: what a token of each request is worth.
-        turn: how it was planned, where halves are possible.
-        staying_R: which of its sequences are still those it was made for.
-        undrafted: why no request drafts, where one decodes and could.
+        num_online: number of its first requests, which are not background work.
+        choice: draft choice for its first kind of requests.
+        load: what it computes besides drafts.
+        weights_R: weight of each request.
+        turn: how it was planned, if halves are possible.
+        staying_R: mask of the sequences that have not left since it was made.
+        undrafted: why no request drafts, although one decodes and could.
     """
 
     plan: SchedulerOutput
@@ -71,13 +72,13 @@ class StepController:
     """The adaptive decisions of one engine.
 
     Attributes:
-        acceptance: predicts which drafts are accepted; None where speculation does not adapt.
-        speculating_s, plain_s, undrafted_s: as of `EngineStats`.
+        acceptance: predicts which drafts are accepted; None if speculation does not adapt.
+        speculating_s, plain_s, undrafted_s: as in `EngineStats`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         most = self._max_drafts = config.num_speculative_tokens
-        self._choices = [DraftChoice(np.zeros(0, np.int32), most)] * 2  # the last of online, of background
+        self._choices = [DraftChoice(np.zeros(0, np.int32), most)] * 2  # last ones for online, background
         self._weights = RequestWeights(config.num_slots, by_priority=config.by_priority)
         self._config = config
         self._policies: dict[bool, DraftLengthPolicy] = {}  # for whole batches, and for halves
@@ -94,7 +95,7 @@ class StepController:
 
     def _reset_sums(self) -> None:
         self._num_completed = 0
-        self._num_unlearned = 0  # steps since one was learned from
+        self._num_unlearned = 0  # steps since the last one learned from
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
 
@@ -106,29 +107,29 @@ class StepController:
 
     @property
     def costs(self) -> StepCostModel | None:
-        """Predicts what steps take; None where speculation does not adapt."""
+        """Predicts the seconds of steps; None if speculation does not adapt."""
         return self._policies[False].costs if self._policies else None
 
     @property
     def calibration_error(self) -> tuple[float, ...]:
-        """See `AcceptanceModel.calibration_error`; empty where speculation does not adapt."""
+        """See `AcceptanceModel.calibration_error`; empty if speculation does not adapt."""
         return () if self.acceptance is None else self.acceptance.calibration_error
 
     @property
     def pays(self) -> bool:
-        """Whether a single request would have drafts, by what is known; True while nothing is known."""
+        """Whether a single request would get drafts, by present estimates; True while nothing is known."""
         policy = self._policies.get(False)
         return policy is None or not policy.costs.has_measured_drafts or policy.pays()
 
     def admit(self, slots: IntArray, requests: list[Request]) -> None:
-        """These slots have new requests."""
+        """Register the new requests of these slots."""
         for slot, request in zip(slots.tolist(), requests, strict=True):
             self._weights.admit(slot, request)
         if self.acceptance is not None and len(slots):
             self.acceptance.admit(slots, [request.params.temperature for request in requests])
 
     def forget(self, *, costs: bool) -> None:
-        """Forget what was learned of drafts, all sums, and if asked also what steps cost."""
+        """Forget what was learned about drafts, all sums, and with `costs` also the step costs."""
         if self.acceptance is not None:
             self.acceptance.reset()
             self._make_policies(self.acceptance, self._policies[False].costs)
@@ -137,21 +138,21 @@ class StepController:
         self._reset_sums()
 
     def replace_drafter(self) -> None:
-        """Forget what was learned of drafts: the drafter was replaced."""
+        """Forget what was learned about drafts, because the drafter was replaced."""
         if self.acceptance is not None:
             self.acceptance.reset()
         for policy in self._policies.values():
             policy.replace_drafter()
 
     def retry_soon(self) -> None:
-        """Try drafts in the next step if none are made: they have become possible again."""
+        """Try drafts in the next step if none are made, because they have become possible again."""
         for policy in self._policies.values():
             policy.retry_soon()
 
-    # Deciding.
+    # Decisions.
 
     def uses_halves(self, num_requests: int) -> bool:
-        """Return whether the next step is to have half of so many running requests."""
+        """Return whether the next step has half of `num_requests` running requests."""
         return self._halves is not None and self._halves.choose(num_requests)
 
     def choose_drafts(
@@ -178,11 +179,11 @@ class StepController:
         return self._choices[background]
 
     def prefill_rows(self) -> int:
-        """Return the most rows of prompts in a step in which other online requests decode."""
+        """Return the maximum prompt rows in a step in which other online requests decode."""
         return self._config.max_rows if self._prefill is None else self._prefill.rows()
 
     def background_beside(self, online: tuple[int, int], num_decoding: int) -> BackgroundWork:
-        """Return the background work of a step beside online requests.
+        """Return the background work of a step with online requests.
 
         Args:
             online: number of decoding online requests, and their draft length.
@@ -191,11 +192,11 @@ class StepController:
         return self._background.beside(*online, num_decoding)
 
     def background_alone(self, num_decoding: int, idle_s: float) -> BackgroundWork:
-        """Return the background work of a step that has nothing else.
+        """Return the background work of a step without online requests.
 
         Args:
             num_decoding: background requests that could decode.
-            idle_s: since the last step with online requests.
+            idle_s: seconds since the last step with online requests.
         """
         rows_each = 1 + self._choices[True].length
         return self._background.alone(num_decoding, rows_each, quiet=idle_s > _QUIET_S)
@@ -211,12 +212,12 @@ class StepController:
         is_half: bool,
         drafter_ready: bool,
     ) -> ScheduledStep:
-        """Complete a plan by how its drafts are trimmed.
+        """Complete a plan with how its drafts are trimmed.
 
         Args:
-            context: tokens that its requests attend to, summed.
-            num_online: its first requests, which are not background work.
-            num_running: requests of its first kind.
+            context: context tokens, summed over its requests.
+            num_online: number of its first requests, which are not background work.
+            num_running: running requests of its first kind.
         """
         turn = None if self._halves is None else self._halves.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
@@ -243,7 +244,7 @@ class StepController:
         *,
         has_background: bool,
     ) -> None:
-        """Learn from a step that ended; `has_background`: there is background work, in it or waiting."""
+        """Learn from a completed step; `has_background`: there is background work, in it or waiting."""
         elapsed_s, self._ended_s = now_s - max(step.planned_s, self._ended_s), now_s
         total_s = result.timings.total_s
         self._weights.count_tokens(outcome.slots, outcome.num_out, now_s)
@@ -253,7 +254,7 @@ class StepController:
         self._num_unlearned += 1
         if self._is_learned_from(step):
             self._learn_acceptance(step, outcome, result)
-            # A trial stands for itself, any other step for those since the last one, too.
+            # A trial represents only itself; any other step also those since the last one learned from.
             num_steps = 1 if step.choice.is_trial else self._num_unlearned
             self._learn_costs(step, outcome, result, elapsed_s, num_steps)
             self._num_unlearned -= num_steps
@@ -323,8 +324,8 @@ class StepController:
                     num_online, num_drafts, _portion_of(plan, num_online), timings.total_s
                 )
             return
-        # Where drafts were withheld (no drafter, or no context) the time is not that of the choice. The first
-        # estimates of what drafts bring are not good enough.
+        # Where drafts were withheld (no drafter, or no context) the time does not belong to the choice. The
+        # first estimates of the tokens of drafts are not accurate enough.
         is_known = self.acceptance is None or self._num_completed > _FIRST_STEPS // 2
         if (
             num_drafts == step.choice.length
@@ -355,13 +356,13 @@ def _why_undrafted(choice: DraftChoice) -> Undrafted:
 
 
 def _host_s(timings: StepTimings, elapsed_s: float) -> float:
-    """Return the host's seconds between a step's parts, unless so many that the engine was idle."""
+    """Return the host's seconds between a step's parts, or 0 if so many that the engine was idle."""
     host_s = elapsed_s - timings.total_s
     return host_s if 0.0 < host_s <= _MAX_HOST_SHARE * timings.total_s else 0.0
 
 
 def _draft_length(plan: SchedulerOutput, count: int) -> int | None:
-    """Return the most drafts of each of a plan's first requests; None unless all of these decode."""
+    """Return the largest number of drafts of a plan's first requests; None unless all of these decode."""
     decode = (plan.num_rows[:count] == plan.num_drafts[:count] + 1).all() and plan.samples[:count].all()
     return int(plan.num_drafts[:count].max()) if decode else None
 

@@ -4,8 +4,9 @@ A step's seconds are split among its requests by rows, of prompts, anchors or dr
 decoding are *measured*, never estimated (docs/decisions/receipts.md). A step in which all requests decode is
 compared if a plain step with about as many requests ran in this engine, with the age of that measurement; or
 if an earlier start measured step times, which is counted separately. Other steps count as not measured.
-Nothing is counted before a request names an account; from then on requests without one count for the empty
-account. Called by `scheduler.py`; `totals` may be called from any thread.
+
+Nothing is counted before a request names an account; from then on requests without one are counted for the
+empty account. Called by `scheduler.py`; `totals` may be called from any thread.
 
 Legend: R requests of a step, A accounts, C columns of `Usage`, S slots.
 """
@@ -33,9 +34,9 @@ class Usage(NamedTuple):
 
     Attributes:
         tokens: generated tokens.
-        steps: (request, step) pairs with tokens: plain decoding takes one per token.
-        engine_s: of all steps.
-        compared_s: of those that are compared with plain decoding.
+        steps: (request, step) pairs with tokens; plain decoding needs one per token.
+        engine_s: seconds of all steps.
+        compared_s: seconds of the steps that are compared with plain decoding.
         plain_s: measured time of plain decoding for the tokens of these.
         aged_s: in seconds squared: sum of `compared_s` times the age of the plain measurement.
         kept_s: part of `compared_s` that is compared with plain steps of unknown age, from before the first
@@ -55,7 +56,7 @@ class UsageMeter:
     """Counts the usage of one scheduler's steps by account.
 
     Args:
-        num_slots: most requests that run at once.
+        num_slots: maximum number of requests running at once.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,7 +67,7 @@ class UsageMeter:
         self._has_accounts = False
         self._in_flight: dict[int, NDArray[np.intp]] = {}  # accounts of plans in flight, by step
         self._ended_s = 0.0  # end of the last step
-        self._plain_at_s: dict[int, float] = {}  # by load, when a plain step of it ended
+        self._plain_at_s: dict[int, float] = {}  # end of the last plain step, by load
         self._has_saved_plain = False  # whether plain steps were measured before any ran here
 
     def enter(self, slots: IntArray, accounts: Sequence[UsageAccount | None]) -> None:
@@ -88,10 +89,10 @@ class UsageMeter:
             self._in_flight[plan.step] = self._account_S[plan.slots]
 
     def learn(self, step: ScheduledStep, outcome: StepOutcome, result: StepResult, now_s: float) -> None:
-        """Count a step that has ended.
+        """Count a completed step.
 
         Args:
-            now_s: on the clock of `ScheduledStep.planned_s`.
+            now_s: time on the clock of `ScheduledStep.planned_s`.
         """
         if not self._has_accounts:
             return
@@ -116,7 +117,7 @@ class UsageMeter:
         age_s = self._age_s(load, now_s)
         if decodes and plain_s > 0.0 and (age_s is not None or self._has_saved_plain):
             compared_R[:] = engine_R
-            # Plainly, all requests would have taken as many steps as each has tokens, on average.
+            # Plain decoding would have taken, on average, as many steps as each request has tokens.
             plain_R[:] = tokens_R * (plain_s / len(outcome.slots))
             if age_s is None:
                 kept_R[:] = engine_R
