@@ -1,4 +1,4 @@
-"""The engine: takes requests, runs steps and returns updates.
+"""The engine core: takes requests, runs steps and returns updates.
 
 It checks requests, times the parts of a step and takes snapshots of counts. The scheduler decides, the
 executor computes. Not thread-safe except for `stats`, `lives`, `spent` and `has_unfinished`, which only read.
@@ -179,7 +179,7 @@ class EngineCore:
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """End a request before the next plan, dropping its tokens in flight; False if it is not here.
+        """End a request before the next plan, dropping its tokens in flight; return False if it is unknown.
 
         Args:
             request_id: the request; no update follows, as the caller knows that it ended.
@@ -302,7 +302,7 @@ class EngineCore:
 
     @property
     def speculation_pays(self) -> bool:
-        """Whether a single request would get drafts, by what is known; True if nothing is."""
+        """Whether a single request would get drafts, by present estimates; True if nothing is known."""
         return self._scheduler.controller.pays
 
     def forget_speculation(self) -> None:
@@ -319,7 +319,7 @@ class EngineCore:
         return self._scheduler.spending.totals()
 
     def begin_trial(self) -> None:
-        """Begin a trial: the executor has a candidate drafter from the next plan on (`TriesDrafters`)."""
+        """Begin a trial: the executor has a candidate drafter from the next plan on (`SwapsDrafters`)."""
         self._scheduler.drafter.begin_trial()
 
     def end_trial(self, *, promoted: bool) -> None:

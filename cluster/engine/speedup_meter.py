@@ -1,7 +1,7 @@
 """Speed-up of an engine over plain decoding in the recent past, from its snapshots.
 
-An engine sums up seconds of steps that were free to draft, and what plain decoding would have taken for their
-tokens, by measured plain steps (`EngineStats`; docs/decisions/speed-up.md). This module divides their
+An engine adds up the seconds of steps that were free to draft, and the seconds of plain decoding for their
+tokens, from measured plain steps (`EngineStats`; docs/decisions/speed-up.md). This module divides their
 increases; `cluster/scheduler/step_controller.py` measures them. Used by `actors/observability/telemetry.py`.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .engine_core import EngineStats
 
 MEMORY_S = 60.0  # seconds of decoding after which older values are forgotten
-LEAST_S = 0.05  # with less than this no value is given
+LEAST_S = 0.05  # with less than this, no value is returned
 
 
 class SpeedupMeter:

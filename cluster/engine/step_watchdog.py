@@ -1,10 +1,10 @@
 """Detects a step that takes far longer than similar ones: a worker is stopped, or its device hangs.
 
-The thread that runs steps says when a call of the executor begins and ends; another thread of the same
-process ticks. Only time that was seen tick by tick counts: while the whole process is suspended (SIGSTOP of
-its group, a laptop that sleeps) nothing does. Libraries compile and capture in the first steps of a kind, so
-these may take a minute at least, and the expected time is derived from kinds that were seen. While none was
-seen, only a process that is known to be stopped makes a stall. Pure.
+The thread that runs steps reports when a call of the executor begins and ends; another thread of the same
+process ticks. Only time observed tick by tick counts: while the whole process is suspended (SIGSTOP of its
+group, a sleeping laptop) none does. Libraries compile and capture in the first steps of a kind, so these may
+take at least a minute, and the expected time is derived from kinds already seen. While none was seen, only a
+process known to be stopped counts as a stall. Pure.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from ..step.scheduler_output import AdmittedRequest, SchedulerOutput
 
-FLOOR_S = 20.0  # no step is too long before
-FACTOR = 100.0  # times what such steps take
-COMPILING_S = 60.0  # the floor where libraries may compile or capture in the step
+FLOOR_S = 20.0  # seconds before which no step is too long
+FACTOR = 100.0  # multiple of the slowest similar step
+COMPILING_S = 60.0  # minimum if libraries may compile or capture in the step
 TICK_S = 0.5
 _MIN_STEPS = 2  # steps of a kind before one is judged
 # steps not judged after a request used a new feature, whose kernels are compiled on demand
 _WARM_UP_STEPS = 32
-_DECAY = 0.5  # of a kind's slowest step, with each later one, so that a hiccup is forgotten
+_DECAY = 0.5  # of a kind's slowest step, per later step, so that a hiccup is forgotten
 
 
 class _Kind(NamedTuple):
@@ -141,7 +141,7 @@ class StepWatch:
         if call is None or call is not self._watched:
             self._watched, self._waited_s = call, 0.0
             return None
-        self._waited_s += min(passed_s, 2 * TICK_S)  # more time only passes while this process is suspended
+        self._waited_s += min(passed_s, 2 * TICK_S)  # a longer gap means that this process was suspended
         if self._waited_s < self.floor_s:
             return None
         if suspects := stopped():
@@ -173,8 +173,8 @@ class StepWatch:
 
 
 def _times_rows(kind: _Kind, known: _Kind) -> int:
-    """Return how many times the rows of a known kind this one has, at least 1: a step takes no more times
-    as long."""
+    """Return how many times the rows of a known kind this one has, at least 1: a bound of its relative
+    time."""
     return 1 << max(kind.rows - known.rows, 0)
 
 
