@@ -35,8 +35,7 @@ class LLM:
     """A target, optionally a drafter, and the engine that runs them.
 
     Nothing is written to standard output. While the models load, progress is shown on standard error if it is
-    a
-    terminal.
+    a terminal.
 
     Args:
         model: folder or hub id of the target.
@@ -85,8 +84,7 @@ class LLM:
         """Continue prompts, all at once; results in the order of the prompts.
 
         A request whose output cannot be processed ends with finish_reason "error", and the log has the cause.
-        Other
-        requests are not affected.
+        Other requests are not affected.
 
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
@@ -124,8 +122,7 @@ class LLM:
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
-        those of
-        `generate`). Messages and tools are read as /v1/chat/completions reads them.
+        those of `generate`). Messages and tools are read as /v1/chat/completions reads them.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise RequestError(

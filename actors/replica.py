@@ -1,14 +1,11 @@
 """One Serve replica = one engine with its HTTP server, its lifecycle and its placement in the cluster.
 
 `build_app` is named in `ray_config.yaml`; Serve calls it once, on any node, with the file's `args`. The class
-is
-plain: everything heavy (torch, FastAPI, the engine) is imported and created inside the replica's process, and
-none of it is pickled. Models live in worker actors, even if there is only one: HTTP and scheduling then never
-wait for a model's Python code, and a worker that dies takes no connection with it. The replica answers
-requests
-only when the models are loaded and warm. `actors/serve/replica_lifecycle.py` defines how it ends: a dead
-engine
-ends the process, and Serve replaces the replica together with its workers.
+is plain: everything heavy (torch, FastAPI, the engine) is imported and created inside the replica's process,
+and none of it is pickled. Models live in worker actors, even if there is only one: HTTP and scheduling then
+never wait for a model's Python code, and a worker that dies takes no connection with it. The replica answers
+requests only when the models are loaded and warm. `actors/serve/replica_lifecycle.py` defines how it ends: a
+dead engine ends the process, and Serve replaces the replica together with its workers.
 """
 
 from __future__ import annotations
@@ -159,8 +156,7 @@ class Replica:
         """Apply the deployment's `user_config`; called by Serve at the start and when it changes.
 
         Serve would end the replica on an exception, and a replacement would never start. So errors are logged
-        and
-        nothing changes: at the start, the configuration that the replica was built with stays.
+        and nothing changes: at the start, the configuration that the replica was built with stays.
         """
         await self._desk.configure(user_config)
 

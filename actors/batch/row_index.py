@@ -3,9 +3,8 @@
     files -> records -> 64-bit hash of each id, byte offset of every 64th record -> duplicate ids -> RowIndex
 
 The index takes 8 bytes per row. Only the id column of Parquet is read. The content of files is hashed, so
-that
-a later run recognizes the same input whatever the files' times are. A malformed row is not an error here: it
-becomes an error row when it is answered. A file that cannot be read to its end is an error.
+that a later run recognizes the same input whatever the files' times are. A malformed row is not an error
+here: it becomes an error row when it is answered. A file that cannot be read to its end is an error.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class RowIndex:
     Attributes:
         columns: names and types of the columns that are passed through (`RowSchema.columns`).
         digests: for each file, `sha256` of its content; for a Parquet file in an object store `sampled`
-            (footer
-            and ids), because reading the whole file would read all data twice.
+            (footer and ids), because reading the whole file would read all data twice.
     """
 
     num_rows: int
@@ -116,14 +114,12 @@ def index_rows(
 
     Args:
         duplicates: what to do if the data contains an id twice. Rows without an id get a hash of their
-            content
-            as id and are always numbered.
+            content as id and are always numbered.
         stop: polled; CancelledError is raised if it returns True.
 
     Raises:
         DatasetError: a file cannot be read, there are no rows, an id is duplicated, or a column cannot be
-            passed
-            through.
+            passed through.
     """
     scan = _Scan(source, layout, stop)
     for file in source.files:
@@ -277,8 +273,7 @@ def _find_duplicates(
 
     Rows that share 64 bits are read again, in order, and compared by 64 further bits. `-2`, `-3` and so on is
     appended to the id of later rows, skipping ids in the data. The result depends only on the order of rows,
-    so a
-    resumed job finds the same ids.
+    so a resumed job finds the same ids.
     """
     hashes = index.id_hashes()
     ordered = np.sort(hashes)

@@ -1,8 +1,7 @@
 """The parts of a response: reasoning, content and tool calls.
 
 Plain values, created from text by `stream_parser.py` and formatted by the endpoints (`actors/http/`) and
-batch
-rows.
+batch rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Tables of the reasoning and tool-call formats of model families.
 
 Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that these
-dataclasses
-can express needs no code: `stream_parser.py` and `tool_parsers.py` parse by them, and `tool_call_grammars.py`
-makes grammars from them. Marks are part of what models were trained on, as are the newlines around marks,
-which are not shown.
+dataclasses can express needs no code: `stream_parser.py` and `tool_parsers.py` parse by them, and
+`tool_call_grammars.py` makes grammars from them. Marks are part of what models were trained on, as are the
+newlines around marks, which are not shown.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
     """Pass on a value that begins with a brace or bracket, up to the matching close.
 
     Only the nesting depth is tracked; errors inside are left to the consumer of the arguments. A mark in
-    between
-    ends the value.
+    between ends the value.
     """
     depth = 0
     while True:

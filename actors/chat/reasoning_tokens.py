@@ -1,8 +1,7 @@
 """The tokens around reasoning, and the number of reasoning tokens of a completion, for `usage`.
 
 Counted by tokens alone, so that the number depends neither on speculation nor on how the text was split. It
-is
-therefore reported only if the marks are single tokens, as in all models trained to reason.
+is therefore reported only if the marks are single tokens, as in all models trained to reason.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
     """One `PlaceLogprobs` for each token of an output, stored as numbers and converted on access.
 
     Twenty top tokens at thousands of positions would be millions of objects, whose garbage collection blocks
-    all
-    streams. The collector does not track plain tuples of numbers.
+    all streams. The collector does not track plain tuples of numbers.
 
     Args:
         found, token_ids: log probabilities and the tokens they belong to.

@@ -53,8 +53,7 @@ class RequestMetrics:
 
     `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted, without the bonus token.
     `trace` lists every step of a finished request with one completion, if requested. `num_decoding_steps`
-    counts
-    the steps that produced tokens, except those that completed the prompt.
+    counts the steps that produced tokens, except those that completed the prompt.
     """
 
     num_cached_tokens: int

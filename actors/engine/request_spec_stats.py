@@ -1,9 +1,8 @@
 """Counts what the steps of one request drafted and accepted, and optionally traces every step.
 
 A step that drafts is a *verify step*, vLLM's `num_spec_steps`. All others produce one plain token, as the
-step
-that completes the prompt does. Fed by `output_processor.py`; `http/protocol/speculation_usage.py` formats the
-statistics for HTTP.
+step that completes the prompt does. Fed by `output_processor.py`; `http/protocol/speculation_usage.py`
+formats the statistics for HTTP.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An engine's metrics and logs: one log line per request, and two lines every ten seconds.
 
 Names, buckets and meanings are in `cluster/metrics/engine_metrics.py`. Counters that the engine keeps are
-read
-at each scrape (`engine_metrics.py`); events on the event loop are observed here: finished requests, HTTP,
-batch rows. `prometheus_text.py` formats them. A `RequestTelemetry` is used on that loop only.
+read at each scrape (`engine_metrics.py`); events on the event loop are observed here: finished requests,
+HTTP, batch rows. `prometheus_text.py` formats them. A `RequestTelemetry` is used on that loop only.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class FinishedCompletion:
     """One completion of a request. Seconds since the request arrived.
 
     `first_s`, `last_s`: times of its first and last tokens; None without tokens. `max_tokens`: None if the
-    context
-    is the limit.
+    context is the limit.
     """
 
     num_tokens: int
@@ -148,8 +146,7 @@ class RequestTelemetry:
         engine: the engine whose counters are exported.
         model_name: label of all metrics.
         replica: included in log lines and label of all metrics. (The label `engine` is vLLM's number of an
-            engine
-            in its process, here always "0".)
+            engine in its process, here always "0".)
         mirror: receives all values too.
         max_label_values: maximum number of distinct tenants, and of categories.
         categories: categories counted by name.

@@ -1,12 +1,10 @@
 """Adapts the autoscaling decision of `cluster/fleet/autoscaling.py` to Ray Serve's policy interface.
 
 Named in a deployment's `autoscaling_config.policy`. Serve's controller creates one instance per deployment
-and
-calls it ten times a second with the last values of the replicas' `record_autoscaling_stats`. This module is
-pickled into the controller and its imports run there, so it imports nothing heavy, and of Ray only its
-metrics
-(`autoscaling_metrics.py`). Serve then applies its own bounds, factors and delays; `scaling_options` sets the
-delays to zero because two delays in a row would only be slow.
+and calls it ten times a second with the last values of the replicas' `record_autoscaling_stats`. This module
+is pickled into the controller and its imports run there, so it imports nothing heavy, and of Ray only its
+metrics (`autoscaling_metrics.py`). Serve then applies its own bounds, factors and delays; `scaling_options`
+sets the delays to zero because two delays in a row would only be slow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Shared state of a deployment's drafter trials in Ray's internal key-value store.
 
 Serve keeps its own state there, so the trial state lives as long as the application: a replica that replaces
-a
-dead one finds the verdict that others reached. Every replica writes under its own key; the first verdict is
+a dead one finds the verdict that others reached. Every replica writes under its own key; the first verdict is
 final. Calls take a network round trip, so they must not run on an event loop. Used by `drafter_canary.py` and
 by `manta drafter` (jobs/drafters/deploy.py).
 """

@@ -9,10 +9,8 @@ replica behind HAProxy, and Serve's own proxy, if the environment of their proce
 * Serve's plain-text errors are replaced by errors in OpenAI's format.
 * A request has one id, also where Serve would assign a second one.
 * A rejection by a replica that is stopping, or was dead when the request arrived, gets the status that
-  HAProxy
-  asks for (`RETRY_HEADER`), upon which it tries another replica. A request during which the engine died is
-  not
-  retried, because it may be the cause.
+  HAProxy asks for (`RETRY_HEADER`), upon which it tries another replica. A request during which the engine
+  died is not retried, because it may be the cause.
 """
 
 from __future__ import annotations
@@ -62,10 +60,8 @@ def restore_print() -> None:
     """Restore Python's own `print` in this process.
 
     If RAY_SERVE_LOG_TO_STDERR is 0, as set by `manta serve`, Serve replaces `print` in a replica by one that
-    writes
-    the tuple of its arguments into any other file, which includes each formatted traceback. Standard output
-    and
-    error stay Serve's.
+    writes the tuple of its arguments into any other file, which includes each formatted traceback. Standard
+    output and error stay Serve's.
     """
     builtins.print = logging_utils.buildin_print
 
@@ -101,8 +97,7 @@ class RayServeHost:
         one.
 
         Only the main thread may set a handler, and it never leaves Ray's loop. So Ray's handler stays, and
-        the function
-        of its module that ends the process is replaced.
+        the function of its module that ends the process is replaced.
         """
         assert hasattr(worker, _ENDS_THE_PROCESS), "Ray is another version than this was made for"
         setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())

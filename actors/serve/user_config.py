@@ -1,6 +1,5 @@
 """Settings that can change in a running replica: the deployment's Serve `user_config`, set by `serve deploy`
-or by
-`manta drafter deploy`.
+or by `manta drafter deploy`.
 """
 
 from __future__ import annotations

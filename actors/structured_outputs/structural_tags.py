@@ -7,10 +7,9 @@ them.
 
 The older form is that of OpenAI-compatible servers; the newer is XGrammar's, which nests formats (source:
 XGrammar's "Structural Tag Usage"). In both, a tag belongs to the shortest trigger that its `begin` starts
-with,
-because the free text before it ends there. Free text ends at the first occurrence of its end mark, so a tag's
-end is passed down to the last part inside it. Free text without an end mark cannot be followed by anything; a
-format that places something after it is rejected. Called by `grammar_frontend.py`.
+with, because the free text before it ends there. Free text ends at the first occurrence of its end mark, so a
+tag's end is passed down to the last part inside it. Free text without an end mark cannot be followed by
+anything; a format that places something after it is rejected. Called by `grammar_frontend.py`.
 """
 
 from __future__ import annotations

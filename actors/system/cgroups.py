@@ -1,8 +1,7 @@
 """Linux control groups of this process: the limits of containers (Docker, Kubernetes, systemd, Slurm).
 
 Supports both versions of the kernel's interface. Limits of all parent groups visible to this process apply.
-On
-other systems there are none. Read by `host_resources.py`, and by benchmarks that report throttling.
+On other systems there are none. Read by `host_resources.py`, and by benchmarks that report throttling.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def free_port() -> int:
     """Return a free TCP port of the loopback address.
 
     It is above the ports of Ray's workers (10002 to 19999) and below the system's ephemeral ports (from 32768
-    on
-    Linux), either of which could take it before it is used.
+    on Linux), either of which could take it before it is used.
     """
     while True:
         port = random.randrange(20_000, 32_768)

@@ -5,8 +5,7 @@ each of which adds its own origin. In JSON every line has `time`, `level`, `logg
 `replica`, `engine`, `rank`), and `request_id` if it concerns a request.
 
 A message or an exception cannot forge a line or send control sequences to the terminal: unprintable
-characters
-are escaped, continuation lines are indented, and a record is truncated at MAX_RECORD characters.
+characters are escaped, continuation lines are indented, and a record is truncated at MAX_RECORD characters.
 """
 
 from __future__ import annotations

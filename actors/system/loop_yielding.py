@@ -2,8 +2,7 @@
 
 For work that must run on the loop or consists of many small parts. A single long call goes into a thread
 instead (`actors/tokenization/async_prompt_encoder.py`) if it releases the GIL there. Used by the engine and
-by
-HTTP.
+by HTTP.
 """
 
 from __future__ import annotations

@@ -141,15 +141,13 @@ class AsyncPromptEncoder:
         """Return the token ids of a text. Raises RequestError, naming `param`, if they do not fit the model.
 
         With `keep_last` only the last N tokens are returned and no text is too long: of a text that certainly
-        exceeds
-        the model's limit, only the end is encoded.
+        exceeds the model's limit, only the end is encoded.
         """
         return await self._token_ids(PromptText(text, add_special_tokens, param), keep_last)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
         """Run work on long texts in a thread. A cancelled caller's thread stays occupied until the work is
-        done, so the
-        limit on threads holds.
+        done, so the limit on threads holds.
         """
         call = partial(work, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -3,9 +3,8 @@
 APIs carry arguments as JSON in a string; templates are written for objects (transformers' convention). Models
 make mistakes and responses are cut off, so a string may not be a JSON object; the template then gets the text
 as the model wrote it. It is never an error, because clients send the history again with every turn. A
-template
-that cannot render text (it iterates an object's items) gets an object containing the text; a template that
-cannot render an object (it joins strings) gets JSON. Used by `Tokenizer` and `ChatTemplate`.
+template that cannot render text (it iterates an object's items) gets an object containing the text; a
+template that cannot render an object (it joins strings) gets JSON. Used by `Tokenizer` and `ChatTemplate`.
 """
 
 from __future__ import annotations

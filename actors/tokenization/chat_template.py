@@ -2,8 +2,7 @@
 
 This is 10 times faster than transformers, does not import it, and bounds a template's execution steps. The
 functions that transformers adds to Jinja (`tojson`, `raise_exception`, `strftime_now`) are provided. Nothing
-is
-ever evaluated as Python. Thread-safe. Used by `Tokenizer`.
+is ever evaluated as Python. Thread-safe. Used by `Tokenizer`.
 """
 
 from __future__ import annotations
@@ -40,16 +39,14 @@ class ChatTemplate:
     """A model's chat template, or several by name, with the variables that they are given besides messages.
 
     Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
-    rest
-    are used only by name.
+    rest are used only by name.
 
     Args:
         source: Jinja source, or several by name.
         special_tokens: special tokens by their template names (`bos_token` ..).
         defaults: variables that a request may override: `default_chat_template_kwargs`.
         sorts_tools: the model was trained on tools with sorted object keys, as are models whose template
-            takes
-            TypeScript declarations (`tools_ts_str`).
+            takes TypeScript declarations (`tools_ts_str`).
 
     Attributes:
         source: the source of all templates.

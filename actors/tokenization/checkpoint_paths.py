@@ -36,8 +36,7 @@ def resolve_checkpoint(
 
     Args:
         name: a folder (absolute, relative to the working directory, or relative to the package for the
-            shipped
-            pair), or a hub id.
+            shipped pair), or a hub id.
         field: the setting that contained the name, for error messages.
         files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
         revision: revision on the hub; default: the newest.

@@ -14,8 +14,7 @@ split into blocks. There are three kinds of decoders:
     whole   all other decoders (CTC, suffixes that are cut off at the end): text is returned at the end.
 
 The library's `DecodeStream` is not used: it raises where bytes already returned as text turn out to be
-invalid,
-and requires a prompt that ends with a complete character.
+invalid, and requires a prompt that ends with a complete character.
 
 `tokenizer.py` creates a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
 """
@@ -195,8 +194,7 @@ class RunDetokenizer(IncrementalDetokenizer):
     """Decodes tokens with their own text, and runs of byte tokens.
 
     Decoders strip a leading space from the whole text. Therefore the first tokens of prompt and output are
-    decoded
-    together until they have produced some text.
+    decoded together until they have produced some text.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
@@ -311,8 +309,7 @@ def _parts(decoder: Part) -> list[Part]:
 
 def _goes_by_token(parts: Sequence[Part]) -> bool:
     """Return whether the text is the concatenation of the texts of single tokens and of runs of byte tokens,
-    except
-    for what is stripped at its beginning.
+    except for what is stripped at its beginning.
     """
     has_runs = is_fused = False
     for part in parts:

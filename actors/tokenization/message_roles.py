@@ -52,8 +52,7 @@ class TemplateRoles:
         """Return whether the template renders every message of a conversation with these roles.
 
         `call` is an assistant's message with a call, `said call` one with reasoning and text. The contents of
-        these
-        two are not checked.
+        these two are not checked.
         """
         if roles not in self._taken:
             self._taken[roles] = self._try(roles)

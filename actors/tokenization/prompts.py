@@ -2,8 +2,7 @@
 
 Both engines take only `EncodedPrompt`s. Prompts are parsed here; `LLM` encodes them inline (`encode_prompt`),
 all other code off the event loop (`async_prompt_encoder.py`). Token ids are checked to be integers here, or
-by
-the HTTP models for JSON; `cluster/step/limits.py` checks them against the vocabulary. Also here: loading a
+by the HTTP models for JSON; `cluster/step/limits.py` checks them against the vocabulary. Also here: loading a
 tokenizer, and seeds.
 """
 

@@ -33,9 +33,8 @@ class SpecialTokenGuard:
     """Separates the special tokens of a template from those that messages contain.
 
     Guarded are the tokenizer's special tokens, and those of its other added tokens that the chat template
-    writes
-    (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML are not
-    guarded.
+    writes (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML
+    are not guarded.
 
     Args:
         backend: the tokenizer.
@@ -72,8 +71,7 @@ class SpecialTokenGuard:
 
         Args:
             is_answer: the value is a message of the model, whose reasoning and calls templates search for;
-                only
-                special tokens are marked in it.
+                only special tokens are marked in it.
         """
         starts = self._special_starts if is_answer else self._starts
         return map_texts(value, starts.mark)

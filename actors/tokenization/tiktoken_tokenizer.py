@@ -7,10 +7,8 @@
 From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokenizers` library: two tokens whose
 concatenated bytes are a token are a merge, in the order of ranks. The code is parsed, never run: for its
 pattern, and for whether it sorts the keys of tools. Only Kimi's pattern is accepted: `tiktoken` and
-`tokenizers`
-interpret patterns differently, and they have been compared for this one alone
-(docs/decisions/tiktoken-tokenizers.md).
-Called by `tokenizer.py`, and by the load plan for token ids.
+`tokenizers` interpret patterns differently, and they have been compared for this one alone
+(docs/decisions/tiktoken-tokenizers.md). Called by `tokenizer.py`, and by the load plan for token ids.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ class _Published(HfConfig):
 
     Attributes:
         auto_map: transformers' class -> the file and class of that code, or two of them (the second for a
-            fast
-            tokenizer, which does not exist here).
+            fast tokenizer, which does not exist here).
     """
 
     auto_map: dict[str, Any] = Field(default_factory=dict)  # Any: JSON values
@@ -169,8 +166,7 @@ def _settings(folder: Path) -> _Settings:
 
 def _behind(num_ranks: int, named: dict[int, _AddedToken]) -> dict[int, _AddedToken]:
     """Return every id from the ranks up to the largest named one, ascending; unnamed ids are reserved tokens,
-    spelled
-    as in the publisher's code.
+    spelled as in the publisher's code.
     """
     reserved = range(num_ranks, max(named, default=-1) + 1)
     unnamed = {i: _AddedToken(content=f"<|reserved_token_{i}|>", special=True) for i in reserved}

@@ -1,9 +1,8 @@
 """An upper bound of the text per token, which gives a lower bound of a text's tokens without encoding it.
 
 A text that cannot fit the model is rejected in microseconds, where encoding takes a second per 2 MB. The
-bound
-must never reject a text that fits, so it is only computed for tokenizers that lose no characters: each step
-must be one known to keep or lengthen text, and the vocabulary must cover every byte.
+bound must never reject a text that fits, so it is only computed for tokenizers that lose no characters: each
+step must be one known to keep or lengthen text, and the vocabulary must cover every byte.
 
     text ─ normalizer ─▶ characters ─ pre-tokenizer, BPE ─▶ tokens
          at most 4 : 1 (NFC, NFKC)                        at most the longest entry : 1

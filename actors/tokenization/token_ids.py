@@ -1,8 +1,7 @@
 """Token ids of a folder's tokenizer, read from its files alone; a load plan checks a target with them.
 
 Machines that only examine and time kernels have no `tokenizers` library, and a plan encodes no text. Called
-by
-`targets/loading/load_plan.py`.
+by `targets/loading/load_plan.py`.
 """
 
 from __future__ import annotations

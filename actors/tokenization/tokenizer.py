@@ -1,8 +1,7 @@
 """Tokenizer: the `tokenizers` library plus the checkpoint's chat template.
 
 Reads `tokenizer.json` (any fast tokenizer) or Kimi's `tiktoken.model` (`tiktoken_tokenizer.py`). Used by
-`LLM`,
-the replica's engine and the HTTP server. Thread-safe: the tokenizer is never changed after loading.
+`LLM`, the replica's engine and the HTTP server. Thread-safe: the tokenizer is never changed after loading.
 """
 
 from __future__ import annotations
@@ -174,8 +173,7 @@ class Tokenizer:
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> tuple[str, str | None]:
         """Render messages. Return the prompt text, and a second text to encode as `guarded` if messages
-        contain special
-        tokens that must be encoded as text.
+        contain special tokens that must be encoded as text.
 
         Args:
             source: the name of one of the model's templates, or Jinja source instead of them.

@@ -1,10 +1,8 @@
 """Reads a checkpoint's tokenizer settings: names of special tokens, and chat templates.
 
 Reads tokenizer_config.json, special_tokens_map.json, chat_template.jinja and additional_chat_templates/ by
-the
-rules of transformers' `AutoTokenizer` (5.24), without importing it. Called by `tokenizer.py`, by the load
-plan
-for the end token, and by `manta serve`.
+the rules of transformers' `AutoTokenizer` (5.24), without importing it. Called by `tokenizer.py`, by the load
+plan for the end token, and by `manta serve`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Next to online requests, background work may take a small share of the engine's 
 saved while online requests decode alone, and spent by the additional time of steps with background work; a
 negative balance is a debt that is saved up again. So the share holds however well costs were predicted. Cheap
 work joins first: on a GPU, where decoding is memory-bound, more decoding requests cost next to nothing and
-join
-every step, while a prompt chunk joins occasionally; on a CPU, where each row costs, one request joins once in
-several steps.
+join every step, while a prompt chunk joins occasionally; on a CPU, where each row costs, one request joins
+once in several steps.
 
 Costs are measured relative to the preceding steps with online requests alone: by kind of work, by amount in
 powers of two, and by number of online requests. An unmeasured amount is assumed to cost as much as the next

@@ -9,11 +9,9 @@ while it verifies the other:
 
 Halves pay if drafting takes about as long as verifying, or if verifying takes time in proportion to its rows.
 They lose up to half if a pass over half of the rows takes as long as one over all, as on most GPUs. So
-batches
-stay whole unless halves were measured to produce more tokens per second. The other mode is tried
-occasionally,
-less often after each failure, and halves are not tried if even free drafts would gain nothing. Used by
-`step_controller.py`; does not access sequences.
+batches stay whole unless halves were measured to produce more tokens per second. The other mode is tried
+occasionally, less often after each failure, and halves are not tried if even free drafts would gain nothing.
+Used by `step_controller.py`; does not access sequences.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Drafting for a request needs the drafter's K and V of all its computed tokens. T
 
 In both cases running requests decode without drafts, newly admitted ones get no cached page that lacks the
 context, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`;
-changes
-the request queues and their pages, decides no rows.
+changes the request queues and their pages, decides no rows.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ class ContextWriteGate:
     """Stops writing the drafter's context K/V while drafts have gained nothing for long.
 
     The context is written with every row, whether or not it is drafted for. That costs a part of every step
-    and
-    gains nothing while drafting is off. Pages filled while writes are stopped are marked. Resuming costs the
-    recomputation of at least one request, so a mere trial waits until enough steps have been saved, and twice
-    as
-    many after each unsuccessful trial. Writes that take next to no time are never stopped.
+    and gains nothing while drafting is off. Pages filled while writes are stopped are marked. Resuming costs
+    the recomputation of at least one request, so a mere trial waits until enough steps have been saved, and
+    twice as many after each unsuccessful trial. Writes that take next to no time are never stopped.
 
     Args:
         may_stop: whether writes take the target's time. Those of a drafter with its own device do not.
@@ -178,8 +175,7 @@ class DrafterContext:
 
         Args:
             marked: only the cache's marked pages lack it, and the shortest running request is recomputed
-                whatever
-                its length.
+                whatever its length.
         """
         running, table = self._roster.running, self._roster.table
         self._roster.books.forget([sequence.slot for sequence in running], marked=marked)

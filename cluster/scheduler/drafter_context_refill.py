@@ -2,8 +2,7 @@
 
 Requests admitted later provide the new drafter's whole context. Running ones decode without drafts until the
 target has computed all their tokens again: such a request is preempted and readmitted. This makes the steps
-of
-other requests longer, and its own reader waits until it is done. Therefore
+of other requests longer, and its own reader waits until it is done. Therefore
 
 * one request is recomputed at a time, the shortest first;
 * its step has no more rows than if all requests drafted, because the rows of the missing drafts are free; if

@@ -6,18 +6,14 @@ add drafts after it.
 
 The order is `schedule`, execute, `commit`; later plans may be made while earlier steps are in flight. Their
 tokens are not known yet: pages (`cluster/kv_cache/kv_cache_manager.py`) are allocated for the maximum and
-freed
-for the minimum, and the workers determine positions. A request that ends, is aborted or is preempted
+freed for the minimum, and the workers determine positions. A request that ends, is aborted or is preempted
 (`request_queues.py`) leaves at once: its results in flight are dropped, and because steps run in order, the
 next owner of its pages writes them later. Called by `cluster/engine/engine_core.py` only; uses neither a
-clock
-nor an executor.
+clock nor an executor.
 
 Requests are served in the order of the queues. Background work comes last, and other requests are planned as
-if
-it did not exist. It gets the rows that they leave (as many as `step_controller.py` allows), or pauses with
-slot
-and pages.
+if it did not exist. It gets the rows that they leave (as many as `step_controller.py` allows), or pauses with
+slot and pages.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -49,8 +45,7 @@ from .usage_meter import UsageMeter
 
 class Scheduler:
     """Plans and commits the steps of one engine. `cluster/engine/engine_core.py` has checked that requests
-    are valid
-    and fit.
+    are valid and fit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -280,10 +275,8 @@ class Scheduler:
         sequences remain.
 
         If any pool has too few pages, lower-ranked background work is preempted first. Then rows are cut (in
-        place), so
-        that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A prompt can
-        only lack
-        pages in groups with a window, because those are freed as it passes.
+        place), so that drafts are dropped first; to keep a first row, lower-ranked sequences are preempted. A
+        prompt can only lack pages in groups with a window, because those are freed as it passes.
         """
         books = self.books
         books.give_back(slots_R, self.table.least_computed(slots_R))

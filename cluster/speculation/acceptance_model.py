@@ -141,8 +141,7 @@ class AcceptanceModel:
     @property
     def calibration_error(self) -> tuple[float, ...]:
         """Mean absolute difference of predicted and observed acceptance by position, over ten bins of the
-        predicted
-        probability; 0 where nothing was observed.
+        predicted probability; 0 where nothing was observed.
         """
         observed_K = np.maximum(self._binned_K3[:, :, 0].sum(axis=1), 1e-9)
         gaps_K = np.abs(self._binned_K3[:, :, 1] - self._binned_K3[:, :, 2]).sum(axis=1)

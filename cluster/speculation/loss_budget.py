@@ -3,8 +3,7 @@
 Two things can be slower than plain decoding, and one account covers both:
 
 * a *trial*, made to measure a draft length. It is made only if its worst case is covered, and its loss
-  against
-  the best known length is deducted;
+  against the best known length is deducted;
 * drafts that were expected to pay and do not. Their losses and gains are added up. Once the net loss exceeds
   what is covered, drafting pauses whatever is predicted, because measurements take precedence.
 

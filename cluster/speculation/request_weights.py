@@ -1,8 +1,7 @@
 """Weights of requests in the choice of drafts: the value of a token of each, 1 by default.
 
 * A request with a time-per-output-token target (`Request.tpot_ms`) has up to four times the weight while it
-  is
-  late, and down to half while it is early.
+  is late, and down to half while it is early.
 * Each level of priority changes the weight by a quarter if the scheduling policy is by priority.
 * Background work has half the weight of online requests.
 

@@ -142,8 +142,7 @@ class StepCostModel:
 
     def bounds_s(self, load: StepLoad, lengths: Sequence[int]) -> tuple[Doubles, Doubles]:
         """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
-        steps without
-        prompts in which all requests have drafts of these lengths (ascending): two arrays [L].
+        steps without prompts in which all requests have drafts of these lengths (ascending): two arrays [L].
         """
         load, lengths_L = load._replace(prompt_rows=0), np.array(lengths)
         rows_L = load.num_requests * (1 + lengths_L)
@@ -158,8 +157,8 @@ class StepCostModel:
 
     def seconds_by_rows(self, load: StepLoad, num_rows: int) -> FloatArray:
         """Predict the seconds of the target's pass by its rows, including prompt rows: fp32, more than
-        `num_rows`
-        values (`Trim.seconds_N`). Returns the same array until `changed` while the load is about the same.
+        `num_rows` values (`Trim.seconds_N`). Returns the same array until `changed` while the load is about
+        the same.
         """
         same = self._last is not None and self._last[0][:2] == load[:2] and len(self._last[1]) > num_rows
         if self._last is None or not same:

@@ -3,19 +3,18 @@
     seconds = phase (a + b R + sum_i s_i |rows in segment i| + c C + d C N / R + e [P > 0] + f P)
 
 with N rows of R decoding requests, C context tokens of all requests, and P prompt rows. Segments end at
-powers
-of two, because rows may be free up to some number and cost more beyond it, or cost less the more there are
-(experts). b is separate from the rows because four requests of one row take longer than one request of four.
-No coefficient is negative.
+powers of two, because rows may be free up to some number and cost more beyond it, or cost less the more there
+are (experts). b is separate from the rows because four requests of one row take longer than one request of
+four. No coefficient is negative.
 
 The phase is the machine's present slowness: clocks change, and other processes start and stop. It changes
 within some dozens of steps, the coefficients hardly ever. So the prediction for plain steps, which do not run
 while drafts are made, follows the machine's present state rather than the time of their last measurement.
 
 All parameters are estimated together by an extended Kalman filter (D. Simon, "Optimal State Estimation",
-13.2):
-a random walk observed through each pass. Loads share coefficients, so a pass that never ran is predicted too,
-with a standard deviation that says how well it is known. Exploration of draft lengths relies on that.
+13.2): a random walk observed through each pass. Loads share coefficients, so a pass that never ran is
+predicted too, with a standard deviation that says how well it is known. Exploration of draft lengths relies
+on that.
 
 A pass that is much slower than predicted is probably an interruption and has less weight. Used by
 `step_cost_model.py`.
@@ -139,8 +138,8 @@ class StepTimeRegression:
 
     def bounds(self, rows_N: Doubles, work: PassFeatures) -> tuple[Doubles, Doubles]:
         """Return the lower and upper bound, one standard deviation from the prediction, of the seconds of
-        passes with
-        these rows (ascending). They do not decrease with the rows, and grow at most in proportion to them.
+        passes with these rows (ascending). They do not decrease with the rows, and grow at most in proportion
+        to them.
         """
         features_NF = np.stack([_features(work._replace(rows=rows)) for rows in rows_N.tolist()])
         seconds_N = self.phase * np.maximum(features_NF @ self._theta_F, _LEAST * self._first_s)

@@ -69,8 +69,7 @@ class RowSchema:
         defaults: sampling fields for rows that have none.
         seed: seed of the job; a row without a seed gets one derived from this and its id.
         category_column: the job's report counts rows by its values. If None, OpenAI batch lines are counted
-            by
-            `metadata.category` of their bodies.
+            by `metadata.category` of their bodies.
     """
 
     kind: Literal["dataset", "openai"] = "dataset"

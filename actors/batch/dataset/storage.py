@@ -2,9 +2,8 @@
 
 `s3://`, `gs://` and `abfs://` are Arrow's file systems, `hf://` is Hugging Face's. Credentials are found as
 those do, on every node (environment, files, instance roles). The URL may name an S3 server other than
-Amazon's:
-`s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all: by rename
-on a disk, by a single put in an object store. Picklable.
+Amazon's: `s3://bucket/x?endpoint_override=http://host:9000`. A written file appears complete or not at all:
+by rename on a disk, by a single put in an object store. Picklable.
 
 An output folder may contain what an attacker has put there, so no name leads out of it and no link in it is
 followed. Input belongs to the user, and its links are followed.

@@ -1,9 +1,8 @@
 """Rewrites parts: so that at the end every row is in one part, or to renumber rows after the input changed.
 
 A rewritten part gets a new name, and its record lists the parts it replaces. So each row counts in one part
-at
-any moment, even if this is killed; running it again completes it. Called only by the ledger, while no writer
-may write.
+at any moment, even if this is killed; running it again completes it. Called only by the ledger, while no
+writer may write.
 """
 
 from __future__ import annotations
@@ -153,8 +152,7 @@ def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Re
     """Yield the groups of parts that become one part, with the shard in its name.
 
     Where order is preserved, parts whose rows overlap are merged, and names follow the order of rows.
-    Overlaps and
-    wrong names occur after several runs or after rows were renumbered.
+    Overlaps and wrong names occur after several runs or after rows were renumbered.
     """
     records = sorted(index.records.values(), key=lambda each: (each.kind, each.rows[0]))
     if not form.ordered:

@@ -1,8 +1,7 @@
 """Specification of a job: settings its results depend on, input and output. Checks whether it may resume.
 
 The fingerprint is a hash of what results depend on. The drafter is not part of it: it does not change
-results,
-and the next run may use another. `job_runs.py` stores the spec in the output.
+results, and the next run may use another. `job_runs.py` stores the spec in the output.
 """
 
 from __future__ import annotations

@@ -118,10 +118,8 @@ class RowWriter:
         """Make added rows durable and make the parts that are due. Return the rows made durable.
 
         Durable rows survive the death of any process, and a power failure once they are in a part. Failed
-        writes are
-        retried by later calls. Raises OutputError if they have failed for a minute, or if a later run has
-        taken over
-        the output.
+        writes are retried by later calls. Raises OutputError if they have failed for a minute, or if a later
+        run has taken over the output.
         """
         durable: list[RowRanges] = []
         with self._writing:

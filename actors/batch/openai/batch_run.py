@@ -4,8 +4,7 @@
 
 Rows are read, answered, written and counted as in `manta batch`: a durable row is answered once, even if
 another replica continues. The batch's stored object shows the progress. At the end every line is in one of
-the
-two files; a line without a response with the reason.
+the two files; a line without a response with the reason.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 All state is in the storage, so a starting replica finds the batches that another left. The replica that holds
 the lock of a batch's ledger runs it. A replica takes another batch when its present ones leave slots free, so
 batches spread over replicas and no engine idles while a batch's last rows run. Runs on the application's
-event
-loop, with storage and files in threads. Rows yield to online requests.
+event loop, with storage and files in threads. Rows yield to online requests.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     files/<id>.json     its object: OpenAI's fields, the owner, and the pieces of the content
 
 The object is written last, which makes the file exist. An output is not copied: its pieces are the parts of
-the
-batch's ledger. All state is in the storage, so any replica can serve any request. A file that a caller
+the batch's ledger. All state is in the storage, so any replica can serve any request. A file that a caller
 (`cluster/request/caller.py`) may not see does not exist for it. Blocking: called in threads.
 """
 
