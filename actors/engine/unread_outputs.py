@@ -96,7 +96,6 @@ class Unread:
 
 
 def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutput:
-    """Return two outputs of a completion as one."""
     logprobs = before.logprobs
     if logprobs is not None and fresh.logprobs is not None:
         logprobs = OutputLogprobs.joined(logprobs, fresh.logprobs)

@@ -31,7 +31,7 @@ _EXTRAS = ("request_id", "request_ids")  # fields of a line, given with `extra`
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How a process logs; `origin` is included in each line of JSON."""
+    """Settings of a process's log; `origin` is included in each line of JSON."""
 
     format: LogFormat = "text"
     origin: Mapping[str, str | int] = field(default_factory=dict)

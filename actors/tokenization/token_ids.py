@@ -20,7 +20,7 @@ from .tokenizer_config import read_special_tokens
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """What is known of a tokenizer without loading it.
+    """The token ids of a tokenizer, known without loading it.
 
     Attributes:
         known: all its token ids.

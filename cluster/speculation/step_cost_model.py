@@ -27,7 +27,7 @@ _LEAST_S = 1e-9
 
 
 class StepLoad(NamedTuple):
-    """What a step computes besides drafts.
+    """The work of a step besides drafts.
 
     Attributes:
         num_requests: decoding requests, each with one row without drafts.

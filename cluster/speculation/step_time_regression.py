@@ -58,7 +58,7 @@ _LEAST = 1e-3  # lower bound of predictions, in units of the first pass's second
 
 
 class PassFeatures(NamedTuple):
-    """What a pass computes.
+    """The work of a pass.
 
     Attributes:
         rows, requests: rows and number of decoding requests.

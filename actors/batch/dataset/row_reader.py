@@ -62,10 +62,10 @@ class Row:
     """A row of the input.
 
     Attributes:
-        number: in the whole dataset, 0-based.
-        record: as read; of JSON lines `{"text": line}`, which is parsed where the row is answered.
-        id: given by the job; None where the row's own id holds.
-        fault: why there is no record; `record` then holds the text.
+        number: 0-based, in the whole dataset.
+        record: as read; for JSON lines `{"text": line}`, which is parsed where the row is answered.
+        id: assigned by the job; None if the row's own id is used.
+        fault: why there is no record; `record` then contains the text.
     """
 
     number: int

@@ -51,10 +51,10 @@ class Storage:
 
     Attributes:
         where: as the user wrote it, without a URL's query and credentials; for messages.
-        filesystem: Arrow's.
+        filesystem: Arrow's file system.
         root: the folder's path in it.
-        private: no other user of the disk may read what is written.
-        follows_links: in this folder; for input.
+        private: other users of the disk may not read what is written.
+        follows_links: links in this folder are followed; for input.
     """
 
     where: str

@@ -81,13 +81,13 @@ def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segm
 
 
 class OutputIndex:
-    """Records and segments of an output, as of the last `refresh`.
+    """Records and segments of an output at the last `refresh`.
 
     Attributes:
         files: sizes of the files in the output's folder and in the folder of failed rows, by name.
-        records: of the parts that count, by part name.
+        records: records of the parts that count, by part name.
         stale: records of parts whose row numbers refer to an earlier input.
-        segments: that count, by name; row numbers only.
+        segments: segments that count, by name; row numbers only.
     """
 
     def __init__(self, output: Storage, *, first_run: int, numbering: int) -> None:
