@@ -139,7 +139,6 @@ class Replica:
 
     @property
     def lives(self) -> bool:
-        """Whether the engine is alive."""
         return self._engine.is_alive
 
     @property
@@ -253,7 +252,6 @@ def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> 
 
 
 def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """Return the application of several replicas or models with a gateway."""
     engines = [_engine(i, config, settings) for i, (config, settings) in enumerate(models)]
     served = [
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)

@@ -309,7 +309,6 @@ def _line(row: Row, layout: RowSchema) -> str | None:
 
 
 def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:
-    """Return logprobs as LOGPROBS_TYPE."""
     if completion.logprobs is None or num_top is None:
         return None
     found: list[dict[str, Any]] = []

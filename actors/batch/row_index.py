@@ -193,7 +193,6 @@ class _Scan:
         self.digests.append({"sha256": digest.hexdigest()})
 
     def _hash(self, text: TextFile, raw: Raw) -> int:
-        """Return the hash of a record's id."""
         try:
             record = parse_line(raw) if self._source.lines and isinstance(raw, bytes) else text.record(raw)
         except BadRecordError as error:

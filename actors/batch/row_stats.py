@@ -145,8 +145,6 @@ def _joined(times: Iterable[Sequence[float]], longest_gap_s: float) -> list[list
 
 @dataclass(slots=True)
 class Category:
-    """Sums over the rows of one category."""
-
     rows: int = 0
     failed: int = 0
     completion_tokens: int = 0

@@ -54,7 +54,6 @@ def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
 
 
 def skip_value(source: TextSource) -> Waiting[None]:
-    """Skip a value."""
     first = yield from source.peek()
     if first and first in "{[":
         yield from json_value(source, _nowhere)

@@ -44,7 +44,6 @@ class ReasoningCounter:
         return cls(begin, end[0], opened=opened)
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Count the next tokens."""
         for token_id in token_ids:
             self._recent.append(token_id)
             if not self._inside:

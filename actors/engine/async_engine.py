@@ -60,9 +60,7 @@ class HasWorkers(Protocol):
     """An executor whose workers are separate processes (`workers/`). Methods may be called from any
     thread."""
 
-    def stopped_workers(self) -> Sequence[str]:
-        """Return the names of the stopped workers."""
-        ...
+    def stopped_workers(self) -> Sequence[str]: ...
 
     def give_up(self, reason: str) -> None:
         """Kill all workers, also the stopped ones. The executor is dead afterwards."""

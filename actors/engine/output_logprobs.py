@@ -62,7 +62,6 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         return found
 
     def clear(self) -> None:
-        """Remove all positions."""
         self._numbers.clear()
 
     @property
@@ -71,7 +70,6 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         return self._numbers
 
     def text_of(self, token_id: int) -> str:
-        """Return the displayed text of a token."""
         return shown_token(token_id, _text_of(token_id, self._tokenizer))
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -130,7 +128,6 @@ class PromptLogprobs:
 
     @property
     def first_text(self) -> str:
-        """Displayed text of the first token."""
         return shown_token(self._token_ids[0], _text_of(self._token_ids[0], self._tokenizer))
 
 

@@ -318,7 +318,6 @@ class RequestTracker:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Statistics of the request so far."""
         first, steps = self._first_token_s, self._steps
         return RequestMetrics(
             num_cached_tokens=self._num_cached,

@@ -10,7 +10,6 @@ from ...cluster.speculation.acceptance_length import mean_acceptance_length
 
 
 def engine_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """Return the line on load and throughput between two snapshots."""
     prompts = now.prompt_tokens - before.prompt_tokens
     tokens = now.generation_tokens - before.generation_tokens
     queries = now.prefix_cache_queries - before.prefix_cache_queries
@@ -25,7 +24,6 @@ def engine_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
 
 
 def acceptance_line(before: EngineStats, now: EngineStats, seconds: float, speedup: float | None) -> str:
-    """Return the line on acceptance between two snapshots with drafts."""
     drafts = now.num_drafts - before.num_drafts
     drafted = now.num_draft_tokens - before.num_draft_tokens
     accepted = now.num_accepted_tokens - before.num_accepted_tokens

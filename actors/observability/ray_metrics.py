@@ -57,8 +57,6 @@ def _exporter_answers() -> bool:
 
 
 class _Simple:
-    """A counter or a gauge."""
-
     def __init__(self, metric: Metric, tags: Tags) -> None:
         self._own = _own_labels(metric)
         name, keys = metric.name.replace(":", "_"), (*self._own, *tags)

@@ -186,7 +186,6 @@ class RequestTelemetry:
     # Observations.
 
     def observe_first_token(self, since_arrival_s: float) -> None:
-        """Observe a completion's first tokens."""
         self._histograms["vllm:time_to_first_token_seconds"].observe(since_arrival_s)
 
     def observe_tokens(self, count: int, gap_s: float) -> None:

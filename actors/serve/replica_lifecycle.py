@@ -75,7 +75,6 @@ class ReplicaLifecycle:
         self._exit = exit
 
     async def watch(self) -> None:
-        """Watch until the process ends."""
         while True:
             if not self._engine.is_alive:
                 if not self._place.is_leaving:  # otherwise Serve has closed it

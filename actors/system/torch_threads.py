@@ -47,7 +47,6 @@ class TorchThreads:
 
     @property
     def size(self) -> int:
-        """Current number of threads."""
         return self._size
 
     def use(self) -> None:

@@ -43,8 +43,6 @@ class _Seen:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A submitted plan."""
-
     kind: _Kind
     seconds: float = 0.0
 

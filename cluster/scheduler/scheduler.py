@@ -216,7 +216,6 @@ class Scheduler:
         return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
 
     def _limits(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
-        """Return the maximum number of drafts of each request."""
         table = self.table
         # A step with k drafts yields up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
@@ -255,7 +254,6 @@ class Scheduler:
         return drafts_R
 
     def _context(self, slots_R: IntArray) -> float:
-        """Return the total number of context tokens of these requests."""
         return float(self.table.num_computed_S[slots_R].sum())
 
     def _admitted_requests(self) -> tuple[IntArray, list[Request]]:

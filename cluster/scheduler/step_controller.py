@@ -122,7 +122,6 @@ class StepController:
         return policy is None or not policy.costs.has_measured_drafts or policy.pays()
 
     def admit(self, slots: IntArray, requests: list[Request]) -> None:
-        """Register the new requests of these slots."""
         for slot, request in zip(slots.tolist(), requests, strict=True):
             self._weights.admit(slot, request)
         if self.acceptance is not None and len(slots):

@@ -182,7 +182,6 @@ class DraftLengthPolicy:
     # Planning.
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
-        """Choose the drafts of a step."""
         if not self.costs.has_measurements:
             length = self._max_drafts if self._num_ended else 0
             return DraftChoice(np.minimum(batch.limits_R, length), length)

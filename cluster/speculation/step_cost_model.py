@@ -74,7 +74,6 @@ class StepCostModel:
 
     @property
     def has_measured_drafts(self) -> bool:
-        """Whether any drafter's pass was measured."""
         return bool(self._draft)
 
     @property
@@ -127,7 +126,6 @@ class StepCostModel:
         self._last = None
 
     def draft_s(self, context: float, draft_rows: int, num_drafting: int) -> float:
-        """Predict the seconds of the drafter's pass."""
         if not draft_rows:
             return 0.0
         work = PassFeatures(draft_rows, num_drafting, 0, context)

@@ -201,7 +201,6 @@ def template_columns(template: str) -> tuple[str, ...]:
 
 
 def prompt_column(columns: list[str], layout: RowSchema) -> str | None:
-    """Return the column that holds the prompt."""
     if layout.prompt_column is not None:
         return layout.prompt_column if layout.prompt_column in columns else None
     return next((name for name in PROMPT_COLUMNS if name in columns), None)

@@ -78,7 +78,6 @@ class SourceFile:
             raise DatasetError(f"input: {self} cannot be read: {error}.", param="input") from None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the content. Raises DatasetError."""
         with self.reading(), self.open() as reader:
             while chunk := reader.read(READ_BYTES):
                 yield chunk

@@ -101,7 +101,6 @@ class Storage:
 
     @property
     def name(self) -> str:
-        """Return the last part of the path."""
         return PurePosixPath(self.root).name
 
     @property
@@ -153,7 +152,6 @@ class Storage:
             return file.read()
 
     def reader(self, name: str) -> pa.NativeFile:
-        """Open a file for seeking and reading."""
         return self.filesystem.open_input_file(self.path(name))
 
     def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
@@ -185,7 +183,6 @@ class Storage:
             list(requests.map(self._remove, names))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with its content, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(self.path(name))
 

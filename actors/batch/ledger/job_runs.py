@@ -45,7 +45,6 @@ class JobRun:
 
     @property
     def run(self) -> int:
-        """Return the number of the latest run."""
         return self.runs[-1]["run"]
 
     @classmethod
@@ -71,7 +70,6 @@ class JobRun:
         return cls(first_run=run, numbering=run, runs=(_run(run),), spec=spec.to_json())
 
     def next(self, spec: JobSpec, *, renumbered: bool) -> JobRun:
-        """Return the job with one more run."""
         run = self.run + 1
         return replace(
             self,

@@ -130,7 +130,6 @@ class Ledger:
 
     @property
     def stats(self) -> RowStats:
-        """Return the stats of all parts."""
         return self._index.stats
 
     @property

@@ -47,7 +47,6 @@ class Segment:
 
 
 def row_numbers(table: pa.Table) -> list[int]:
-    """Return the row numbers of results."""
     return table["row"].to_pylist()
 
 
@@ -170,7 +169,6 @@ class OutputIndex:
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """Return the writers of segments."""
         return tuple(dict.fromkeys(segment.writer for segment in self.segments.values()))
 
     def durable(self, writer: str) -> RowRanges:

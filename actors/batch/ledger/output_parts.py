@@ -237,7 +237,6 @@ def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, for
 
 
 def ids_in(content: bytes, form: OutputForm) -> list[str]:
-    """Return the ids of a part's rows."""
     if form.suffix == "parquet":
         return pq.read_table(pa.BufferReader(content), columns=["id"])["id"].to_pylist()
     name = "custom_id" if form.format == "openai" else "id"

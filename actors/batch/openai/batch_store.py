@@ -106,8 +106,6 @@ class Batch:
 
 
 class BatchStore:
-    """The batches of one storage."""
-
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._owned = Owned(storage, FOLDER, "batch_")

@@ -190,7 +190,6 @@ class FileStore:
         return page(ids, after, limit, wanted)
 
     def chunks(self, file: StoredFile) -> Iterator[bytes]:
-        """Yield the file's content."""
         for piece in file.pieces:
             with self.storage.reader(piece) as reader:
                 while chunk := reader.read(CHUNK_BYTES):
