@@ -123,8 +123,7 @@ class Replica:
 
     @property
     def _echoes_request_id(self) -> bool:
-        """Whether this application must return request ids; if not, the wrapper around Serve's server
-        does."""
+        """Whether this application must return request ids; if not, Serve's wrapped server does."""
         return door_is_there()
 
     def _live(self) -> None:
@@ -147,8 +146,7 @@ class Replica:
         return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:
-        """Raise if the engine is dead; called by Serve once the replica is constructed, then twice a
-        second."""
+        """Raise if the engine is dead; called by Serve after the start and then twice a second."""
         self._engine.check_health()
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:  # Any: YAML
@@ -191,12 +189,10 @@ class RoutedReplica(Replica):
         return True
 
     async def wake(self) -> None:
-        """Do nothing. A gateway without a replica calls this, because a waiting call makes Serve start a
-        replica."""
+        """Do nothing: a gateway without a replica calls this, as a waiting call makes Serve start one."""
 
     async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
-        """Drain the direct endpoint, then close; called by Serve, which does not count the endpoint's
-        requests."""
+        """Drain the direct endpoint, then close; called by Serve, which does not count its requests."""
         if door := getattr(self, "_door", None):
             await door.close()
         super().__del__()
@@ -314,8 +310,7 @@ def most_requests(config: EngineConfig) -> int:
 
 
 def _fence(most: int) -> int:
-    """Return Serve's limit of requests: more than are accepted, and than there can be unfinished request
-    bodies."""
+    """Return Serve's limit of requests, above those accepted and those with unfinished bodies."""
     return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
@@ -329,8 +324,7 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
 
 
 def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
-    """Check that the initial replicas fit. Without a connection to Ray, only warn, as the cluster is not
-    known."""
+    """Check that the initial replicas fit. Without a connection to Ray, only warn."""
     demands: list[DeploymentDemand] = []
     for i, (config, settings) in enumerate(models):
         topology = Topology.of(config, _largest_node())

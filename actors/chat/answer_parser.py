@@ -58,8 +58,7 @@ class AnswerParserFactory:
     tokenizer: Tokenizer | None = None
 
     def answer(self, response_id: str, index: int) -> AnswerParser:
-        """Return a parser for the `index`th completion of a response. Tool call ids derive from both
-        arguments."""
+        """Return a parser of the `index`th completion of a response. Both determine its tool call ids."""
         splitter = Splitter(
             self.thinking,
             self.calls,

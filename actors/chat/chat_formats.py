@@ -86,8 +86,7 @@ class TaggedCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotedCalls:
-    """Calls written as `begin call:NAME{key:quote text quote,other:42} end`: JSON with bare keys and a quote
-    mark."""
+    """Calls written as `begin call:NAME{key:quote text quote,other:42} end`, JSON with bare keys."""
 
     begin: str
     heading: str

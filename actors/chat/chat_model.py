@@ -118,8 +118,7 @@ class ChatModel:
     def forced(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
     ) -> StructuredOutputsParams:
-        """Return the grammar that forces calls of these tools after the reasoning. Arguments as in
-        `reading`."""
+        """Return the grammar that forces calls of these tools after the reasoning; see `reading`."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         lark = forced_calls(self.calls, schemas, self.tokenizer.special_token_ids, several=parallel)
         return StructuredOutputsParams(
@@ -129,8 +128,7 @@ class ChatModel:
     def strict(
         self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
     ) -> StructuredOutputsParams | None:
-        """Return the structural tags that make calls of strict tools follow their schemas; None if not
-        possible."""
+        """Return structural tags that make calls of strict tools follow their schemas; None if impossible."""
         assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
         tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
         if tags is None:
@@ -155,8 +153,7 @@ class ChatModel:
         return tuple(ids) if len(ids) == 1 else ()
 
     def limited(self, params: SamplingParams, prompt: str) -> SamplingParams:
-        """Return the parameters with the reasoning marks if a thinking budget needs them and they are
-        known."""
+        """Return the parameters with the reasoning marks if a thinking budget needs known ones."""
         if params.thinking_token_budget is None or params.reasoning_end_token_ids:
             return params
         if self.thinking is None or self.tokenizer is None:

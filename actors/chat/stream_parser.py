@@ -183,8 +183,7 @@ class Splitter:
             yield from self._source.starts_with(calls.section_end)
 
     def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
-        """Read calls without marks at the start. Return False if at least one was read, so nothing else
-        follows."""
+        """Read calls without marks at the start. False if any was read, so that nothing else follows."""
         while True:
             before = self._num_calls
             self._source.mark()

@@ -143,8 +143,7 @@ class TextSource:
             yield
 
     def short(self, marks: Marks, limit: int = 256) -> Waiting[str]:
-        """Return the text before a mark and read the mark. Raises NotACallError if none comes within
-        `limit`."""
+        """Return the text before a mark and read the mark. Raises NotACallError beyond `limit` characters."""
         parts: list[str] = []
 
         def take(text: str) -> None:

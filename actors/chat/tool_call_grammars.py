@@ -125,8 +125,7 @@ class _Writer:
         return " ".join([*parts, self._text(closing)])
 
     def _quoted(self, syntax: QuotedCalls, name: str, schema: Schema, at: int) -> str:
-        """Return a call with texts between quote marks and other values as JSON; optional fields come
-        last."""
+        """Return a call: texts between quote marks, other values as JSON, optional fields last."""
         fields: tuple[list[str], list[str]] = ([], [])
         for i, (key, optional) in enumerate(_properties(schema)):
             value = property_schema(schema, key)
@@ -148,8 +147,7 @@ class _Writer:
         return f"{self._text(header + syntax.body)} {self._json(f'args_{at}', schema)}"
 
     def _json(self, rule: str, schema: Schema, root: Schema | None = None) -> str:
-        """Add a rule for JSON of a schema and return its name; `root` holds the definitions that it refers
-        to."""
+        """Add a rule for JSON of a schema and return its name; `root` holds referenced definitions."""
         schema = schema or _ANY_OBJECT if root is None else schema
         if root is not None:
             schema = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}

@@ -152,8 +152,7 @@ def read_tagged_call(source: TextSource, calls: OpenCalls, syntax: TaggedCalls) 
 def _read_value(
     source: TextSource, calls: OpenCalls, syntax: TaggedCalls, schema: Mapping[str, Any] | None
 ) -> Waiting[bool]:
-    """Read a value: text is passed on as it arrives, other types when complete. False if the text ends
-    within."""
+    """Read a value, text as it arrives, other types when complete. False if the text ends within."""
     if syntax.newlines:
         yield from source.starts_with("\n")
     if is_text(schema):
@@ -257,8 +256,7 @@ def _name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:
 
 
 def escaped(text: str) -> str:
-    """Return text as written between the quotes of a JSON string; pieces of text give pieces of the
-    string."""
+    """Return text as between the quotes of a JSON string; pieces of text give pieces of the string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -57,8 +57,7 @@ class SwapsDrafters(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """An executor whose workers are separate processes (`workers/`). Methods may be called from any
-    thread."""
+    """An executor whose workers are separate processes (`workers/`). Its methods are thread-safe."""
 
     def stopped_workers(self) -> Sequence[str]: ...
 
@@ -135,8 +134,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Load the models and start the loop. Raises ConfigError or another MantaError; the engine is then
-        closed."""
+        """Load the models and start the loop. Closes the engine and raises MantaError if that fails."""
         self._loop = asyncio.get_running_loop()
         # In parallel: the workers are processes, so this process mostly waits for them.
         loading = asyncio.to_thread(self._load)
@@ -158,8 +156,7 @@ class AsyncEngine:
         self._watch_delivery()
 
     def _load(self) -> Executor:
-        """Build the executor. Runs in a thread. Closes the executor itself if `close` was called
-        meanwhile."""
+        """Build the executor, in a thread. Closes the executor if `close` was called meanwhile."""
         executor = self._make(self.config)
         with self._wake:
             self._executor = executor
@@ -179,8 +176,7 @@ class AsyncEngine:
 
     @property
     def encoder(self) -> AsyncPromptEncoder:
-        """Return the prompt encoder, which encodes off the event loop and rejects prompts that are too
-        long."""
+        """The prompt encoder, which works off the event loop and rejects prompts that are too long."""
         assert self._encoder is not None, "start() the engine first"
         return self._encoder
 
@@ -367,8 +363,7 @@ class AsyncEngine:
     # On the event loop.
 
     def _held(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
-        """Hold the grammar of the parameters while in use; it is compiled off the event loop and the step
-        thread."""
+        """Hold the parameters' grammar in a context; it is compiled off the loop and the step thread."""
         assert self._grammars is not None, "start() the engine first"
         return self._grammars.held(params)
 

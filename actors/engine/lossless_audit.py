@@ -67,8 +67,7 @@ class AuditedAnswer:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
     def compare(self, output: RequestOutput) -> None:
-        """Compare new tokens decoded without speculation. Raises _DiffersError at the first different
-        token."""
+        """Compare new tokens decoded without speculation. Raises _DiffersError at the first difference."""
         for token_id in output.outputs[0].token_ids:
             if self.token_ids[self.num_compared : self.num_compared + 1] != [token_id]:
                 raise _DiffersError

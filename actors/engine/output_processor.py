@@ -423,8 +423,7 @@ class OutputProcessor:
         return tracker, fresh, hit
 
     def tracker_of(self, child_id: str) -> RequestTracker | None:
-        """Return the tracker of the request a completion belongs to; None if it has ended or was
-        forgotten."""
+        """Return the tracker of a completion's request; None if it has ended or was forgotten."""
         known = self._living.get(child_id)
         return None if known is None else known[0]
 

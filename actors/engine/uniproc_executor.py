@@ -97,8 +97,7 @@ class InProcessExecutor:
         self._exchange.end_trial(promoted=promoted)
 
     def hold_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar in parallel with the steps and hold it until `let_go_grammar`. Raises
-        GrammarError."""
+        """Compile a grammar alongside the steps and hold it until `let_go_grammar`. Raises GrammarError."""
         if (grammars := self._alive().grammars) is not None:
             grammars.compiler.hold(grammar)
 

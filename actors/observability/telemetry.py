@@ -76,8 +76,7 @@ class FinishedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """A prompt whose completions have all ended; `longest` is the largest number of tokens of a
-    completion."""
+    """A prompt whose completions have all ended; `longest` is the maximum tokens of a completion."""
 
     num_tokens: int
     num_cached_tokens: int
@@ -123,8 +122,7 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One HTTP request at its end, as logged. Times in milliseconds; contains no text of the request or
-    response."""
+    """One HTTP request at its end, as logged. Times in milliseconds; contains no prompts or outputs."""
 
     request_id: str
     id: str
@@ -218,8 +216,7 @@ class RequestTelemetry:
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
     def count_drafts(self, asker: Tenant, num_drafts: int, num_accepted: int) -> None:
-        """Count the verify steps and accepted drafts of a request that has ended, whether or not it
-        succeeded."""
+        """Count the verify steps and accepted drafts of a request that has ended for any reason."""
         tenant = self._tenants.of(asker.tenant)
         category = self._categories.of(asker.category)
         for label, value in (("tenant", tenant), ("category", category)):

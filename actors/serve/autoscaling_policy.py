@@ -33,8 +33,7 @@ class TimedValue(Protocol):
 
 
 class ServeContext(Protocol):
-    """The parts of Serve's `AutoscalingContext` used here. `raw_metrics` maps a metric to samples by
-    replica."""
+    """The used parts of Serve's `AutoscalingContext`. `raw_metrics`: samples by metric and replica."""
 
     @property
     def app_name(self) -> str: ...

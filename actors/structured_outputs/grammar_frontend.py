@@ -45,8 +45,7 @@ LARGE_TIMEOUT_S = 600.0
 
 @runtime_checkable
 class HoldsGrammars(Protocol):
-    """An executor whose ranks compile grammars in parallel with their steps. Methods may be called from any
-    thread."""
+    """An executor whose ranks compile grammars alongside their steps. Methods are thread-safe."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar on every rank and hold it until `let_go_grammar`. Blocks; raises GrammarError."""

@@ -68,8 +68,7 @@ def check_size(value: Any, field: str) -> None:
 
 
 def _has_misread_bounds(schema: Any) -> bool:
-    """Return whether a part has bounds for which llguidance accepts an excluded value, such as 0 in 0 < x <
-    0.5."""
+    """Return whether llguidance would accept a value that a part's bounds exclude: 0 in 0 < x < 0.5."""
     if isinstance(schema, list):
         return any(map(_has_misread_bounds, schema))
     if not isinstance(schema, Mapping):

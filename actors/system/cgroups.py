@@ -53,8 +53,7 @@ class ControlGroup:
         return min(quotas, default=None)
 
     def throttled_s(self) -> float | None:
-        """Return the seconds these groups were throttled by quotas, summed over cores; None without a
-        quota."""
+        """Return the seconds throttled by quotas, summed over cores and groups; None without a quota."""
         found = [held_s for folder in self._folders if (held_s := _throttled_s(folder)) is not None]
         return sum(found) if found else None
 

@@ -22,8 +22,7 @@ _YOUNG, _MIDDLE = 10, 1000
 
 
 def spare_streams() -> None:
-    """Freeze all present objects, collect the oldest generation rarely, and shorten the thread switch
-    interval."""
+    """Freeze all present objects, rarely collect the oldest others, and switch threads sooner."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

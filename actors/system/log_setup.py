@@ -107,8 +107,7 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def log_to_stderr(settings: LogSettings) -> None:
-    """Log to the process's standard error, which Ray captures; `sys.stderr` may have been replaced by
-    Serve."""
+    """Log to the process's standard error, which Ray captures; Serve may replace `sys.stderr`."""
     ours = logging.getLogger("manta")
     ours.handlers = [_Handler(settings)]
     ours.setLevel(logging.INFO)

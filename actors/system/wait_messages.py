@@ -1,5 +1,4 @@
-"""Reports waits of seconds: a message about the work in progress, repeated periodically with the elapsed
-time."""
+"""Reports long waits: the work in progress, repeated periodically with the elapsed time."""
 
 from __future__ import annotations
 

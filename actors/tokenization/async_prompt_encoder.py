@@ -85,8 +85,7 @@ class AsyncPromptEncoder:
         return given
 
     async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
-        """Encode the prompts of one request. Raises RequestError once they exceed MAX_TOKENS_TOGETHER
-        tokens."""
+        """Encode the prompts of one request. Raises RequestError beyond MAX_TOKENS_TOGETHER tokens."""
         found: list[EncodedPrompt] = []
         count, turns = 0, LoopYielder()
         for prompt in prompts:

@@ -112,8 +112,7 @@ def _depth_fits(value: Any, most: int) -> bool:
 
 
 def _rendered(render: Callable[[Messages], str], arguments: Any) -> str | None:
-    """Render a prompt with a call that has these arguments, and its result; None if the template rejects
-    it."""
+    """Render a call that has these arguments, and its result; None if the template rejects it."""
     function = {"name": "probe", "arguments": arguments}
     call = {"id": "probe0000", "type": "function", "function": function}  # Mistral's ids have nine characters
     messages = [

@@ -103,8 +103,7 @@ class TemplateRoles:
         return None if role is None else _joined_all(messages, role)
 
     def _behind(self, messages: list[Message]) -> list[Message]:
-        """Return the other messages, with system messages rewritten that the template does not accept
-        there."""
+        """Return the other messages, rewriting system messages that the template rejects there."""
         found: list[Message] = []
         awaits_user = False  # the last message was a system message that may be merged into a user's
         for message in messages:

@@ -68,8 +68,7 @@ class Chat:
 
     @property
     def num_chars(self) -> int:
-        """Characters of all messages, tools and documents, which determine the time of rendering and
-        encoding."""
+        """Characters of messages, tools and documents, which determine the time of rendering and encoding."""
         values = (value for each in self.messages for key, value in each.items() if value and key != "role")
         lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
         return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
@@ -216,8 +215,7 @@ class SeedSource:
 
 
 def _integers(values: Sequence[object]) -> tuple[int, ...]:
-    """Return the ids as plain integers. Avoids checking valid lists one by one, as they may hold a million
-    ids."""
+    """Return the ids as plain integers. A valid list, which may be long, is checked at once."""
     if set(map(type, values)) <= {int}:
         return tuple(cast("Sequence[int]", values))
     return tuple(map(_integer, values))

@@ -80,8 +80,7 @@ class SpecialTokenGuard:
         return [self.mark(each, is_answer=each.get("role") == "assistant") for each in messages]
 
     def read(self, rendered: str) -> tuple[str, str | None]:
-        """Return the text without marks, and the text that `backend` encodes instead if users wrote a
-        marker."""
+        """Return the text without marks, and what `backend` encodes instead if users wrote a marker."""
         if self._marks.search(rendered) is None:
             return rendered, None
         own = self._texts.sub(lambda found: self._words[found[0]], rendered)

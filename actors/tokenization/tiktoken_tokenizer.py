@@ -121,8 +121,7 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tiktoken_ids(folder: Path) -> dict[str, int]:
-    """Return the token ids of a folder with a `tiktoken.model`, by text or, for ranks, by their bytes as
-    Latin-1."""
+    """Return the ids of a `tiktoken.model` folder by text, or for ranks by their bytes as Latin-1."""
     ranks = read_ranks(folder / TIKTOKEN_MODEL)
     added = _behind(len(ranks), _settings(folder).added(_SETTINGS))
     ids = {token.decode("latin-1"): token_id for token, token_id in ranks.items()}
@@ -193,8 +192,7 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
 
 
 def published_pattern(file: Path) -> str | None:
-    """Return the value of `pat_str` in Python code, which is parsed, not run; None if it is not plain
-    text."""
+    """Return the value of `pat_str` in Python code, which is only parsed; None if it is not plain text."""
     for node in _parsed(file):
         match node:
             case ast.Assign(targets=[ast.Name(id="pat_str")], value=value):

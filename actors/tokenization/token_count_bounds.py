@@ -90,8 +90,7 @@ def _splitter_keeps(part: Part) -> bool:
 
 
 def _model_keeps(model: Part, steps: list[Part]) -> bool:
-    """Return whether every byte has a token; text without one is dropped or a run of it becomes one unknown
-    token."""
+    """Return whether every byte has a token; otherwise text is dropped or merged into one unknown token."""
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):

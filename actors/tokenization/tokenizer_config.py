@@ -97,8 +97,7 @@ def _read(folder: Path, name: str) -> Json:
 
 
 def _class_name(folder: Path, settings: Json, byte_level: bool) -> str:
-    """Return the class that transformers selects for these files; "" if it has no special tokens of its
-    own."""
+    """Return the class that transformers selects for these files; "" if it has no own special tokens."""
     config = _read(folder, "config.json")
     kind = str(config.get("model_type") or "")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")

@@ -142,8 +142,7 @@ class _Declaration:
         return f"{{\n{_BETWEEN.join(fields)}\n{indent}}}" if fields else "{}"
 
     def _fields(self, schema: Schema, indent: str) -> list[tuple[tuple[bool, str], str]]:
-        """Return the fields in the schema's order, each with its sort key: whether it is optional, its
-        name."""
+        """Return the fields in the schema's order, each with its sort key: (is optional, name)."""
         required, fields = schema.get("required", []), []
         for name, of_field in schema.get("properties", {}).items():
             optional = name not in required

@@ -171,8 +171,7 @@ class StepWatch:
 
 
 def _times_rows(kind: _Kind, known: _Kind) -> int:
-    """Return how many times the rows of a known kind this one has, at least 1: a bound of its relative
-    time."""
+    """Return the ratio of rows to those of a known kind, at least 1, which bounds the time ratio."""
     return 1 << max(kind.rows - known.rows, 0)
 
 

@@ -156,8 +156,7 @@ class DrafterContext:
         return self._controller.last_choice(background=background).length or self._writes.wanted
 
     def note_limits(self, limits_R: IntArray) -> None:
-        """Make the controller retry drafts once some decoding request may have them again, by the limits of
-        all."""
+        """Make the controller retry drafts once the limits allow a decoding request to draft again."""
         if self._writes.wanted and limits_R.any():
             self._writes.wanted = 0
             self._controller.retry_soon()
@@ -183,8 +182,7 @@ class DrafterContext:
         self._draft_for_none_of(running, min(lengths, default=0) if marked else 0)
 
     def _draft_for_none_of(self, running: list[Sequence], num_tokens: int = 0) -> None:
-        """Disable drafts for these until they are recomputed; `num_tokens` is the length that is never too
-        long."""
+        """Disable drafts for these until they are recomputed; none up to `num_tokens` is too long."""
         self._roster.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 

@@ -53,8 +53,7 @@ class DrafterContextRefill:
         self.current: Sequence | None = None
 
     def begin(self, running: Iterable[Sequence], num_tokens: int = 0) -> None:
-        """Start recomputing these, which lack drafter context; sequences up to `num_tokens` are never too
-        long."""
+        """Start recomputing these, which lack drafter context; none up to `num_tokens` is too long."""
         self._prompts, self.current = ({}, {}), None
         self._min_rows = max(_MIN_ROWS, -(-num_tokens // _MAX_STEPS))
         for sequence in running:

@@ -112,8 +112,7 @@ class RequestQueues:
         return [sequence for sequence in self.running if sequence.slot not in chosen]
 
     def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Return whether a slot, a state and pages are free for a sequence, with spare pages for others to
-        grow."""
+        """Return whether a slot, a state and pages are free for a sequence, and pages for others to grow."""
         num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
         has_slot = self.table.has_free_slot and self.books.has_state
         return has_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)

@@ -44,9 +44,7 @@ from .usage_meter import UsageMeter
 
 
 class Scheduler:
-    """Plans and commits the steps of one engine. `cluster/engine/engine_core.py` has checked that requests
-    are valid and fit.
-    """
+    """Plans and commits the steps of one engine, whose `EngineCore` has validated the requests."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config

@@ -1,6 +1,4 @@
-"""Cumulative counts of a scheduler, for metrics. They never decrease; `cluster/engine/engine_core.py` takes
-snapshots.
-"""
+"""Cumulative counts of a scheduler, for metrics. `cluster/engine/engine_core.py` takes snapshots."""
 
 from __future__ import annotations
 

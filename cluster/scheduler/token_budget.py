@@ -12,8 +12,7 @@ from .background_budget import BackgroundWork
 
 
 def share(wanted_R: IntArray, budget: int) -> IntArray:
-    """Return one row for each sequence, plus the rest of the budget in rank order, up to what each can
-    use."""
+    """Return one row for each sequence, plus the rest of the budget in rank order, as wanted."""
     extra_R = wanted_R - 1
     used_R = np.cumsum(extra_R) - extra_R
     return 1 + np.minimum(extra_R, np.maximum(budget - len(wanted_R) - used_R, 0))

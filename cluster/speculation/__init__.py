@@ -1,3 +1,1 @@
-"""Chooses how many drafts each request gets, from their acceptance probabilities and the step cost. Start
-with `draft_length_policy.py`.
-"""
+"""Chooses draft lengths from acceptance and step cost. Start with `draft_length_policy.py`."""

@@ -100,8 +100,7 @@ class AcceptanceModel:
         return self._num_updates > 0
 
     def expect(self, acceptance_length: float) -> None:
-        """Set the prior for drafts never observed to this mean acceptance length (including the bonus
-        token)."""
+        """Set the prior of unobserved drafts to this mean acceptance length (including the bonus token)."""
         length = min(max(acceptance_length, 1.0), self._max_drafts + 1.0)
         self._first_chance = survival_of_length(length, self._max_drafts)[0]
         self._mean_K = self._mean_chances()
@@ -123,8 +122,7 @@ class AcceptanceModel:
         )
 
     def samples(self, slots_R: IntArray, count: int) -> FloatArray:
-        """Return the survival probabilities of the last `count` blocks of each request, fp32 [count, R,
-        K]."""
+        """Return the survival probabilities of each request's last `count` blocks, fp32 [count, R, K]."""
         places_T1 = (self._updated_step - 1 - np.arange(count)[:, None]) % NUM_SAMPLES
         return self._survivals(self._samples_STK[slots_R, places_T1])
 
@@ -133,8 +131,7 @@ class AcceptanceModel:
         return self.samples(slots_R, _MEAN_SAMPLES).mean(axis=0)
 
     def _survivals(self, chances_XK: FloatArray) -> FloatArray:
-        """Return the survival probabilities; where no draft was made, the mean probability of its position is
-        used."""
+        """Return survival probabilities; a draft not made has the mean probability of its position."""
         known_XK = np.where(np.isnan(chances_XK), self._mean_K, chances_XK)
         return np.cumprod(known_XK, axis=-1, dtype=np.float32)
 

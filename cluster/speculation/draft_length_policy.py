@@ -221,8 +221,7 @@ class DraftLengthPolicy:
         return self._states[load]
 
     def _trimmed_by_request(self, choice: DraftChoice, batch: DecodeBatch, load: StepLoad) -> IntArray:
-        """Return the number of drafts of each request expected to pay, for drafters that report no
-        margins."""
+        """Return each request's number of drafts expected to pay, if no margins are reported."""
         num_rows = load.prompt_rows + len(batch.slots_R)
         trim = self._trim(
             choice, batch.slots_R, batch.weights_R, load, num_rows + int(choice.num_drafts_R.sum())
@@ -293,8 +292,7 @@ class DraftLengthPolicy:
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return the mask of requests whose drafts are not worth their share of the drafter's pass, bool
-        [R]."""
+        """Return the mask of requests whose drafts do not pay for their part of the drafter's pass, [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)
@@ -314,8 +312,7 @@ class DraftLengthPolicy:
         least_s: dict[int, float],
         losses_s: dict[int, float],
     ) -> int | None:
-        """Return the length with the best ratio of possible gain to possible loss whose loss is covered, or
-        None."""
+        """Return the length with the best ratio of possible gain to covered possible loss, or None."""
         best, found = 0.0, None
         for length, loss_s in losses_s.items():
             most_rate = estimates[length].worth / least_s[length]
@@ -328,8 +325,7 @@ class DraftLengthPolicy:
         return found
 
     def _worth_retrying(self, estimates: dict[int, LengthEstimate], own_worth: float) -> int | None:
-        """Return the length to try after long without drafts or after a better expected gain than last time,
-        or None."""
+        """Return a length to try after long without drafts or for a higher expected gain, or None."""
         lengths = [each for each in estimates if each >= _RETRY_LENGTH] or [max(estimates)]
         length = max(lengths, key=lambda each: estimates[each].rate)
         gain = estimates[length].worth / own_worth
@@ -341,8 +337,7 @@ class DraftLengthPolicy:
         return length
 
     def _estimate(self, batch: DecodeBatch, load: StepLoad, lengths: list[int]) -> dict[int, LengthEstimate]:
-        """Estimate steps with these draft lengths (ascending) from the recent blocks of some of the
-        requests."""
+        """Estimate steps with these draft lengths (ascending) from recent blocks of some requests."""
         num_requests = len(batch.slots_R)
         num_some = min(num_requests, _NUM_BLOCKS)
         some = np.arange(num_some) * num_requests // num_some

@@ -53,8 +53,7 @@ def trimmed(margins_RK: Floats, num_drafts_R: IntArray, num_other_rows: int, tri
 
 
 def survivals(margins_RK: Floats, num_drafts_R: IntArray, trim: Trim) -> Floats:
-    """Return the probability that each draft and all before it are accepted, fp32 [R, K]; 0 without a
-    draft."""
+    """Return the survival probability of each draft, fp32 [R, K]; 0 where there is no draft."""
     num_columns = margins_RK.shape[1]
     bias_RK = trim.bias_R[:, None] + trim.bias_K[:num_columns]
     with np.errstate(invalid="ignore", over="ignore"):  # nan: there is no draft; exp may overflow to inf

@@ -26,16 +26,14 @@ class LossBudget:
         self._has_begun = False
 
     def begin(self, plain_s: float) -> None:
-        """Grant the initial balance for plain steps of `plain_s` seconds, or more if they have become
-        longer."""
+        """Grant the initial balance for plain steps of `plain_s` seconds; more if these became longer."""
         more_s = max(_INITIAL_STEPS * plain_s - self._granted_s, 0.0)
         self._granted_s += more_s
         self._balance_s += more_s
         self._has_begun = True
 
     def earn(self, seconds: float, step_s: float) -> None:
-        """Add the budget's share of `seconds`; the balance is limited by `step_s`, the last step's
-        seconds."""
+        """Add a share of `seconds` to the balance, which the last step's seconds, `step_s`, limit."""
         if self._has_begun:
             self._balance_s = min(self._balance_s + _SHARE * seconds, _MAX_STEPS * step_s)
 
@@ -44,8 +42,7 @@ class LossBudget:
         return most if loss_s * most <= self._balance_s else int(self._balance_s / loss_s)
 
     def pay(self, loss_s: float) -> None:
-        """Deduct the loss of one trial step; at most half of the balance, so that one outlier does not end
-        trials."""
+        """Deduct one trial step's loss, at most half of the balance so that an outlier ends no trials."""
         self._balance_s -= min(loss_s, self._balance_s / 2)
 
     def settle(self, seconds: float, predicted_s: float, plain_s: float, worth_s: float) -> bool:

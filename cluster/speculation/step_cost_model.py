@@ -55,8 +55,7 @@ class StepCostModel:
         self._last: tuple[StepLoad, FloatArray] | None = None  # cached result of `seconds_by_rows`
 
     def with_other_drafts(self) -> StepCostModel:
-        """Return a model for steps of the same engine whose drafts are made in another way; it shares the
-        rest."""
+        """Return a model that shares all costs but those of drafting, for drafts made another way."""
         other = StepCostModel()
         other._buckets, other._rest = self._buckets, self._rest
         other._draft_until_measured = self._draft

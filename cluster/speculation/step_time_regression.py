@@ -218,8 +218,7 @@ class StepTimeRegression:
         return {"seconds": (factor * self._theta_F[:_PHASE]).tolist(), "first_s": factor * self._first_s}
 
     def read(self, saved: Mapping[str, Any]) -> None:
-        """Start from what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError if it
-        is malformed."""
+        """Start from what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError."""
         theta_F, first_s = np.array([*saved["seconds"], 0.0], dtype=np.float64), float(saved["first_s"])
         if theta_F.shape != (_NUM,) or not (np.isfinite(theta_F).all() and (theta_F >= 0).all()):
             raise ValueError("coefficients must be numbers, not below 0")

@@ -191,8 +191,7 @@ class _ParquetRows:
         self._file.close(force=True)
 
     def _batch_at(self, row: int) -> tuple[int, pa.RecordBatch] | None:
-        """Return a batch that contains the row, and the row's index in it; None if the row is after the
-        end."""
+        """Return a batch that contains the row, and the row's index in it; None after the last row."""
         for begin, batch in self._kept:
             if begin <= row < begin + batch.num_rows:
                 return row - begin, batch

@@ -103,8 +103,7 @@ class RowRequest:
 
 
 def category_of(record: Record, layout: RowSchema) -> str | None:
-    """Return the category for counting the row (`RowSchema.category_column`); values other than text as
-    JSON."""
+    """Return the category that the row is counted in (`RowSchema.category_column`), as text or JSON."""
     if layout.kind == "openai" and not layout.category_column:
         body = record.get("body")
         return parse_tenant(body.get("metadata")).category if isinstance(body, Mapping) else None
@@ -280,8 +279,7 @@ def _absent(value: object) -> bool:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """Return a sampling column's value, which is text in CSV, and in Parquet contains every key of any
-    row."""
+    """Return a sampling column's value: CSV has only text, Parquet rows have every key of any row."""
     if isinstance(value, str) and name in JSON_COLUMNS:
         return _json(name, value)
     if isinstance(value, str) and name == "stop" and value.startswith("["):

@@ -79,8 +79,7 @@ class JobRun:
         )
 
     def as_json(self) -> Json:
-        """Return the manifest's content about the job: the spec, and which processes wrote the results
-        when."""
+        """Return the job for the manifest: the spec, and which processes wrote the results when."""
         return {"runs": self.runs, **self.spec}
 
     def write(self, output: Storage) -> None:

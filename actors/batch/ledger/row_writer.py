@@ -36,8 +36,7 @@ Done = TypeVar("Done")
 
 
 def flush_interval_s(output: Storage) -> float:
-    """Return the interval at which finished rows are made durable. A kill loses the rows since the last
-    time."""
+    """Return the interval of making finished rows durable. A kill loses the rows since the last time."""
     return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
 
 
@@ -267,8 +266,7 @@ def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return results by row number, each row once (an answer before a failure), and the mask of failed
-    rows."""
+    """Return results by row number, each row once (an answer before a failure), and which failed."""
     rows = table["row"].to_numpy()
     failed = table["error"].is_valid().to_numpy()
     order = np.lexsort((failed, rows))

@@ -175,8 +175,7 @@ class Opener:
 
 @dataclass(slots=True)
 class Validation:
-    """Result of validating a file. `model` is that of the first line; errors are OpenAI's BatchError
-    objects."""
+    """Result of validating a file. `model` is the first line's; errors are OpenAI's BatchError objects."""
 
     num_lines: int = 0
     model: str | None = None

@@ -158,8 +158,7 @@ class BatchStore:
         return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
 
     def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
-        """Return the caller's batches, newest first. Raises RequestError if `after` is not an id of
-        theirs."""
+        """Return the caller's batches, newest first. Raises RequestError if `after` is not one of them."""
         return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
 
     def cancel(self, batch_id: str, caller: Caller) -> Batch:
