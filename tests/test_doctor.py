@@ -336,9 +336,9 @@ def test_an_answer_that_speculation_changes_is_found(plan: LoadPlan, monkeypatch
 
 
 def test_tokens_may_differ_in_16_bits_where_fp32_all_but_ties(plan: LoadPlan):
-    asked = pair._Asked.of(plan.target.vocab_size, 2, 3, greedy=True)
+    asked = pair._Requests.of(plan.target.vocab_size, 2, 3, greedy=True)
     prompt = asked.prompts[1]
-    logits = pair._ExactLogits(plan)._behind(torch.tensor(prompt).numpy())
+    logits = pair._ExactLogits(plan)._logits_after(torch.tensor(prompt).numpy())
     best, *_, worst = logits.sort(descending=True).indices.tolist()
     near = int((logits - logits[best]).abs().masked_fill(torch.arange(len(logits)) == best, 9).argmin())
     for other, passed in ((near, bool(logits[best] - logits[near] <= 0.25)), (worst, False), (best, True)):

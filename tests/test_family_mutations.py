@@ -29,13 +29,13 @@ PARITY, NOTICED = 1e-4, 2e-3  # largest difference of a logit
 NUM_TOKENS = 40
 # Fields without a default, since all must say them: what a plain block says. It may depend on the others.
 PLAIN: dict[tuple[str, str], Callable[[Any], object]] = {  # Any: dataclasses of the spec
-    ("Attention", "scale"): lambda mixer: mixer.head_dim**-0.5,
+    ("TargetAttention", "scale"): lambda mixer: mixer.head_dim**-0.5,
     ("RopeConfig", "kind"): lambda _: "default",
     ("Latent", "eps"): lambda _: 1e-2,
     ("RoutedMLP", "activation"): lambda _: "silu",
     ("RoutedMLP", "limit"): lambda mlp: 7.0 if mlp.activation == "swiglu_clamped" else None,
-    ("Router", "score"): lambda router: "sigmoid" if router.score == "softmax" else "softmax",
-    ("Router", "renormalize"): lambda router: not router.choose_first,  # whose weights sum to 1 anyway
+    ("MoeRouter", "score"): lambda router: "sigmoid" if router.score == "softmax" else "softmax",
+    ("MoeRouter", "renormalize"): lambda router: not router.choose_first,  # whose weights sum to 1 anyway
 }
 # Said to backends alone, which are asked for less without it: weights are what their transforms make of them.
 TOLD_TO_BACKENDS = frozenset({"ModelSpec.fp32_norms"})

@@ -151,7 +151,7 @@ def test_a_published_file_says_which_layers_have_states(
             {"linear_num_value_heads": 9},
             r"linear_num_value_heads=9 must be a multiple of linear_num_key_heads",
         ),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types.*of full_attention somewhere"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types.*at least one full_attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ({"attn_output_gate": False}, "attn_output_gate=False must be True"),
         ({"attention_bias": True}, "attention_bias=True must be absent"),
