@@ -1,1 +1,2 @@
-"""A step's rows, states, choice and verdict on a GPU: Triton kernels."""
+"""A step on a GPU: rows, states, sampling and verification in Triton kernels. Start with
+`request_states.py`."""
