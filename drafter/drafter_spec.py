@@ -1,5 +1,5 @@
-"""What all trained drafters share: attention layers, taps of the target, and a vocabulary, possibly
-reduced."""
+"""Configuration that all trained drafters share: attention layers, taps of the target, and a vocabulary,
+possibly reduced."""
 
 from __future__ import annotations
 

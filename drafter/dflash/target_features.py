@@ -23,7 +23,7 @@ from ..compute.backend import Projection
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a drafter must match.
+    """Properties of the target that a drafter must match.
 
     Attributes:
         hidden_size: size of a tapped hidden state, and of embedding and head.

@@ -22,7 +22,7 @@ from .logits_processors import RuledRows
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How to sample one token for each of N rows.
+    """Parameters to sample one token for each of N rows.
 
     Attributes:
         num_rows: N.

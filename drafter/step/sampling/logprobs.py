@@ -57,7 +57,7 @@ class AskedRows:
 
 
 class AskedSlots:
-    """What each request slot wants; kept on the host for all devices."""
+    """Log probabilities that each request slot wants; kept on the host for all devices."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_top_S = np.full(num_slots, -1, dtype=np.int64)  # -1: not wanted
