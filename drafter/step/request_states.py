@@ -260,7 +260,7 @@ class RequestStates:
         all_counts_R: Ints,
         mask_id: int | None,
     ) -> StepRows:
-        """Lay out rows of these requests; `all_counts` covers all requests of the plan."""
+        """Lay out rows of these requests; `all_counts_R` covers all requests of the plan."""
         token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
             self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
         )

@@ -32,9 +32,9 @@ class Linear:
     """y = x W^T (+ bias) (+ residual), for W [O, H].
 
     On a CPU the weight is reordered once into oneDNN's blocked layout, and the plain weight is dropped: twice
-    as fast at 16 rows, and in fp32 a row's result is bitwise the same for any number of rows (tests/drafter):
-    a single row of many inputs is computed twice, since it would be summed in another order. Elsewhere this
-    is `F.linear`.
+    as fast at 16 rows, and in fp32 a row's result is bitwise the same for any number of rows
+    (tests/test_drafter_layers.py): a single row of many inputs is computed twice, since it would be summed in
+    another order. Elsewhere this is `F.linear`.
     """
 
     __slots__ = ("_bias", "_never_alone", "_packed", "_weight", "dtype", "in_features", "out_features")

@@ -97,8 +97,9 @@ class RopeConfig:
 
         Args:
             file: source of the values, for messages.
-            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type; None if one serves all layers. With a type, settings that the file does not give per type apply to
-                full layers: sliding ones have `rope_local_base_freq`, and no scaling.
+            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type; None if one
+                serves all layers. With a type, settings that the file does not give per type apply to full
+                layers: sliding ones have `rope_local_base_freq`, and no scaling.
             default_theta: used if the file has none (for this type of layers).
         """
         found = read_rope(config, head_dim, file, layer_type)
@@ -182,6 +183,7 @@ class RopeConfig:
         return frequency
 
     def _llama3(self, frequency: Tensor) -> Tensor:
+        """Scale frequencies as Llama 3.1 does (transformers' `_compute_llama3_parameters`)."""
         factor = float(self.scaling["factor"])
         low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
         turns = float(self.scaling["original_max_position_embeddings"]) * frequency / (2 * math.pi)
@@ -189,6 +191,7 @@ class RopeConfig:
         return (1 - smooth) * frequency / factor + smooth * frequency
 
     def _yarn(self, period: Tensor) -> Tensor:
+        """Interpolate frequencies "by parts" (YaRN, arXiv 2309.00071, section 3.2; as in transformers)."""
         length, rotated = float(self.scaling["original_max_position_embeddings"]), self._rotated
 
         def dimension(turns: float) -> float:
@@ -206,4 +209,5 @@ class RopeConfig:
 
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's attention scaling 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), with `mscale`."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
