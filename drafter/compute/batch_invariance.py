@@ -123,8 +123,8 @@ class TrialBlock:
         return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)
 
     def _blocks_agree(self, length: int) -> bool:
-        """Whether a block after `length` - 16 tokens has the same bits whole, row by row, and batched with
-        others."""
+        """Return whether a block after `length` - 16 tokens has the same bits whole, row by row, and
+        batched with others."""
         others_NH = self.random(sum(rows for _, rows in _COMPANIONS), self._hidden)
         begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
         x_NH, first = self.random(_BLOCK, self._hidden), length - _BLOCK
@@ -134,7 +134,7 @@ class TrialBlock:
         return torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])
 
     def _ends_agree(self, length: int) -> bool:
-        """Whether a prompt's last rows equal those of a block that follows the others."""
+        """Return whether a prompt's last rows equal those of a block that follows the others."""
         x_NH, first = self.random(length, self._hidden), length - _BLOCK
         prompt = self.run(x_NH, [0], [length])
         return torch.equal(prompt[first:], self.run(x_NH[first:], [first], [_BLOCK]))

@@ -126,7 +126,7 @@ def _check_draft_vocabulary(size: int | None, backbone: Backbone) -> None:
 
 
 def is_eagle3(raw: Json) -> bool:
-    """Whether a config.json describes an EAGLE-3 drafter; a plain Llama's has no draft vocabulary."""
+    """Return whether a config.json describes an EAGLE-3 drafter; a plain Llama's has no draft vocabulary."""
     if "speculators_model_type" in raw:
         return raw["speculators_model_type"] == "eagle3"
     named = set(raw.get("architectures") or ())

@@ -125,7 +125,7 @@ class GrammarStates:
             self._slots[slot] = self._begin(held)
 
     def holds(self, slots: NDArray[np.integer]) -> bool:
-        """Whether any of these slots has a grammar."""
+        """Return whether any of these slots has a grammar."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
 
     def guide(

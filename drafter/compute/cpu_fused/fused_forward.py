@@ -75,12 +75,12 @@ _EPS = _PASS.itemsize - 8  # offset of `eps`, which is passed by address
 
 
 def fits_pages(page_size: int) -> bool:
-    """Whether a page consists of whole blocks of slots."""
+    """Return whether a page consists of whole blocks of slots."""
     return page_size % BLOCK == 0
 
 
 def can_compile(*sizes: int) -> bool:
-    """Whether hidden size, inner size and head sizes fit the tiles."""
+    """Return whether hidden size, inner size and head sizes fit the tiles."""
     return all(size % 32 == 0 for size in sizes)
 
 

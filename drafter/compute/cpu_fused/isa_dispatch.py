@@ -16,7 +16,7 @@ from ..cpu_numba.cpu_features import Instructions, bf16_instructions
 
 
 def has_tiles() -> bool:
-    """Whether products use AMX tiles."""
+    """Return whether products use AMX tiles."""
     return bf16_instructions() is Instructions.AMX
 
 

@@ -73,7 +73,7 @@ class PackedLinear:
 
 
 def can_pack(num_inputs: int) -> bool:
-    """Whether a weight with this many inputs fits the tiles."""
+    """Return whether a weight with this many inputs fits the tiles."""
     return num_inputs % 32 == 0
 
 

@@ -58,7 +58,7 @@ class Packed(ABC):
     @staticmethod
     @abstractmethod
     def _is_scale(dtype: torch.dtype) -> bool:
-        """Whether the format's scales have this dtype."""
+        """Return whether the format's scales have this dtype."""
 
     @staticmethod
     @abstractmethod

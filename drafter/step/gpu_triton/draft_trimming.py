@@ -6,7 +6,7 @@ along a request, so the kept drafts are a prefix. Rows are numbered as in the bl
 one program selects the kept ones; the host reads nothing, and grids follow from shapes.
 
     rows of blocks    a   d1   d2   d3   b   d1   d2        cu_rows 0 4 7
-    worth            inf  .9   .5   .1  inf  .8   .7        5 rows: the threshold is .5
+    worth            inf  .9   .5   .1  inf  .8   .7        5 rows: the threshold is .7
     kept              x    x             x    x    x        cu_rows 0 2 5
 
 If all drafts fit, all are kept. Called by `actors/targets/runners/target_pass.py` before rows are laid out.

@@ -26,7 +26,7 @@ def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_numbers(logits_NV: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor +inf, bool [N].
+    """Return whether a row holds neither NaN nor +inf, bool [N].
 
     Args:
         logits_NV: any float dtype, as the target computed them.

@@ -5,8 +5,8 @@ one kind (query, key or value) for some rows of a request. Inputs before the fir
 slot:
 
     of earlier passes      window [W] | inputs of accepted drafts [pending]
-    of a row n, at tap t   input n - W + t: of this pass, or, if that is negative, element
-                           pending + W + (n - W + t) of the two joined
+    of row i, at tap t     input n = i - W + t: of this pass, or, if n is negative, element
+                           pending + W + n of the two joined
 
 so a window is folded by reading at an offset. The program with a request's first rows writes what the next
 pass reads (the last W known inputs, and drafts'), which no other program reads. Called by

@@ -202,7 +202,7 @@ def rows_of(request, cu_rows, num_drafts):
 
 @triton.jit
 def runs_in_chunks(known, drafts, MOST_ROWS: tl.constexpr):
-    """Whether a request's rows run in chunks; depends only on that request."""
+    """Return whether a request's rows run in chunks; depends only on that request."""
     return (drafts == 0) & (known > MOST_ROWS)
 
 

@@ -60,7 +60,7 @@ def read_filters(slot, temperature, top_ks, top_ps, min_ps):
 
 @triton.jit
 def has_filters(filters):
-    """Whether (top-k, top-p, min-p) exclude anything."""
+    """Return whether (top-k, top-p, min-p) exclude anything."""
     top_k, top_p, min_p = filters
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
 

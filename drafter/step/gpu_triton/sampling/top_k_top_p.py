@@ -191,7 +191,7 @@ def read_candidates(
 
 @triton.jit
 def _weighs_whole_row(filters):
-    """Whether top-p is the only filter, so that its mass is that of the whole row."""
+    """Return whether top-p is the only filter, so that its mass is that of the whole row."""
     top_k, top_p, min_p = filters
     return (top_p < 1) & (top_k <= 0) & (min_p <= 0)
 
