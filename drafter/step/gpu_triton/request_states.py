@@ -52,7 +52,7 @@ class DeviceStates:
         states_S: recurrent state of each slot, if the target has them (`recurrent_states.py`).
         arena: int32, all tables' words.
         asked: requested log probabilities, on the host only.
-        most_changes: upper bound of the changes of one admission.
+        most_changes: changes of the admission of a longest sequence without rules.
     """
 
     def __init__(
