@@ -1,5 +1,4 @@
-"""Configuration that all trained drafters share: attention layers, taps of the target, and a vocabulary,
-possibly reduced."""
+"""Configuration that all trained drafters share: attention layers, taps and vocabulary."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ TOKEN_MAP = "d2t"  # tensor that maps the drafter's own token ids to the target'
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """Attention of one layer: `causal` within the block or not; `window` in tokens, None for full
-    attention."""
+    """Attention of one layer: causal in the block or not; window in tokens, None is unlimited."""
 
     causal: bool
     window: int | None

@@ -241,8 +241,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedBlock:
-    """A block's weights and the convolutions around its sublayers
-    (`drafter/compute/blocks/dflash2_block.py`)."""
+    """A block's weights and the convolutions around its sublayers (`blocks/dflash2_block.py`)."""
 
     shape: AttentionShape
     weights: BlockWeights
@@ -280,8 +279,7 @@ class Attention(Protocol):
     """Head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
-        """Return [N, Q * F] from the layer's q, k and v, which are overwritten; `step` is the result of
-        `begin`.
+        """Return [N, Q * F] from q, k and v, which are overwritten; `step` is the result of `begin`.
 
         Args:
             layer: its index among the layers of its kind, for which the cache has K/V or states.
@@ -340,8 +338,7 @@ class Backend(ABC):
         device: torch.device | str,
         window: int | None = None,
     ) -> Any:
-        """Return a step's attention metadata, an element of `PlacedRows.batches`, where the host knows the
-        rows.
+        """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
 
         The definition's is an `AttentionBatch`; other backends have their own type.
 

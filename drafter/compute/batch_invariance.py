@@ -123,8 +123,7 @@ class TrialBlock:
         return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)
 
     def _blocks_agree(self, length: int) -> bool:
-        """Return whether a block after `length` - 16 tokens has the same bits whole, row by row, and
-        batched with others."""
+        """Return whether a block has the same bits whole, row by row, and batched with others."""
         others_NH = self.random(sum(rows for _, rows in _COMPANIONS), self._hidden)
         begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
         x_NH, first = self.random(_BLOCK, self._hidden), length - _BLOCK

@@ -153,8 +153,7 @@ def make_drafter(
 def _scaled_like(
     config: DrafterConfig, target: TargetFacts, dtype: torch.dtype, wanted: float | None
 ) -> DrafterConfig:
-    """Set the input scale: the requested one, else the checkpoint's, else the target's, rounded to
-    `dtype`."""
+    """Set the input scale: the requested, else the checkpoint's, else the target's (rounded)."""
     scale = config.input_embedding_scale if wanted is None else wanted
     if scale is None:
         scale = float(torch.tensor(target.embed_scale, dtype=dtype))

@@ -220,8 +220,7 @@ class DFlashSpeculatorsKind(HfConfig):
 
 
 class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
-    """Speculators' format: the Qwen3 configuration is nested; `layer_types` and window may be at the top
-    level."""
+    """Speculators' format: the Qwen3 configuration is nested; windows may be at the top level."""
 
     transformer_layer_config: Backbone
     layer_types: LayerTypes | None = None

@@ -1,5 +1,4 @@
-"""The DFlash drafter (arXiv 2602.06036): target features become context K/V; a block becomes logits in one
-pass.
+"""The DFlash drafter (arXiv 2602.06036): context K/V from target features, a block in one pass.
 
 Inference only, with a paged cache and fused weights (`weights.py`); `jobs/training` has its own module.
 Called by `proposer.py`.
@@ -162,8 +161,7 @@ class DFlashDrafter:
 
 
 class ContextFeatures:
-    """fc and norm: taps [N, m, H] -> C [N, H]. The only part of a remote drafter that runs in the target's
-    process."""
+    """fc and norm: taps [N, m, H] -> C [N, H]. A remote drafter's part in the target's process."""
 
     __slots__ = ("_backend", "_dtype", "_fc", "_norm")
 

@@ -1,5 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): a one-layer model that drafts a chain autoregressively from the target's
-states.
+"""EAGLE-3 (arXiv 2503.01840): a one-layer model that drafts a chain from the target's states.
 
 Read `model.py` first, then `proposer.py`.
 """

@@ -112,8 +112,7 @@ class Eagle3Drafter:
         return self._fc(taps_NT)
 
     def write_entries(self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
-        """Write K and V of entries without running the layer; rows at position 0, which have none, are
-        dropped.
+        """Write K and V of entries without running the layer; rows at position 0 are dropped.
 
         Args:
             g_NH: features of the position before each row's.

@@ -1,5 +1,4 @@
-"""Proposes a chain of EAGLE-3 drafts, one pass per token, and writes entries' K and V after the target's
-pass.
+"""Proposes EAGLE-3 chains, one pass per token, and writes entries after the target's pass.
 
 Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
 logits; each has a margin (`step/inputs/proposals.py`). The first pass needs the target's feature of the

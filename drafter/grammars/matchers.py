@@ -310,8 +310,7 @@ class GrammarStates:
         slot.is_over = slot.is_over or slot.matcher.try_consume_tokens(tokens) < len(tokens)
 
     def _start(self, slot: _Slot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
-        """Return the matcher where the grammar begins to apply in a step, and the number of drafts before
-        it."""
+        """Return the matcher where the grammar begins in a step, and the number of drafts before."""
         if slot.matcher is not None:
             return slot.matcher, 0
         num_free = _end_of_start(slot, drafts)
@@ -364,8 +363,7 @@ def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int
 
 
 def _end_of_start(slot: _Slot, tokens: list[int]) -> int | None:
-    """Return how many of these tokens there are up to the end of the grammar's start marker; None without
-    it."""
+    """Return the number of tokens up to the end of the grammar's start marker; None without it."""
     wanted, before = slot.held.grammar.after_token_ids, len(slot.recent)
     joined = (*slot.recent, *tokens)
     ends = range(max(before + 1, len(wanted)), len(joined) + 1)

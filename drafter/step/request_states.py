@@ -147,8 +147,7 @@ class RequestStates:
     def lay_out_link(
         self, plan: SchedulerOutput, who_E: Ints, depth: int, attention_batch: Callable[..., Any]
     ) -> StepRows:
-        """Return the rows of a chain's pass: one per request, `depth` after its anchor, sampling the next
-        token.
+        """Return the rows of a chain's pass: one per request, `depth` after its anchor.
 
         Token ids are valid in the first pass only; later ones are the previous pass's drafts.
 
@@ -184,8 +183,7 @@ class RequestStates:
         return np.where(before_R < 0, -1, pages_R)
 
     def look_up(self, plan: SchedulerOutput, shortest: int, longest: int) -> Tensor:
-        """Return drafts [R, K] by prompt look-up (`drafter/step/sampling/ngram_lookup.py`); -1 if none is
-        found."""
+        """Return drafts [R, K] by prompt look-up (`sampling/ngram_lookup.py`); -1 if none is found."""
         r = self._requests(plan)
         lengths = (shortest, longest)
         return look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
@@ -327,8 +325,7 @@ class RequestStates:
         )
 
     def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
-        """Return (row, stop token) pairs [2, F] of rows below their minimum length; None if there are
-        none."""
+        """Return (row, stop token) pairs [2, F] of rows below their minimum length, or None."""
         early = np.flatnonzero(positions_X < self._min_length[slots_X])
         pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
         return np.array(pairs, dtype=np.int64).T if pairs else None

@@ -148,8 +148,7 @@ def _of_layer(
 
 
 def _known(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
-    """Return the settings under a key, empty if there are none. Unknown settings are refused even if
-    unused."""
+    """Return the settings under a key, empty without any. Unknown ones are refused even if unused."""
     found = _stated(config.get(key) or {})
     by_type = {f"{key}.{name}": value for name, value in _by_type(found).items()} or {key: found}
     for at, settings in by_type.items():
@@ -166,8 +165,7 @@ def _stated(settings: Json) -> dict[str, Any]:  # Any: JSON values
 
 
 def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON values
-    """Fill in YaRN's original length and factor (arXiv 2309.00071) from `max_position_embeddings` if
-    absent."""
+    """Fill in YaRN's original length and factor from `max_position_embeddings` if absent."""
     length = rope["max_position_embeddings"]
     original = rope.setdefault("original_max_position_embeddings", length)
     if original is None:
@@ -177,8 +175,7 @@ def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON v
 
 
 def _rotary_dim(inside: _Inside, beside: _Beside, head_dim: int, file: str, at: str) -> int:
-    """Return the rotated dimensions per `partial_rotary_factor` or `rotary_dim` (MiniMax); 0 for the whole
-    head."""
+    """Return the rotated dimensions (`partial_rotary_factor`, MiniMax's `rotary_dim`); 0 is all."""
     for key, value in (
         (f"{at}.partial_rotary_factor", inside.partial_rotary_factor),
         ("partial_rotary_factor", beside.partial_rotary_factor),

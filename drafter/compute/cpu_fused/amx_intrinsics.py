@@ -62,8 +62,7 @@ def amx_product(rows: int, columns: int) -> Any:
 
 
 def amx_scores() -> Any:
-    """Return an intrinsic that computes S^T [64 keys, 16 queries] fp32 = K Q^T, four blocks of 16 keys at a
-    time.
+    """Return an intrinsic for S^T [64 keys, 16 queries] fp32 = K Q^T, by four blocks of 16 keys.
 
     Its arguments are (blocks, count, offset, stride, queries, scores, steps): addresses of blocks of keys (a
     multiple of 4 of them), an offset added to each, bytes from key to key, Q^T packed as B, K / 32.

@@ -30,8 +30,7 @@ _amx_scores, _amx_combination_4, _amx_combination_2 = amx_scores(), amx_combinat
 
 
 def begin_products(rows):
-    """Configure this thread's tiles before its first product, for blocks of at least `rows` (at most 16)
-    rows."""
+    """Configure this thread's tiles for products of blocks of at least `rows` (at most 16) rows."""
 
 
 def end_products():
@@ -96,8 +95,7 @@ def score(blocks, count, offset, stride, queries, scores, steps):
 
 @elements
 def combine(blocks, count, offset, weights, stride, result, head_dim):
-    """Compute O [16, D] = P V. Blocks of values are addressed as those of keys; rows of P are `stride`
-    bytes apart."""
+    """Compute O [16, D] = P V; blocks as in `score`, rows of P are `stride` bytes apart."""
     column = 0
     while column < head_dim:
         at, target = offset + column * 32, result + 4 * column

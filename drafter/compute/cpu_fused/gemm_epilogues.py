@@ -20,8 +20,7 @@ _BF16, _FP32 = np.uint16(0), np.float32(0)
 
 @elements
 def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
-    """Finish rows [first, last) of y from `column` on, from sums [last - first, 32]; see
-    `packed_gemm.project`."""
+    """Finish rows [first, last) of a panel of y at `column`; see `packed_gemm.project`."""
     width = min(COLUMNS, outputs - column)
     if bias != 0:
         _add_bias(sums, bias + 2 * column, last - first, width)

@@ -1,5 +1,4 @@
-"""Products of any number of rows with a packed weight, in vector registers; a variant of
-`packed_gemm.project`.
+"""Products of rows with a packed weight in vector registers; a variant of `packed_gemm.project`.
 
 As many rows as fit a core's cache are packed first; then each panel of the weight is multiplied with all of
 them. With few rows several panels are processed at once, to have enough independent sums to hide the latency

@@ -49,8 +49,7 @@ _ODD = -65536  # mask of an int32's upper half
 
 
 def _shape() -> tuple[int, dict[int, int]]:
-    """Return the rows of the highest tile, and the groups of 16 columns of low tiles, that the registers
-    hold."""
+    """Return the rows of the highest tile, and groups of 16 columns by rows of low tiles."""
     kind = bf16_instructions()
     return _WIDE if kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512) else _NARROW
 
@@ -144,7 +143,6 @@ def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -
 
 
 def _emit_product(builder, args):
-    """Emit the code of `multiply_rows`."""
     a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels = args
 
     def of(count: int, width: int) -> Callable[[], None]:
@@ -180,7 +178,6 @@ def _input(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
 
 
 def _emit_scores(builder, args):
-    """Emit the code of `score_rows`."""
     queries, chunk_bytes, blocks, count, offset, scores, pairs, rows = args
 
     def of(num: int) -> Callable[[], None]:
@@ -209,7 +206,6 @@ def _emit_scores(builder, args):
 
 
 def _emit_combination(builder, args):
-    """Emit the code of `combine_rows`."""
     weights, blocks, count, offset, result, head_dim, rows = args
 
     def of(num: int) -> Callable[[], None]:
@@ -241,7 +237,6 @@ def _emit_combination(builder, args):
 
 
 def _emit_pack(builder, args):
-    """Emit the code of `pack_rows`."""
     x, x_stride, target, chunk_bytes, rows, inputs = args
     with cgutils.for_range(builder, rows) as row:
         source = builder.add(x, builder.mul(row.index, x_stride))

@@ -138,8 +138,7 @@ def _reciprocal(builder: Any, x: Value) -> Value:
 
 
 def _inverse_rms(builder: Any, x: Value, count: Value, eps: Value) -> Value:
-    """Return 1 / sqrt(mean of squares + eps) of 16 `count` bf16, in all lanes; `eps` is the address of an
-    fp32."""
+    """Return 1 / sqrt(mean of squares + eps) of 16 `count` bf16, in all lanes; `eps` is an address."""
     total = cgutils.alloca_once(builder, FLOATS)
     builder.store(lanes(0.0), total)
     with cgutils.for_range(builder, count) as loop:
@@ -186,7 +185,6 @@ def _emit_rotate(builder, args, *, norms: bool):
 
 
 def _emit_soften(builder, args):
-    """Emit the code of `soften`."""
     scores, count, low, high, scale, totals = args
     low, high = (load(builder, address, PAIRS) for address in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
@@ -223,7 +221,6 @@ def _emit_soften(builder, args):
 
 
 def _emit_soften_row(builder, args):
-    """Emit the code of `soften_row`."""
     scores, chunk_bytes, chunks, low, high, scale, totals = args
     low, high = (spread(builder, builder.trunc(bound, INT32)) for bound in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
@@ -270,7 +267,6 @@ def _folded(builder: Any, vectors: list[Value], join: Callable[[Any, Value, Valu
 
 
 def _emit_scale(builder, args):
-    """Emit the code of `scale_rounded`."""
     sums, total, target, count = args
     factor = builder.fdiv(lanes(1.0), builder.bitcast(spread(builder, load(builder, total, INT32)), FLOATS))
     with cgutils.for_range(builder, count) as loop:

@@ -52,8 +52,7 @@ def store(builder: Any, value: Value, address: Value) -> None:
 
 
 def procedure(num_args: int, emit: Callable[[Any, Sequence[Value]], None]) -> Any:
-    """Return an intrinsic over int64 arguments that returns nothing; `emit(builder, args)` writes its
-    body."""
+    """Return an intrinsic over int64 that returns nothing; `emit(builder, args)` emits its body."""
 
     def generate(context, builder, signature, args):
         emit(builder, args)
@@ -110,8 +109,7 @@ pause = procedure(0, _emit_pause)
 
 
 def stack_memory(num_bytes: int) -> Any:
-    """Return an intrinsic that allocates `num_bytes` (a multiple of 64) for the duration of the function's
-    call.
+    """Return an intrinsic that allocates `num_bytes` (a multiple of 64) until its caller returns.
 
     Unlike an array's address, it stays valid: Numba frees an array after its last use.
     """

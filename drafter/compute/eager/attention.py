@@ -144,8 +144,7 @@ def _context_of_one(cache: PagedKVCache, layer: int, group: Group, shared: int) 
 
 
 def _views(kv_APS2KD: Tensor, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
-    """Return K and V [K, C, T, D] of every plane. Pages past the context belong to other requests, and are
-    masked."""
+    """Return K and V [K, C, T, D] of every plane; other requests' pages are masked."""
     kv_AT2KD = kv_APS2KD.narrow(1, first, count).flatten(1, 2)
     kv_A2KCTD = kv_AT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
     return [pair.unbind(0) for pair in kv_A2KCTD.unbind(0)]
@@ -176,8 +175,7 @@ def _attend_many(
     scale: float,
     sinks_Q: Tensor | None,
 ) -> Tensor:
-    """Attend for several requests: query heads that share a kv head become query rows of it (C * W in
-    all)."""
+    """Attend for several requests: query heads of a kv head become query rows of it (C * W)."""
     _, num_requests, num_kv, _, head_dim = kv_2GKTD.shape
     shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
     q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)

@@ -143,8 +143,7 @@ def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list
 
 
 def _padded(length: int, page_size: int) -> int:
-    """Return the padded number of keys: whole pages, and a length whose sums are split like those of
-    longer ones."""
+    """Return the keys to gather: whole pages, and a length whose sums round like longer ones."""
     unit = math.lcm(page_size, _KEY_MULTIPLE)
     count = -(-length // unit) * unit
     blocks, rest = divmod(count, _KEY_BLOCK)
@@ -167,8 +166,7 @@ class _Step:
     window: int | None
 
     def begins(self, first_R: Ints) -> Ints:
-        """Return the first gathered key for rows from `first` on: the start of the first block that they
-        see."""
+        """Return the first key to gather for rows from `first` on: the start of a block they see."""
         if self.window is None:
             return np.zeros_like(first_R)
         unit = math.lcm(_KEY_BLOCK, self.page_size)

@@ -34,8 +34,7 @@ class LatentAttention:
         self._values = HeadProducts(shape.latent.v_up())
 
     def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        """Return [N, J * F] from the block's first projection: queries (or their low-rank form), latent,
-        rotated key."""
+        """Return [N, J * F] from the first projection: queries or their low-rank form, latent, key."""
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         rotation = step.rotation(self._rope)
         q_NJO, latent_NW = split_queries(qkv_NO, self._parts, self._rope_dim)

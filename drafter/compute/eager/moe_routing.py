@@ -67,8 +67,7 @@ def _scores(logits: Tensor, rule: MoeRouter) -> Tensor:
 
 
 def _highest(scores_NE: Tensor, count: int) -> Tensor:
-    """Return the indices of the highest scores, descending, ties to the lowest; `topk` guarantees no
-    order."""
+    """Return the indices of the highest scores, descending, ties to the lowest, unlike `topk`."""
     return scores_NE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

@@ -84,8 +84,7 @@ class PagedAttention(Protocol):
         scale: float,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        """Attend; see `paged_attention.verify_attention`. `prepared` is the result of `prepare` for these
-        rows."""
+        """Attend; see `paged_attention.verify_attention`. `prepared` comes from `prepare`."""
         ...
 
 
@@ -133,8 +132,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 
 
 class TritonBackend(OperatorBackend):
-    """Makes operators in Triton. On a GPU a GEMM uses the faster of Triton's and PyTorch's; in the
-    interpreter PyTorch's.
+    """Makes operators in Triton; GEMMs are the faster of Triton's and PyTorch's.
 
     Args:
         device: of the workspaces.

@@ -1,5 +1,4 @@
-"""MLA, multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): what it has beyond
-`backend.AttentionShape`.
+"""Weights of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), and its two forms.
 
 A token leaves one vector for all heads: its *latent* c, which per-head projections turn into keys and values,
 and a rotated key r that all heads share.

@@ -139,8 +139,7 @@ class RopeConfig:
         return self.rotary_dim or self.head_dim
 
     def permutation(self) -> Tensor | None:
-        """Return the source row in a checkpoint's head of each row, int64 [D]; None if the order is the
-        same."""
+        """Return each row's index in a checkpoint's head, int64 [D]; None for the same order."""
         if self._rotated == self.head_dim and not self.interleaved:
             return None
         rotated, passing = torch.arange(self._rotated), torch.arange(self._rotated, self.head_dim)
@@ -165,8 +164,7 @@ class RopeConfig:
         return torch.cat((frequency, torch.zeros((self.head_dim - self._rotated) // 2)))
 
     def scales(self) -> Tensor:
-        """Return the factor on cosine and sine of each pair, fp32 [C]: `attention_scale`, or 1 if
-        unrotated."""
+        """Return each pair's factor on cosine and sine, fp32 [C]: `attention_scale`, 1 if unrotated."""
         scale_C = torch.ones(self.head_dim // 2)
         scale_C[: self._rotated // 2] = self.attention_scale
         return scale_C

@@ -117,15 +117,13 @@ class PagedKVCache:
         return self._pages_APSw[layer][plane : plane + count].flatten(1, 2)
 
     def planes(self, layer: int, count: int) -> Tensor:
-        """Return pages [count, P + 1, S, 2, K, D] of equal, consecutive layers with values as long as
-        keys."""
+        """Return [count, P + 1, S, 2, K, D] of equal layers with values as long as keys."""
         plane, all_planes = self.places[layer].plane, self._pairs_APS2KD[layer]
         assert all_planes is not None, "only keys and values of one size are one tensor"
         return all_planes[plane : plane + count]
 
     def all_planes(self, layer: int) -> Tensor | None:
-        """Return [A, P + 1, S, 2, K, D], this layer's part of every plane; None if values are shorter than
-        keys."""
+        """Return [A, P + 1, S, 2, K, D], this part of every plane; None if values are shorter."""
         return self._pairs_APS2KD[layer]
 
     def write(self, layer: int, slots_N: Tensor, kv_Nw: Tensor) -> None:

@@ -1,5 +1,4 @@
-"""MXFP4: 4-bit weights in blocks of 32 that share a power of two (OCP Microscaling Formats Specification,
-v1.0).
+"""MXFP4: 4-bit weights in blocks of 32 that share a power of two (OCP MX specification v1.0).
 
 The format of gpt-oss's published experts: 4.25 bits per weight. A value is an element of `GRID` (E2M1) times
 2^(scale - 127) of its block. `drafter/compute/layers/moe.py` multiplies with the dequantized tensor, backends

@@ -126,8 +126,7 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
 
 @elements
 def _put_in(score, token, score_K, best_K, num_best):
-    """Insert in order (score descending, id ascending), dropping the last entry if full. Return the number
-    of entries."""
+    """Insert by score (descending), then id, dropping the last if full; return the new length."""
     k = len(best_K) - 1
     if num_best < len(best_K):
         k = num_best

@@ -1,5 +1,4 @@
-"""Numba version of `../sampling/verification.py`: accepts drafts. Called by
-`actors/targets/runners/cpu_runner.py`.
+"""Numba version of `../sampling/verification.py`: accepts drafts.
 
 Legend: X sampled rows, R requests, K most drafts, W = K + 1.
 """

@@ -1,2 +1,1 @@
-"""A step on a GPU: rows, states, sampling and verification in Triton kernels. Start with
-`request_states.py`."""
+"""A step on a GPU, in Triton kernels. Start with `request_states.py`."""

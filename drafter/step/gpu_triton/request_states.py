@@ -124,8 +124,7 @@ class DeviceStates:
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
     def filters(self, slots: Ints) -> bool:
-        """Return whether any of these requests has top-k, top-p, min-p or rules, or wants log
-        probabilities."""
+        """Return whether any of these requests has filters or rules, or wants log probabilities."""
         return bool(self._filters_S[slots].any())
 
     def _page_entries(self, plan: SchedulerOutput) -> list[tuple[Ints, Ints]]:

@@ -22,8 +22,7 @@ from .top_k_top_p import floors
 
 
 def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return logits (fp32) and ids (int64) of the candidates, [X, K], ids ascending, so ties go to the
-    lowest.
+    """Return candidates' logits (fp32) and ids (int64), [X, K], ids ascending: ties go to the lowest.
 
     Args:
         logits_XV: any float dtype; -inf for impossible tokens.

@@ -62,8 +62,7 @@ def walk(
 
 
 def _before(ids_XK: Tensor, block: StepRows) -> Tensor:
-    """Return the possible previous tokens [X, P]: candidates of the row before, or the anchor in all
-    places."""
+    """Return the possible previous tokens [X, P]: the previous row's candidates, or the anchor."""
     row_before_X = block.sampled_X - 1
     is_first_X = torch.ones_like(row_before_X, dtype=torch.bool)
     is_first_X[1:] = row_before_X[1:] != block.sampled_X[:-1]

@@ -26,8 +26,7 @@ def floors(logits_MV: Tensor, batch: SamplingMetadata) -> Tensor | None:
 
 
 def filter_logits(logits_MV: Tensor, batch: SamplingMetadata) -> Tensor:
-    """Return logits before temperature, -inf where min-p, top-k or top-p cut. Log p = log_softmax(this /
-    T)."""
+    """Return logits, -inf where min-p, top-k or top-p cut; log p = log_softmax(result / T)."""
     if not batch.narrows:
         return logits_MV
     assert batch.temperature_M1 is not None, "made together by `build`"

@@ -325,8 +325,7 @@ def load_columns(ptr, columns_C, HALF: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Norm heads, rounded before and after the weight, as HeadNorm's two operations; once if the weight is
-    wider."""
+    """Norm heads; rounds before and after the weight, as HeadNorm; once if the weight is wider."""
     dtype = low_GC.dtype
     inner: tl.constexpr = weight_ptr.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)

@@ -182,8 +182,7 @@ def _requests(
     TILE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the tiles of rows (0 if a request has too many rows), and the first and last key any row may
-    see."""
+    """Return tiles of rows (0 for requests with too many), and the first and last visible key."""
     there_B = request_B < num_requests
     rows_B = tl.load(cu_rows_ptr + request_B + 1, mask=there_B, other=0)
     rows_B -= tl.load(cu_rows_ptr + request_B, mask=there_B, other=0)

@@ -162,8 +162,7 @@ def _take_in(
 
 @triton.jit
 def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return inputs number n of this pass; negative numbers are earlier inputs, see the module's
-    docstring."""
+    """Return inputs n of this pass; negative ones are earlier, see the module's docstring."""
     fresh, row_stride, window, kept, pending = source
     before_N = pending + WINDOW + n_N
     is_fresh_N = wanted_N & (n_N >= 0)
@@ -190,8 +189,7 @@ def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, W
 
 @triton.jit
 def _write_window(to, count, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
-    """Write the inputs before row `count`. Entries are computed from later ones, so all threads read
-    first."""
+    """Write the inputs before row `count`, in an order that allows `to` to be the source."""
     one_1 = tl.zeros([1], tl.int32)
     for w in tl.static_range(WINDOW):
         x_1F = _input(one_1 + count - WINDOW + w, one_1 == 0, channel_F, inside_F, source, CHANNELS, WINDOW)

@@ -80,8 +80,7 @@ def activate(gate, GELU: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def expert_gate(gate, up, limit, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """Return an expert's gated activation of fp32 values, in `dtype`, as defined in
-    `compute/eager/moe.py`."""
+    """Return an expert's gated activation of fp32 values, in `dtype`; see `compute/eager/moe.py`."""
     if ACTIVATION == "swiglu_clamped":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

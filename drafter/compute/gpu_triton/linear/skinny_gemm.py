@@ -165,8 +165,7 @@ def _multiply(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute a tile of y, or a split of one. Out-of-range rows and columns repeat the last, and are not
-    written."""
+    """Compute a tile of y, or a split of one; rows and columns out of range are not written."""
     wait_for_predecessor(PDL)
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
     row_M = row_tile * ROWS + tl.arange(0, ROWS)
@@ -301,8 +300,7 @@ def _sum_split(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return one split's product, transposed: weight rows fill the instruction's M dimension, x may have
-    few."""
+    """Return one split's product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     dtype: tl.constexpr = x_ptrs_M.dtype.element_ty
     for i in range(SPLIT_TILES):

@@ -146,8 +146,7 @@ def _multiply_tiles(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply a tile of pairs with some rows of its expert's weight; out-of-range rows repeat the last,
-    unwritten."""
+    """Multiply a tile of pairs with some rows of its expert's weight."""
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     if tile >= tl.load(count_ptr):
@@ -183,7 +182,7 @@ def _sum_plain(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return the product, transposed: weight rows fill the instruction's M dimension, x may have few."""
+    """Return the product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
     for start in range(0, INPUTS, STEP):
         at_S = start + tl.arange(0, STEP)

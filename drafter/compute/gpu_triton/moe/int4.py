@@ -18,8 +18,7 @@ _ZERO = tl.constexpr(ZERO)
 
 @triton.jit
 def unpack_integers(byte_CB, scale_CG, dtype: tl.constexpr):
-    """Return low and high codes of packed bytes, times their groups' scales, rounded to `dtype`: [C, B]
-    each."""
+    """Return low and high codes of packed bytes, scaled and rounded to `dtype`: [C, B] each."""
     scale_CB = spread(scale_CG.to(tl.float32))
     code_CB = byte_CB.to(tl.int32)
     low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB

@@ -177,8 +177,7 @@ def _endings(
     WORD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return how many bad words each column's token would complete at `end`, counting generated tokens
-    only."""
+    """Return how many bad words of generated tokens each column's token would complete at `end`."""
     word = tl.arange(0, MOST_WORDS)
     is_word = word < num_words
     ends = is_word

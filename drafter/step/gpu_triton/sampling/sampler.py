@@ -1,5 +1,4 @@
-"""Samples tokens on the GPU: the rule of `drafter/step/sampling/sampler.py`, with sampling parameters by
-slot.
+"""Triton version of `drafter/step/sampling/sampler.py`, with sampling parameters by slot.
 
 Returns the same ids as the definition of the same name. The host reads nothing and grids follow from shapes,
 so it can be captured in a CUDA graph. One launch, with or without filters: each program reads one chunk of

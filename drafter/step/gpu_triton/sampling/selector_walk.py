@@ -1,5 +1,4 @@
-"""Triton version of `drafter/step/sampling/selector_walk.py`: DFlash2's walk over candidates, by slots'
-state.
+"""Triton version of `drafter/step/sampling/selector_walk.py`, DFlash2's walk over candidates.
 
 One program walks one request, row after row, because each choice needs the previous one. A row reads the
 codebook rows of its 16 candidates, some kilobytes. The host reads nothing and grids follow from shapes, so it

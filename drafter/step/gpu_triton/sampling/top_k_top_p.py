@@ -1,5 +1,4 @@
-"""Top-k, top-p and min-p on the GPU: finds a row's floor, below which no scaled logit (z / temperature) is
-kept.
+"""Top-k, top-p and min-p on the GPU: finds a row's floor, the least z / temperature it keeps.
 
 Implements `filter_logits` of `drafter/step/sampling/top_k_top_p.py`. Has no launch of its own: the kernel of
 `sampler.py` calls `survey_chunk` where it reads a chunk of a row, and `find_floor` in the row's last program,
