@@ -252,7 +252,6 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
 def _shape(
     backbone: Backbone, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """Return the fields that all formats spell alike."""
     rope = RopeConfig.read(raw, backbone.dim, file)
     return {
         "file": file,
@@ -287,7 +286,6 @@ def _scales(
 
 
 def _second(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """Return the parts that DFlash2 adds."""
     taps, group = keys.conv_kernel_size, keys.conv_group_size
     rank, top_k = keys.selector_rank, keys.selector_top_k
     return {

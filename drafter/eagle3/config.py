@@ -126,7 +126,6 @@ def _behind(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, .
 def _shape(
     block: OneLayer, norms: Norms, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of Eagle3Config by name
-    """Return the fields that both formats spell alike."""
     rope = RopeConfig.read(raw, block.dim, file)
     return {
         "file": file,

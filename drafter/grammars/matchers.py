@@ -298,7 +298,6 @@ class GrammarStates:
         return slot
 
     def _read(self, slot: _Slot, tokens: list[int]) -> None:
-        """Consume committed tokens."""
         slot.num_read += len(tokens)
         if slot.matcher is None:
             end = _end_of_start(slot, tokens)
@@ -352,7 +351,6 @@ def _ending(slot: _Slot) -> Iterator[None]:
 
 
 def _fail(slot: _Slot, cause: object) -> None:
-    """End an answer that its grammar cannot continue."""
     if not slot.has_failed:
         logger.warning("an answer ends early: its grammar cannot go on (%s)", cause)
     slot.has_failed, slot.is_over = True, True

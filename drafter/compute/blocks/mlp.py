@@ -91,8 +91,6 @@ class _Beside:
 
 
 class _RoutedSum:
-    """Routed and shared experts' output, summed over all ranks."""
-
     __slots__ = ("_operators", "_weights")
 
     def __init__(self, operators: Backend, weights: RoutedExperts) -> None:

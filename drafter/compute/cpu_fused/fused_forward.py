@@ -118,7 +118,6 @@ class FusedForward:
     def _layer(
         self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
     ) -> tuple[int, ...]:
-        """Return a record of _LAYER."""
         mlp = _dense(parts)
         gate_up = _packed(mlp.gate_up)
         gate_up_bias = gate_up.bias_O

@@ -38,7 +38,6 @@ def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
 
 @elements
 def _finish_narrow(sums, residual, y, width):
-    """Finish a row of an incomplete last panel."""
     sums_C = carray(pointer(sums, _FP32), (width,))
     y_C = carray(pointer(y, _BF16), (width,))
     for j in range(width):

@@ -130,7 +130,6 @@ def _value(number: Value | int) -> Value:
 
 
 def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -> None:
-    """Emit a switch that runs the code of one case."""
     end = builder.append_basic_block("end")
     switch = builder.switch(number, end)
     for value, emit in cases.items():

@@ -33,7 +33,7 @@ from .gated_delta_net import CpuDeltaNet
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Return why this machine cannot use compiled loops; None if it can. All models can."""
+    """Return why this machine cannot use compiled loops, which support all models; None if it can."""
     if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
         return "computes float32 and bfloat16 on CPUs"
     return None

@@ -108,7 +108,6 @@ def _step(state_DF, q_D, k_D, v_F, g, beta, u_F, out_F):
 
 @exact
 def _gate(out_F, norm_F, eps, z_F, y_F, like):
-    """Write y = rms_w(out) * silu(z)."""
     total = np.float32(0)
     for f in range(len(out_F)):
         total += out_F[f] * out_F[f]
@@ -187,7 +186,6 @@ def _run_head(
 
 @exact
 def _run(mixed, y, num_rows, heads, weights, eps, memory, sizes, rows, saves_M3, like):
-    """Run a layer's rows, request after request; see `CpuDeltaNet`."""
     num_keys, num_values, key_dim, value_dim, taps = heads
     num_slots, most = sizes
     slots_R, num_rows_R, num_drafts_R, pending_R = rows

@@ -121,7 +121,6 @@ def next_reaching(context, row, begin, count, floor, like):
 
 
 def _sixteen(builder: Any, row: Value, i: Value, like: types.Type) -> Value:
-    """Load the i-th sixteen elements of a row as fp32."""
     if isinstance(like, types.Integer):
         return widen(builder, at(builder, row, (i, 32)))
     return load(builder, at(builder, row, (i, 64)), FLOATS)

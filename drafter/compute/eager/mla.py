@@ -91,7 +91,6 @@ class HeadProducts:
         self._linears = [Linear(weight_OH.contiguous()) for weight_OH in weight_JOH] if on_cpu else []
 
     def __call__(self, x_NJH: Tensor) -> Tensor:
-        """Return the products, [N, J, O]."""
         if not self._linears:
             return torch.bmm(x_NJH.transpose(0, 1), self._weight_JOH.transpose(1, 2)).transpose(0, 1)
         products = zip(self._linears, x_NJH.unbind(1), strict=True)

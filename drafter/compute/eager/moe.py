@@ -66,7 +66,6 @@ class TorchExperts:
 
 
 def _products(weight_EOH: Tensor, bias_EO: Tensor | None) -> list[Linear]:
-    """Return a linear layer for each expert."""
     biases = [None] * len(weight_EOH) if bias_EO is None else bias_EO.unbind()
     return [Linear(weight_OH, bias_O) for weight_OH, bias_O in zip(weight_EOH, biases, strict=True)]
 

@@ -72,7 +72,6 @@ def _mix(x):
 
 @intrinsic
 def _times(context, x, factor):
-    """Return x * factor mod 2^32."""
     return x(x, factor), lambda context, builder, signature, args: builder.mul(*args)
 
 
@@ -83,8 +82,6 @@ def _xor(context, x, y):
 
 @intrinsic
 def _fold(context, x, shift):
-    """Return x ^ (x >> shift)."""
-
     def generate(context, builder, signature, args):
         return builder.xor(args[0], builder.lshr(*args))
 

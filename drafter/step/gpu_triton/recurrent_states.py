@@ -237,7 +237,6 @@ def _save_stood(
     G: tl.constexpr,
     X: tl.constexpr,
 ):
-    """Perform one save of a request: copy the state before its drafts, and their records."""
     slot = tl.load(slots + tl.program_id(0) // SAVES)
     at = saves + tl.program_id(0)
     position, source = tl.load(at), tl.load(states_of_slots + slot)

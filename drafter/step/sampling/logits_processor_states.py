@@ -142,7 +142,6 @@ class _SlotRules:
         return TokenCounts(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
 
     def _count(self, new: Tensor) -> None:
-        """Count the tokens after those counted before."""
         tokens, counts = new.tolist(), self.counts
         num_of_prompt = max(self.rules.prompt_length - self.num_counted, 0)
         if self.rules.repetition != 1.0:
@@ -153,5 +152,4 @@ class _SlotRules:
 
 
 def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """Return rows and tokens as a tensor [2, F]."""
     return torch.tensor(pairs, dtype=torch.int64, device=device).T if pairs else None

@@ -61,7 +61,6 @@ def edit_logits(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOpera
 def _sample_noisy(
     logits_MV: Tensor, batch: SamplingMetadata, operators: StepOperators
 ) -> tuple[Tensor, Tensor]:
-    """Sample from what the filters keep."""
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
     kept_MV = filter_logits(logits_MV, batch)
     ids_M, margins_M = operators.noisy_argmax_margin(kept_MV, batch.temperature_M1, batch.key_2M1)

@@ -93,7 +93,6 @@ def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> 
 
 
 def _repeated(batch: SamplingMetadata, times: int) -> SamplingMetadata:
-    """Repeat every noisy row's parameters `times` times."""
     names = ("temperature_M1", "top_k_M", "top_p_M1", "min_p_M1")
     values = {name: getattr(batch, name) for name in names}
     return replace(
@@ -102,7 +101,6 @@ def _repeated(batch: SamplingMetadata, times: int) -> SamplingMetadata:
 
 
 def _follow(best_XP: Tensor, margins_XP: Tensor, ids_XK: Tensor, block: StepRows) -> Proposals:
-    """Follow each request's path from its first row."""
     counts_R, last = block.counts_R, len(best_XP) - 1
     first_R = counts_R.cumsum(0) - counts_R
     place_R = torch.zeros_like(first_R)

@@ -177,7 +177,6 @@ def _wait_for(team, word, value):
 
 @elements
 def _work(team, thread):
-    """Loop of a worker thread."""
     epoch, heard = 0, 0
     while True:
         while thread >= read_shared(team + _SIZES + LIMIT):  # suspended

@@ -157,7 +157,6 @@ def key_tiles(
 
 @triton.jit
 def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr):
-    """Return which existing keys a row at `position` sees."""
     seen = there
     if CAUSAL:
         seen = seen & (key <= position)

@@ -174,7 +174,6 @@ def _norm_rotate_write_latents(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process a row's latent, or some of its heads' queries."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF

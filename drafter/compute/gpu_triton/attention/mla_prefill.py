@@ -92,7 +92,6 @@ def _attend(
     sums: tuple[Tensor, Tensor, Tensor],
     out_NJF: Tensor,
 ) -> None:
-    """Attend to one piece, starting at key `begin`."""
     rows, (height, keys, warps) = expansion.rows, expansion.workspace.tile
     rotated = q_NJO.shape[2] - parts.nope_dim
     _attend_expanded[(expansion.num_tiles * parts.num_heads, expansion.num_splits)](

@@ -171,7 +171,6 @@ def _gather_latents(
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gather some tokens' latents and rotated keys from pages."""
     wait_for_predecessor(PDL)
     place_K = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     there_K = place_K < count

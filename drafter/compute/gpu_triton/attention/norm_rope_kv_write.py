@@ -339,7 +339,6 @@ def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH
 
 @triton.jit
 def _inverse_rms(low_GC, high_GC, eps, HALF: tl.constexpr):
-    """Return 1 / rms, [G, 1], of heads in fp32."""
     squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
     return tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
 

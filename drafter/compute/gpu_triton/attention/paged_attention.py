@@ -220,7 +220,6 @@ def _attend(
     RUN_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process this program's share of the items."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
     wait_for_predecessor(PDL)
@@ -380,7 +379,6 @@ def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM:
 
 @triton.jit
 def _zero_padding(out_ptr, end, num_rows, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr):
-    """Zero the padding rows, shared by all programs."""
     dim_F = tl.arange(0, V_WIDTH)
     zero_F = tl.zeros([V_WIDTH], out_ptr.dtype.element_ty)
     first_ptr = out_ptr + end.to(tl.int64) * HEADS * V_DIM

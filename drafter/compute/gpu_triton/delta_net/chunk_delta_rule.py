@@ -278,7 +278,6 @@ def _span(first, count, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _keys(qkv, at_M, is_row_M, d_D, head, CHANNELS: tl.constexpr, KEY_DIM: tl.constexpr):
-    """Load the queries or keys of a head."""
     at_MD = at_M[:, None] * CHANNELS + head * KEY_DIM + d_D[None, :]
     return tl.load(qkv + at_MD, mask=is_row_M[:, None] & (d_D < KEY_DIM)[None, :], other=0.0)
 

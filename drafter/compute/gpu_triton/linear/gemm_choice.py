@@ -64,7 +64,6 @@ class MeasuredChoice:
 def _call(
     use: Use, projection: OwnProjection | TorchProjection, own: OwnProjection, num_rows: int
 ) -> Callable[[], object]:
-    """Return a call of a projection on dummy rows."""
     weight = own.weight
     outputs, inputs = weight.shape[:3].numel(), weight.shape[3]
 

@@ -146,7 +146,6 @@ def _multiply_tiles(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply a tile of pairs with some rows of its expert's weight."""
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     if tile >= tl.load(count_ptr):
@@ -274,7 +273,6 @@ def _add_up(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up some columns of a row."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

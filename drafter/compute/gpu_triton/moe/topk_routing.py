@@ -106,7 +106,6 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Route one row, best expert first."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert_E = tl.arange(0, LANES)

@@ -113,7 +113,6 @@ def _apply(
     MARK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Edit one chunk of columns of one row."""
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:

@@ -97,7 +97,6 @@ def _walk(
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Walk the rows of one request after its anchor."""
     request = tl.program_id(0)
     begin, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
     if begin == end:
