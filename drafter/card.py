@@ -1,6 +1,7 @@
-"""What a drafter's model card (its README.md) says of acceptance.
+"""Reads acceptance lengths from a drafter's model card (README.md).
 
-The table is that of `models/recipe` and `manta drafter eval`: columns "length, ..", a row "overall".
+The table is the one that `models/recipe` and `manta drafter eval` write: columns "length, ..", a row
+"overall".
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def card_lengths(folder: Path) -> list[float]:
-    """Return the mean acceptance lengths, bonus token included, of the card's overall row, one a temperature.
+    """Return the mean acceptance lengths of the card's "overall" row, one per temperature.
 
-    Empty where the folder has no card, or the card no such table.
+    Lengths include the bonus token. The list is empty if the folder has no card or the card has no such
+    table.
     """
     try:
         card = (folder / "README.md").read_text(encoding="utf-8")
@@ -33,5 +35,5 @@ def card_lengths(folder: Path) -> list[float]:
 
 
 def least_card_length(folder: Path) -> float | None:
-    """Return the least of `card_lengths`, which plans count on; None where there is none."""
+    """Return the smallest of `card_lengths`, which plans use; None if there is none."""
     return min(card_lengths(folder), default=None)

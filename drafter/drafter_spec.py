@@ -1,4 +1,4 @@
-"""What every kind of drafter has: layers that attend, taps of the target, a vocabulary, at times its own."""
+"""Configuration that all trained drafters share: attention layers, taps and vocabulary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..cluster.pages.kv_cache_groups import KVCacheSpec
 from .compute.checkpoint.safetensors_reader import FLOATS, INTEGERS, TensorHeaders
 from .compute.layers.rope import RopeConfig
 
-TOKEN_MAP = "d2t"  # the tensor that maps a drafter's own tokens
+TOKEN_MAP = "d2t"  # tensor that maps the drafter's own token ids to the target's
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """Attention of one layer: whether rows see only earlier rows of their block, and the window, if any."""
+    """Attention of one layer: causal in the block or not; window in tokens, None is unlimited."""
 
     causal: bool
     window: int | None
@@ -26,13 +26,13 @@ class DraftLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterShape:
-    """Of a drafter of any kind and format.
+    """Shape of a drafter of any kind and checkpoint format.
 
     Attributes:
-        file: its config.json, for messages.
+        file: path of its config.json, for messages.
         target_layer_ids: tapped blocks, 0-based, in `fc`'s column order: id i is the output of block i.
         layers: attention of each layer.
-        vocab_size: of the target it was made for.
+        vocab_size: vocabulary of the target it was trained for.
         draft_vocab_size: rows of its own head; equals `vocab_size` unless `d2t` maps them.
         attention_bias: whether q, k, v and o have biases.
     """
@@ -57,7 +57,7 @@ class DrafterShape:
 
     @property
     def kv_geometry(self) -> KVCacheSpec:
-        """Of each layer."""
+        """Return the K/V geometry of each layer."""
         return KVCacheSpec(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
@@ -66,14 +66,14 @@ class DrafterShape:
 
     @property
     def maps_vocabulary(self) -> bool:
-        """Whether its tokens must be mapped to the target's (`d2t`)."""
+        """Whether its token ids must be mapped to the target's (`d2t`)."""
         return self.draft_vocab_size != self.vocab_size
 
     def check_token_map(self, d2t_V: Tensor) -> None:
-        """Raise CheckpointError unless each token of its own is another one of the target's.
+        """Raise CheckpointError unless `d2t` maps each draft token to a distinct target token.
 
         Args:
-            d2t_V: [draft_vocab_size], integers: what is added to a token of its own.
+            d2t_V: integers [draft_vocab_size], added to a draft token id to get the target's.
         """
         ids = torch.arange(len(d2t_V)) + d2t_V.long()
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size or len(ids.unique()) != len(ids):
@@ -84,15 +84,15 @@ class DrafterShape:
 
 
 def stored_dtypes(name: str) -> tuple[str, ...]:
-    """Dtypes that a drafter's checkpoint may store this tensor in, in safetensors' words."""
+    """Return the dtypes, in safetensors' notation, that a drafter checkpoint may store this tensor in."""
     return INTEGERS if name == TOKEN_MAP else FLOATS
 
 
 def check_tensors(found: TensorHeaders, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless all of these tensors are there, in a form that can be computed with.
+    """Raise CheckpointError unless all tensors are present with these shapes and a supported dtype.
 
     Args:
-        shapes: of every tensor that is read, by its name in the files.
+        shapes: shape of every tensor that is read, by its name in the files.
     """
     for name, shape in shapes.items():
         found.check(name, shape, stored_dtypes(name))

@@ -1,1 +1,4 @@
-"""The ground of both models: what an operator means, and faster ways to say it."""
+"""Operators of both models: definitions in PyTorch (`layers/`, `blocks/`, `eager/`) and faster backends.
+
+Read `backend.py` first.
+"""

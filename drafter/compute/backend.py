@@ -1,13 +1,13 @@
-"""How a model's blocks are computed: the interface between models and the machines that run them.
+"""The interface between models and the backends that compute their blocks.
 
     Backend          what models ask for at load: a stack of blocks, a norm, the drafter's context writer; and
-                     the operators of which `blocks/transformer_block.py` makes a stack that Python drives
-      TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
-      NumbaBackend     compiled loops around PyTorch's products                cpu_numba/backend.py
-      FusedCpuBackend  a whole pass in one call, bf16 on a CPU                 cpu_fused/backend.py
-      TritonBackend    fused kernels, on a GPU                                 gpu_triton/backend.py
-    ModelStackSpec, DeviceCapabilities    what a backend's `why_not(spec, machine)` gets; it says what
-                     the backend lacks, before one is chosen
+                     the operators from which `blocks/transformer_block.py` builds a Python-driven stack
+    TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
+    NumbaBackend     compiled loops around PyTorch's GEMMs                   cpu_numba/backend.py
+    FusedCpuBackend  a whole pass in one call, bf16 on a CPU                 cpu_fused/backend.py
+    TritonBackend    fused kernels, on a GPU                                 gpu_triton/backend.py
+    ModelStackSpec, DeviceCapabilities    arguments of a backend's `why_not(spec, machine)`, which returns
+                     what it does not support, before a backend is chosen
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T
@@ -36,7 +36,7 @@ from .memory.recurrent_state_cache import DeviceStateRows, StateRows
 
 Ints = NDArray[np.integer]
 
-# Features that not every backend computes, as its refusal names them.
+# Features that not every backend supports, as refusals name them.
 Feature = Literal[
     "norms behind attention and MLP",
     "GELU",
@@ -60,13 +60,13 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStackSpec:
-    """What a target or a drafter needs of a backend, known before a weight is read.
+    """Requirements of a target or drafter on a backend, known before a weight is read.
 
     Attributes:
         name: "target" or "drafter", for messages.
-        sizes: the sizes of its hidden state and of its MLPs' inner states.
-        head_dims: the head dimensions of its attention; of latents without the rotated part.
-        features: what it has beyond a plain block.
+        sizes: the hidden size and the MLPs' inner sizes.
+        head_dims: the head dimensions of its attention; for MLA without the rotated part.
+        features: features beyond a plain block.
     """
 
     name: str
@@ -75,14 +75,14 @@ class ModelStackSpec:
     features: frozenset[Feature] = frozenset()
 
     def lacking(self, known: frozenset[Feature]) -> str | None:
-        """Return why a backend that knows these features refuses the model; None if it knows all it needs."""
+        """Return why a backend with these features refuses the model; None if it supports all of them."""
         missing = sorted(self.features - known)
         return f"has no {missing[0]}, which the {self.name} needs" if missing else None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities:
-    """Where and how models are computed.
+    """The device, dtype and layout on which models are computed.
 
     Attributes:
         page_size: tokens per K/V page.
@@ -95,13 +95,13 @@ class DeviceCapabilities:
     num_ranks: int
 
 
-# The result of a norm, which only the products behind it read: a tensor [N, H], or whatever a backend's own
-# products turn into one as they read it. Any: each backend has its own.
+# The result of a norm, read only by the GEMMs after it: a tensor [N, H], or whatever the backend's own GEMMs
+# normalize on load. Any: each backend has its own.
 Normed = Any
 
 
 class Projection(Protocol):
-    """A matrix product with weights, as `layers.Linear`; a backend's own products also take its `Normed`."""
+    """A matrix product with weights, as `layers.Linear`; a backend's own also accept its `Normed`."""
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
         """Return y [N, O] of x [N, K], plus the residual if one is given."""
@@ -113,17 +113,18 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
-        head_dim, v_head_dim: of queries and keys; of values, no more than that.
-        q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
+        head_dim, v_head_dim: of queries and keys; of values, at most `head_dim`.
+        q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None if the model has none.
         v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
         rope: of queries and keys; None rotates nothing.
         scale: of scores.
-        causal, window: as in `eager.attention.paged_attention`.
-        sinks_Q: fp32, likewise; None where heads have none.
-        first_key: rows see no keys before this position, but their own (EAGLE-3's first position has none).
-        latent: keys and values are latents: one K/V head of `head_dim`, of which the first `v_head_dim` are
-            the value, and `rope` is of the rest. The layer then makes [N, Q * `latent.v_dim`].
+        causal, window: see `eager.attention.paged_attention`.
+        sinks_Q: fp32 sink logits, likewise; None if heads have none.
+        first_key: keys before this position are masked, except a row's own (EAGLE-3's position 0 has none).
+        latent: MLA layer: keys and values are latents, one K/V head of `head_dim`, of which the first
+            `v_head_dim` are the value and the rest is rotated by `rope`. The layer then returns
+            [N, Q * `latent.v_dim`].
     """
 
     num_heads: int
@@ -143,7 +144,7 @@ class AttentionShape:
     latent: MLALayer | None = None
 
     def head_norm(self) -> Tensor | None:
-        """Return the norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
+        """Return the norm weights of the q and k heads, [Q + K, D]; None if the model has none."""
         if self.q_norm_D is None or self.k_norm_D is None:
             return None
         q_QD, k_KD = self.q_norm_D.expand(self.num_heads, -1), self.k_norm_D.expand(self.num_kv_heads, -1)
@@ -161,13 +162,13 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """A few of many experts for each row, and perhaps one that all rows share.
+    """Routed experts (MoE), and optionally a shared expert.
 
     Attributes:
         route: chooses the experts of each row.
         shared: the shared expert; its result is this rank's part, as the experts' are.
-        shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: it counts whole.
-        all_reduce: sums the ranks' parts, in place; None where one rank has everything.
+        shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: weight 1.
+        all_reduce: sums the ranks' parts, in place; None on a single rank.
     """
 
     route: Route
@@ -179,10 +180,10 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelMLP:
-    """A dense MLP and a routed one of the same residual, each normed behind, and added.
+    """A dense MLP and a routed one of the same residual; each output is normed, then both are added.
 
     Attributes:
-        routed_norm: before the experts; the dense one's is the block's `mlp_norm`.
+        routed_norm: norm before the experts; the dense MLP's is the block's `mlp_norm`.
     """
 
     dense: DenseMLP
@@ -194,16 +195,17 @@ class ParallelMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The products and norms of a block; q, k and v are one product, as is what a delta rule takes in.
+    """Projections and norms of a block; q, k and v are one projection, as are a delta rule's inputs.
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
-        qkv_norm: of the product [N, O] before heads are told apart, which it may overwrite; None where the
-            model has none.
-        attention_gate: product whose sigmoid multiplies what is attended; None likewise.
-        attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
-        mlp: what is behind attention.
-        scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
+        qkv_norm: norm of the whole q, k, v projection [N, O], which it may overwrite; None if the model
+            has none.
+        attention_gate: projection whose sigmoid multiplies attention's output; None likewise.
+        attention_out_norm, mlp_out_norm: norms of the sublayers' outputs before the residual addition;
+            None without them.
+        mlp: the sublayer after attention.
+        scalar: multiplies the whole residual after the block (Gemma 4); None: no scaling.
     """
 
     attention_norm: RMSNorm
@@ -220,10 +222,10 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """DFlash2's, around one sublayer: `compute/eager/dynamic_convolution.py` says what it means.
+    """A DFlash2 convolution around one sublayer, defined in `compute/eager/dynamic_convolution.py`.
 
     Attributes:
-        kernels: H -> S * T * C, what each row adds to the base kernels.
+        kernels: H -> S * T * C, each row's addition to the base kernels.
         base_STH: in the model's dtype.
     """
 
@@ -231,7 +233,7 @@ class Convolution:
     base_STH: Tensor
 
     def dynamic(self, normed_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows' own kernels [N, T, C] of both sides."""
+        """Return the rows' dynamic kernels [N, T, C] of both sides."""
         sides, taps, _ = self.base_STH.shape
         before, after = self.kernels(normed_NH).unflatten(-1, (sides, taps, -1)).unbind(1)
         return before, after
@@ -239,7 +241,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedBlock:
-    """A block's plain parts and the convolutions around them (`drafter/compute/blocks/dflash2_block.py`)."""
+    """A block's weights and the convolutions around its sublayers (`blocks/dflash2_block.py`)."""
 
     shape: AttentionShape
     weights: BlockWeights
@@ -253,10 +255,10 @@ class PlacedRows:
 
     Attributes:
         positions_N: absolute positions.
-        kv_slots: per page group [N], where each row's K and V go.
-        batches: per page group, what the backend's `attention_batch` made of the step; None where the model
-            has no layers in the group.
-        states: which requests' rows they are, for layers with states; None without such layers.
+        kv_slots: per page group [N], slots to which each row's K and V are written.
+        batches: per page group, the result of the backend's `attention_batch`; None if the model has no
+            layers in the group.
+        states: rows by request, for layers with recurrent states; None without such layers.
     """
 
     positions_N: Tensor
@@ -269,24 +271,24 @@ class PlacedRows:
         raise NotImplementedError("only a step's rows know their requests")
 
 
-# How the rows of a layer read the rows before them.
+# How the rows of a layer mix with the rows before them.
 MixerShape = AttentionShape | DeltaNetShape
 
 
 class Attention(Protocol):
-    """The head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
+    """Head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
-        """Return [N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten.
+        """Return [N, Q * F] from q, k and v, which are overwritten; `step` is the result of `begin`.
 
         Args:
-            layer: its number among the layers of its kind, of which the cache has K/V or states.
+            layer: its index among the layers of its kind, for which the cache has K/V or states.
         """
         ...
 
 
 class ContextWriter(Protocol):
-    """The norm, rotation and write of the drafter's context K/V, for layers that share a page group."""
+    """Norm, rotation and write of the drafter's context K/V, for layers that share a page group."""
 
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
@@ -294,7 +296,7 @@ class ContextWriter(Protocol):
         """Write `kv_NO`: the layers' keys, then their values. It is overwritten.
 
         Args:
-            first: the number of the first of these layers in the cache; the others follow it.
+            first: index in the cache of the first of these layers; the others follow it.
         """
         ...
 
@@ -315,12 +317,12 @@ class Stack(Protocol):
 
 
 class Backend(ABC):
-    """Computes models' operators on one kind of device. A model asks for them at load.
+    """Makes models' operators for one kind of device. A model asks for them at load.
 
     Attributes:
         packed_experts: whether `experts` takes packed weights; else they are dequantized first.
-        expert_reads: int32 [1] on the experts' device: how many experts' weights passes have read so far,
-            summed over layers, in a count that wraps. None while there are no experts.
+        expert_reads: int32 [1] on the experts' device: number of experts' weights read by passes so far,
+            summed over layers, wrapping. None without experts.
     """
 
     packed_experts = False
@@ -336,40 +338,41 @@ class Backend(ABC):
         device: torch.device | str,
         window: int | None = None,
     ) -> Any:
-        """Return an element of `PlacedRows.batches` where the host knows the rows: an `AttentionBatch`, or
-        what this backend has in its place.
+        """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
+
+        The definition's is an `AttentionBatch`; other backends have their own type.
 
         Args:
             first_position_R: absolute position of each request's first row.
             num_rows_R: rows of each request, at least 1; they are laid out request after request.
             pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
-            window: the largest of the layers of this page group; pages behind it may be another request's.
+            window: the largest window of this page group's layers; pages before it may be another request's.
         """
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
 
     def head(self, weight_VH: Tensor) -> Projection:
-        """Return the product that makes logits; it is not quantized where others are."""
+        """Return the projection to logits; it is not quantized where others are."""
         return self.linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        """Return the product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart.
+        """Return a projection whose weight has O = P * L * R outputs in possibly strided blocks of R rows.
 
-        It is read where it lies, except by backends that lay out weights anew.
+        The weight is not copied, except by backends that repack weights.
         """
         return linear_of_blocks(weight_PLRH, bias_O)
 
     @abstractmethod
     def route(self, weights: RouterWeights) -> Route:
-        """Make a layer's router, once, at load."""
+        """Make a layer's router, at load."""
 
     @abstractmethod
     def experts(self, weights: ExpertWeights) -> Experts:
-        """Lay out a rank's experts of a layer, once, at load."""
+        """Prepare a rank's experts of a layer, at load."""
 
     def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
-        """Return where a layer's experts count what they read: `expert_reads`."""
+        """Return the counter to which a layer's experts add their reads: `expert_reads`."""
         if self.expert_reads is None:
             self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
         return self.expert_reads
@@ -381,7 +384,7 @@ class Backend(ABC):
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        """Make a stack of the blocks in order and the norm behind the last.
+        """Make a stack of the blocks in order, and the final norm.
 
         Args:
             tap_ids: 0-based layers whose outputs are returned, in the drafter's order.
@@ -395,9 +398,9 @@ class Backend(ABC):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        """Return sums of squares, fp32 [N, 2], of the first elements of each row and of those behind them.
+        """Return sums of squares, fp32 [N, 2], of the first `widths[0]` and the next `widths[1]` elements.
 
-        A norm of whole queries and keys begins with them. A row's bits do not depend on other rows.
+        They begin a norm of whole queries and keys. A row's bits do not depend on other rows.
         """
         parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
         return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
@@ -411,11 +414,11 @@ class Backend(ABC):
 
     @abstractmethod
     def attention(self, shape: AttentionShape) -> Attention:
-        """Make a layer's attention, once, at load."""
+        """Make a layer's attention, at load."""
 
     @abstractmethod
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        """Make the delta rule of a layer with states, once, at load."""
+        """Make the delta rule of a layer with recurrent states, at load."""
 
     @abstractmethod
     def residual_norm(
@@ -436,7 +439,7 @@ class Backend(ABC):
 
     @abstractmethod
     def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
-        """Return activation(first half) * second half of the product."""
+        """Return activation(first half) * second half of the projection."""
 
     @staticmethod
     @abstractmethod
@@ -448,8 +451,8 @@ class Backend(ABC):
         residual_NH: Tensor | None = None,
         /,
     ) -> Tensor:
-        """See `eager.convolution.convolve`."""
+        """Convolve rows; see `eager.dynamic_convolution.convolve`."""
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
-        """Return a norm's result as a tensor [N, H], for readers that are no products."""
+        """Return a norm's result as a tensor [N, H], for readers other than GEMMs."""
         return normed_NH

@@ -1,10 +1,9 @@
-"""Whether this machine gives a row the same bits whatever rows stand beside it.
+"""Tests whether this machine computes a row to the same bits regardless of the other rows in the batch.
 
-Measured at start, not assumed: it depends on the CPU, the dtype and the libraries. Where it holds, greedy and
-seeded outputs are the same to the last token with speculation on or off and in any batch; where it does not,
-they are up to near-ties. Asked in `actors/targets/loading/`: where a CPU's dtype is chosen
-(`backend_selection.py`, `cpu_autotune.py`, who times ways on the block) and when a target is loaded
-(`batch_invariance.py`); and by tests.
+Measured at start, because it depends on the CPU, the dtype and the libraries. If it holds, greedy and seeded
+outputs are identical with speculation on or off and in any batch; otherwise they are identical up to
+near-ties. Used in `actors/targets/loading/`: to choose a CPU's dtype (`backend_selection.py`), to time
+implementations on the block (`cpu_autotune.py`), and when a target is loaded (`batch_invariance_check.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from .layers.moe import ExpertWeights, MoeRouter, RouterWeights
 from .layers.rope import RopeConfig, RotaryEmbedding
 from .memory.kv_cache import PagedKVCache
 
-_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 1280, 4, 2  # so many inputs as libraries sum in parts
+_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 1280, 4, 2  # large enough that libraries split sums over inputs
 _EXPERTS, _EXPERT_INNER = 8, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
-_COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
+_COMPANIONS = ((900, 1), (200, 32))  # other requests in the batch: (known tokens, rows)
 _LENGTHS = (16, 100, 200, 330, 390, 450, 730)
 
 
@@ -37,11 +36,11 @@ def rows_are_invariant(
     *,
     routed: bool = False,
 ) -> bool:
-    """Compare the rows of a block, alone, among others and at the end of a prompt, bit by bit.
+    """Compare the rows of a block bit by bit: alone, batched with others, and at the end of a prompt.
 
     Args:
-        head_dims: of attention.
-        routed: a block with experts beside its MLP, too.
+        head_dims: head dimensions of attention to test.
+        routed: also test a block with experts beside its MLP.
     """
     kinds = (False, True) if routed else (False,)
     trials = (TrialBlock(backend, dtype, device, dim, routed=kind) for kind in kinds for dim in head_dims)
@@ -107,7 +106,7 @@ class TrialBlock:
         return self._backend.stack([(shape, weights)], norm(self._hidden))
 
     def _with_experts(self, dense: DenseMLP) -> RoutedExperts:
-        """Which rows an expert gets depends on the batch: what is measured here beside all else."""
+        """Add experts, whose number of rows depends on the batch."""
         router = RouterWeights(
             rule=MoeRouter(num_experts=_EXPERTS, top_k=3, score="softmax"),
             weight_EH=self.random(_EXPERTS, self._hidden) * self._hidden**-0.5,
@@ -124,7 +123,7 @@ class TrialBlock:
         return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)
 
     def _blocks_agree(self, length: int) -> bool:
-        """Whether a block behind so many tokens is the same together, row by row, and beside others."""
+        """Return whether a block has the same bits whole, row by row, and batched with others."""
         others_NH = self.random(sum(rows for _, rows in _COMPANIONS), self._hidden)
         begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
         x_NH, first = self.random(_BLOCK, self._hidden), length - _BLOCK
@@ -134,13 +133,13 @@ class TrialBlock:
         return torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])
 
     def _ends_agree(self, length: int) -> bool:
-        """Whether a prompt's last rows are those of a block behind the others."""
+        """Return whether a prompt's last rows equal those of a block that follows the others."""
         x_NH, first = self.random(length, self._hidden), length - _BLOCK
         prompt = self.run(x_NH, [0], [length])
         return torch.equal(prompt[first:], self.run(x_NH[first:], [first], [_BLOCK]))
 
     def run(self, x_NH: Tensor, first: list[int], counts: list[int]) -> Tensor:
-        """Rows of the first requests, so many of each, behind so many tokens."""
+        """Run `counts` rows for each of the first requests, from position `first` on."""
         positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
         slots = [self._pages[r][at // _PAGE] * _PAGE + at % _PAGE for r, at in enumerate(positions)]
         batch = self._backend.attention_batch(

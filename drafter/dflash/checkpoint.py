@@ -1,8 +1,7 @@
-"""Loading a drafter from a folder of safetensors.
+"""Loads a DFlash drafter from a folder of safetensors.
 
-Shapes are read from the files' headers and checked before any weight is. Corrupt, missing and misfitting
-files become CheckpointErrors that name the file and what would be right. Called by whoever places the
-drafter.
+Shapes are checked against the files' headers before any weight is read. Corrupt, missing and mismatched files
+raise CheckpointErrors that name the file and the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .weights import SELECTOR
 
 
 def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a drafter must have, by its name in z-lab's and Speculators' files."""
+    """Return the shape of every required tensor, by its name in z-lab's and Speculators' files."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -76,7 +75,7 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
 def stored_shapes(
     config: DrafterConfig, target: TargetFacts, found: TensorHeaders
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor that is read of such files: what it must have, its own embedding and head if there."""
+    """Return the shapes of all tensors to read: the required ones, and the embedding and head if present."""
     own = {
         "embed_tokens.weight": (target.vocab_size, config.hidden_size),
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
@@ -85,10 +84,10 @@ def stored_shapes(
 
 
 def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> DrafterConfig:
-    """Read the configuration, and refuse what cannot work, without reading a weight.
+    """Read the configuration and refuse what cannot work, without reading a weight.
 
     Args:
-        overrides: keys of config.json that get other values.
+        overrides: values that replace keys of config.json.
     """
     config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
@@ -113,9 +112,9 @@ def load_drafter(
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
-        backend, places: as in `DFlashDrafter`.
-        overrides: as in `check_drafter`.
-        input_embedding_scale: in the place of the checkpoint's.
+        backend, places: see `DFlashDrafter`.
+        overrides: see `check_drafter`.
+        input_embedding_scale: replaces the checkpoint's value.
     """
     config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
     place = (target, lends, dtype, device, backend, places)
@@ -134,7 +133,7 @@ def make_drafter(
     *,
     input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
-    """The same from tensors that have the shapes of `drafter_shapes`."""
+    """Build a drafter from tensors with the shapes of `drafter_shapes`. Arguments: see `load_drafter`."""
     config = _scaled_like(config, target, dtype, input_embedding_scale)
     own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors.shapes]
     names = dict.fromkeys([*drafter_shapes(config, target), *own])
@@ -154,20 +153,20 @@ def make_drafter(
 def _scaled_like(
     config: DrafterConfig, target: TargetFacts, dtype: torch.dtype, wanted: float | None
 ) -> DrafterConfig:
-    """With a factor of input rows: the wanted one, else its own, else the target's, rounded as there."""
+    """Set the input scale: the requested, else the checkpoint's, else the target's (rounded)."""
     scale = config.input_embedding_scale if wanted is None else wanted
     if scale is None:
         scale = float(torch.tensor(target.embed_scale, dtype=dtype))
     return replace(config, input_embedding_scale=scale)
 
 
-# transformers' names, where they are others; and back.
+# z-lab's tensor names to transformers' where they differ, and the inverse.
 _OF_ASSISTANT = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _OURS = {theirs: ours for ours, theirs in _OF_ASSISTANT.items()}
 
 
 def named_as_ours(name: str) -> str:
-    """A tensor of any format by its name in z-lab's and Speculators'."""
+    """Return the name that z-lab and Speculators use for a tensor of any format."""
     return _OURS.get(name, name)
 
 

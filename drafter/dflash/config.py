@@ -1,8 +1,8 @@
-"""Reading a drafter's config.json: z-lab's, Speculators' and transformers' formats, made one.
+"""Reads a DFlash drafter's config.json in z-lab's, Speculators' or transformers' format.
 
-What can be told from the file alone is checked by the models of `config_formats.py`, and `check_fits`
-compares with the target, so that a drafter which cannot work is refused before a weight is read. Called by
-`checkpoint.py`, and by whoever sizes memory.
+The models in `config_formats.py` check what the file alone determines; `check_fits` compares it with the
+target. A drafter that cannot work is refused before a weight is read. Called by `checkpoint.py` and by memory
+planning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .target_features import TargetFacts
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSize:
-    """Of the convolutions around attention and MLP: taps, and neighbouring channels that share a kernel."""
+    """DFlash2's convolutions: taps, and the number of adjacent channels that share a dynamic kernel."""
 
     num_taps: int
     group_size: int
@@ -42,7 +42,7 @@ class ConvolutionSize:
 
 @dataclass(frozen=True, slots=True)
 class SelectorSize:
-    """Of what chooses among a row's likeliest tokens: the codebooks' rank, and how many tokens these are."""
+    """DFlash2's selector: rank of the codebooks, and candidates per row."""
 
     rank: int
     top_k: int
@@ -50,20 +50,21 @@ class SelectorSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(DrafterShape):
-    """A DFlash drafter's shape and meaning, whatever format it came in.
+    """A DFlash drafter's shape and options, independent of the checkpoint format.
 
     Attributes:
         layout: "z-lab", "speculators" or "assistant" (transformers' own).
-        block_size: anchor and masks; proposals are one fewer.
-        mask_token_id: token whose embedding stands for "to be filled in".
-        target_hidden_size: of a tapped state; None if the file does not say.
-        num_target_layers: of the target it was made for; None if the file does not say.
-        mask_embedding: whether a file replaces the mask token's embedding row.
-        input_embedding_scale: factor of its input rows; None where absent: the target's, of its own.
-        output_multiplier, logit_softcap: 1, None where absent.
-        attention_sinks: whether every head has a sink.
+        block_size: rows of a block: the anchor and `block_size` - 1 masks, one per draft.
+        mask_token_id: token whose embedding marks a position to fill in.
+        target_hidden_size: size of a tapped state; None if the file does not say.
+        num_target_layers: layers of the target it was trained for; None if the file does not say.
+        mask_embedding: whether `mask_embedding.pt` replaces the mask token's embedding row.
+        input_embedding_scale: factor on input embeddings; None: use the target's.
+        output_multiplier: factor on the logits.
+        logit_softcap: c of c * tanh(z / c) on the logits; None: no cap.
+        attention_sinks: whether every head has a learned sink logit.
         attention_value_scale: factor on v.
-        convolutions, selector: DFlash2's parts; None where absent.
+        convolutions, selector: DFlash2's parts; None if absent.
     """
 
     layout: Literal["z-lab", "speculators", "assistant"]
@@ -86,10 +87,10 @@ class DrafterConfig(DrafterShape):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
-        """Read `config.json` of a folder; CheckpointError says what is missing or not supported.
+        """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
 
         Args:
-            overrides: keys that get other values.
+            overrides: values that replace keys of config.json.
         """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
@@ -98,7 +99,7 @@ class DrafterConfig(DrafterShape):
         def read(raw: Json) -> DrafterConfig:
             if "speculators_model_type" in raw:
                 return _read_speculators(raw, file)
-            # Before the rest: another kind of drafter has other keys.
+            # Checked first: other kinds of drafters have other keys.
             of_kind = _read_assistant if parse(DFlashKind, raw, file).name == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
@@ -107,7 +108,7 @@ class DrafterConfig(DrafterShape):
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
-        """What it asks of a backend."""
+        """Return what this drafter requires of a backend."""
         features: set[Feature] = set()
         if self.attention_sinks:
             features.add("attention sinks")
@@ -126,7 +127,7 @@ class DrafterConfig(DrafterShape):
             raise misfit
 
     def misfits(self, target: TargetFacts) -> Iterator[CheckpointError]:
-        """All that keeps it from drafting for `target`, each with field and remedy."""
+        """Yield an error, with field and remedy, for each reason that it cannot draft for `target`."""
         remedy = "use a drafter that was trained for this target"
         made_for = self.target_hidden_size or self.hidden_size
         yield from self._unless(
@@ -196,7 +197,10 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
 
 
 def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
-    """Causality: `is_causal`, else `dflash_config.causal`, else sliding layers only; not with `use_swa`."""
+    """Return each layer's mask: `is_causal`, else `dflash_config.causal`, else causal in sliding layers only.
+
+    With `use_swa` all layers have one window, and are causal only if a key says so.
+    """
     dflash = top.dflash_config
     stated = dflash.causal if top.is_causal is None else top.is_causal
     if dflash.use_swa:
@@ -224,17 +228,17 @@ def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterCon
 
 
 def _read_speculators(raw: Json, file: str) -> DrafterConfig:
-    parse(DFlashSpeculatorsKind, raw, file)  # before the rest: another kind of drafter has other keys
+    parse(DFlashSpeculatorsKind, raw, file)  # checked first: other kinds of drafters have other keys
     top = parse(DFlashSpeculators, raw, file)
     backbone = top.transformer_layer_config
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
         **_second(top),
-        **_scales(top, input_scale=1.0),  # as vLLM, which runs this format, lends them
+        **_scales(top, input_scale=1.0),  # vLLM, which runs this format, uses unscaled embeddings
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
-        # Captured *before* layer i: the output of block i - 1.
+        # Ids name blocks whose *input* is captured: the output of block i - 1.
         target_layer_ids=tuple(i - 1 for i in top.aux_hidden_state_layer_ids),
         block_size=top.block_size,
         mask_token_id=top.mask_token_id,
@@ -248,7 +252,6 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
 def _shape(
     backbone: Backbone, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """What all formats spell alike."""
     rope = RopeConfig.read(raw, backbone.dim, file)
     return {
         "file": file,
@@ -267,10 +270,10 @@ def _shape(
 def _scales(
     keys: Scales, input_scale: float | None = None
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """Factors, cap and sinks.
+    """Return scales, soft cap and attention sinks.
 
     Args:
-        input_scale: of input rows where the file has none; None: the target's.
+        input_scale: input embedding scale if the file has none; None: the target's.
     """
     stated = keys.input_embedding_scale
     return {
@@ -283,7 +286,6 @@ def _scales(
 
 
 def _second(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """What DFlash2 adds."""
     taps, group = keys.conv_kernel_size, keys.conv_group_size
     rank, top_k = keys.selector_rank, keys.selector_top_k
     return {

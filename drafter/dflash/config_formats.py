@@ -1,7 +1,6 @@
-"""The keys of a drafter's config.json in z-lab's, Speculators' and transformers' format, checked one by one.
+"""Schemas of a DFlash drafter's config.json in z-lab's, Speculators' and transformers' format.
 
-What asks for mathematics that we do not have is refused. What the keys mean together is said in `config.py`,
-which alone calls this.
+Keys that ask for unsupported mathematics are refused. `config.py`, the only caller, combines the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BlockSize = Annotated[int, Field(ge=2, description=BLOCK_SIZE)]
 
 
 def each_once(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """ValueError where a layer is tapped twice."""
+    """Raise ValueError if a layer id occurs twice."""
     if len(set(ids)) < len(ids):
         raise ValueError("must be a list of integers that are all different")
     return ids
@@ -36,7 +35,7 @@ LayerTypes = Annotated[
 
 
 class Backbone(StrictConfig):
-    """The Qwen3 block: what all formats spell alike."""
+    """The Qwen3 block, with the keys that all formats spell alike."""
 
     ALSO_READ: ClassVar[frozenset[str]] = ROPE_KEYS
 
@@ -68,7 +67,7 @@ class Backbone(StrictConfig):
 
     @property
     def has_layer_types(self) -> bool:
-        """Whether `layer_types`, if it is there, says anything."""
+        """Whether `layer_types` applies, if present."""
         return True
 
     @model_validator(mode="after")
@@ -85,13 +84,13 @@ class Backbone(StrictConfig):
         return self
 
     def windows(self) -> list[int | None]:
-        """Of each layer; None is full attention."""
+        """Return the window of each layer in tokens; None is full attention."""
         kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
         return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 class Scales(StrictConfig):
-    """Factors, a cap and sinks that any format may ask for."""
+    """Scales, logit soft cap and attention sinks, which any format may set."""
 
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
@@ -101,7 +100,7 @@ class Scales(StrictConfig):
 
 
 class Conditioning(StrictConfig):
-    """What DFlash2 adds to a drafter, and both formats spell alike; either part may be absent."""
+    """DFlash2's convolutions and selector, spelled alike in both formats; either may be absent."""
 
     conv_kernel_size: Count | None = None
     conv_group_size: Count | None = None
@@ -125,7 +124,7 @@ class Conditioning(StrictConfig):
         return self
 
     def check_fits(self, backbone: Backbone) -> None:
-        """ValueError that names a key if this cannot work with such a backbone."""
+        """Raise ValueError, naming the key, if this cannot work with the backbone."""
         if self.conv_group_size is not None and backbone.hidden_size % self.conv_group_size:
             raise ValueError(f"conv_group_size must be a divisor of hidden_size ({backbone.hidden_size})")
         if self.selector_top_k is not None and self.selector_top_k > backbone.vocab_size:
@@ -156,7 +155,7 @@ KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT}
 
 
 class DFlashKind(HfConfig):
-    """Which of z-lab's drafters it is."""
+    """The key that says which of z-lab's drafters this is."""
 
     architectures: tuple[str, ...] = ()
 
@@ -203,9 +202,9 @@ class ZLab(Backbone):
 
 
 class Assistant(Backbone, Scales):
-    """transformers' own: a Qwen3 block under another name, bidirectional, with DFlash's keys beside it."""
+    """transformers' own format: a bidirectional Qwen3 block with DFlash's keys at the same level."""
 
-    vocab_size: Count = 202048  # its target's: the published file has none
+    vocab_size: Count = 202048  # default: the target's vocabulary, as the published file has no such key
     rms_norm_eps: float = 1e-5
     mask_token_id: int
     target_layer_ids: LayerIds
@@ -213,7 +212,7 @@ class Assistant(Backbone, Scales):
 
 
 class DFlashSpeculatorsKind(HfConfig):
-    """Which of Speculators' drafters it is."""
+    """The key that says which of Speculators' drafters this is."""
 
     speculators_model_type: Literal["dflash", "dflash2"] = Field(
         description="'dflash' or 'dflash2'; 'eagle3' is run with method=\"eagle3\""
@@ -221,7 +220,7 @@ class DFlashSpeculatorsKind(HfConfig):
 
 
 class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
-    """Speculators' format: the Qwen3 configuration is nested; windows of layers may be beside it."""
+    """Speculators' format: the Qwen3 configuration is nested; windows may be at the top level."""
 
     transformer_layer_config: Backbone
     layer_types: LayerTypes | None = None
@@ -265,7 +264,7 @@ class DFlashSpeculators(DFlashSpeculatorsKind, Conditioning, Scales):
         return raw
 
 
-# What the class of 'dflash2' has where a file is silent.
+# Defaults of Speculators' 'dflash2' class.
 _SECOND = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,

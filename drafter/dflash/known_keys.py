@@ -1,8 +1,8 @@
-"""Which keys of a drafter's config.json may stand there though nothing is computed with them.
+"""Keys that may appear in a drafter's config.json although nothing reads them.
 
-All formats have one rule: a key that no reader knows could change the mathematics, and is refused by name,
-unless its value is null, false, zero or empty. What trainers note, and what transformers writes for any
-model, is known here. Called by `config_formats.py` of DFlash and of EAGLE-3.
+A key that no reader knows could change the mathematics, so it is refused by name unless its value is null,
+false, zero or empty. The lists here hold keys that trainers record and that transformers writes for any
+model. Used by `config_formats.py` of DFlash and EAGLE-3.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import model_validator
 
 from ..compute.checkpoint.hf_config import HfConfig, keys_of
 
-# A word in the name of a key that says how a drafter was trained.
+# Matches keys that describe training.
 _OF_TRAINING = re.compile(
     r"(?:.*_)?(?:loss|trained|trainer|train|training|teacher|anchors|dropout|optimizer|lr|learning_rate"
     r"|warmup|weight_decay|epochs?|dataset|seed|lambda|auf|requires_grad|ulysses|gradient_checkpointing"
     r"|initializer)(?:_.*)?"
 )
-# Of a drafter's format: notes, and settings of a part that another key switches on.
+# Keys of drafter formats: notes, and settings of parts that another key enables.
 _NOTES = frozenset(
     """
     mask_token num_target_layers speculators_config speculators_version has_no_defaults_at_init
@@ -28,7 +28,7 @@ _NOTES = frozenset(
     parallel_draft_heads_num_layers position_embedding_type target_model_type target_architectures
 """.split()  # noqa: SIM905
 )
-# Of transformers' configurations: they say nothing of a drafter's mathematics.
+# Keys of transformers' configurations that do not affect a drafter's mathematics.
 _OF_TRANSFORMERS = frozenset(
     """
     _name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention architectures
@@ -58,10 +58,10 @@ ROPE_KEYS = frozenset(  # read by `RopeConfig.read`
 
 
 class StrictConfig(HfConfig):
-    """Base of a part of a drafter's config.json whose unknown keys are refused.
+    """Base class for a part of a drafter's config.json; unknown keys are refused.
 
     Attributes:
-        ALSO_READ: keys that are read by another reader.
+        ALSO_READ: known keys that are not fields of the model.
     """
 
     ALSO_READ: ClassVar[frozenset[str]] = frozenset()

@@ -1,13 +1,13 @@
-"""The DFlash drafter: target features become context K/V; a block [anchor, MASK..] becomes logits at once.
+"""The DFlash drafter (arXiv 2602.06036): context K/V from target features, a block in one pass.
 
-Inference only, written over a paged cache and fused weights (`weights.py`); `training/` has a module of its
-own. Called by `proposer.py`.
+Inference only, with a paged cache and fused weights (`weights.py`); `jobs/training` has its own module.
+Called by `proposer.py`.
 
-    taps [N, m, H] --fc, norm--> C [N, H] --one GEMM--> K, V of all layers --k_norm, rope--> pages [a, MASK
-    x k]  --target's embedding--> x --layers over pages (context and own block)--> norm --head--> logits
+    taps [N, m, H] --fc, norm--> C [N, H] --one GEMM--> K, V of all layers --k_norm, rope--> pages
+    [a, MASK x k] --target's embedding--> x --layers over context and block--> norm --head--> logits
 
-The block's own K/V go into the look-ahead slots n..n+k of the same pages; true context overwrites them later,
-and what it does not overwrite lies behind every length until a next block does.
+The block's own K/V are written to the look-ahead slots n..n+k of the same pages. Later context overwrites
+them; slots beyond a sequence's length are never read before the next block writes them.
 
 Legend: N rows, X mask rows, m taps, H hidden, V vocabulary.
 """
@@ -32,14 +32,14 @@ from .weights import ContextProjection, QKVWeights, arranged, convolved, make_bl
 
 
 class DFlashDrafter:
-    """A loaded drafter. Holds no state of requests: that is in the cache it is given.
+    """A loaded drafter. Stateless: per-request state is in the cache passed to its methods.
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
         lends: the target's embedding and head.
-        max_positions: positions that may occur.
-        places: of each layer's K and V; all in one page group by default.
-        backend: computes what is no matrix product; PyTorch's own by default.
+        max_positions: number of positions of the rotary tables.
+        places: where each layer's K and V are stored; by default all in one page group.
+        backend: makes the operators; PyTorch's by default.
     """
 
     def __init__(
@@ -89,45 +89,45 @@ class DFlashDrafter:
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
         scale = config.input_embedding_scale
         self._embed_scale = 1.0 if scale is None else scale
-        self._mask_H: Tensor | None = None  # where it is no row of the embedding
+        self._mask_H: Tensor | None = None  # set if the mask embedding is not a row of the embedding
         if "mask_embedding" in weights:
             self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        """Pages for this drafter's context."""
+        """Allocate pages for this drafter's context K/V."""
         return PagedKVCache(
             self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
-        """C [N, H]: what context K/V are made of."""
+        """Return C [N, H], from which context K/V are projected."""
         assert taps_NmH.shape[1] == self.config.num_taps, "taps must match target_layer_ids"
         return self._features(taps_NmH)
 
     def write_context(self, c_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
-        """Context K/V of all layers at these rows; a row with the cache's `skip_slot` is dropped."""
+        """Write context K/V of all layers at these rows; rows with the cache's `skip_slot` are dropped."""
         for project in self._context:
             project(c_NH, self._rope, rows, cache)
 
     def embed_block(self, token_ids_N: Tensor) -> Tensor:
-        """The block's input embeddings [N, H], from token ids: the mask's in all rows but the anchors'."""
+        """Return the block's input embeddings [N, H]; all rows but the anchors hold the mask token."""
         if self._mask_H is None:
             return self._embed(token_ids_N)
-        is_mask_N = token_ids_N == self.config.mask_token_id  # no row of the embedding, perhaps
+        is_mask_N = token_ids_N == self.config.mask_token_id  # the id may be outside the embedding
         x_NH = self._embed(token_ids_N.masked_fill(is_mask_N, 0))
         return torch.where(is_mask_N.unsqueeze(1), self._mask_H, x_NH)
 
     def forward(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> Tensor:
-        """Normed hidden states [N, H] of a block's rows, writing their K/V behind the context."""
+        """Return normed hidden states [N, H] of a block's rows; writes their K/V after the context."""
         return self._stack(x_NH, rows, cache)[0]
 
     def block_hidden(self, block: StepRows, cache: PagedKVCache) -> Tensor:
-        """Normed hidden states [X, H] of every mask row, request after request."""
+        """Return normed hidden states [X, H] of every mask row, in request order."""
         hidden_NH = self.forward(self.embed_block(block.token_ids_N), block, cache)
         return hidden_NH.index_select(0, block.sampled_X)
 
     def block_logits(self, block: StepRows, cache: PagedKVCache) -> Tensor:
-        """Logits [X, V] of the target's vocabulary for the same rows."""
+        """Return logits [X, V] over the target's vocabulary for every mask row."""
         return self.logits(self.block_hidden(block, cache))
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ class DFlashDrafter:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks have parts of the head: of a borrowed one."""
+        """Whether logits come from the target's head and that is split over ranks."""
         return self._own_head is None and self._lends.is_split
 
     def logits(self, y_XH: Tensor) -> Tensor:
-        """The head [X, V] on the target's vocabulary, from normed hidden states."""
+        """Return logits [X, V] over the target's vocabulary; -inf for tokens without a draft id."""
         z_XV = self._scaled(self._lends.logits(y_XH) if self._own_head is None else self._own_head(y_XH))
         if self._target_ids_V is None:
             return z_XV
@@ -151,18 +151,17 @@ class DFlashDrafter:
         return full_XV.index_copy_(1, self._target_ids_V, z_XV)
 
     def local_logits(self, y_XH: Tensor) -> tuple[Tensor, int]:
-        """The borrowed head over this rank's part of the vocabulary, and the first token id of that part."""
+        """Return this rank's slice of the borrowed head's logits, and the slice's first token id."""
         assert self._own_head is None, "a head of its own is whole on every rank"
         z_XU, first_id = self._lends.local_logits(y_XH)
         return self._scaled(z_XU), first_id
 
     def _scaled(self, z_XV: Tensor) -> Tensor:
-        """As the configuration wants the head's output."""
         return scaled_logits(z_XV, self.config.output_multiplier, self.config.logit_softcap)
 
 
 class ContextFeatures:
-    """fc and norm: taps [N, m, H] -> C [N, H]. All that a split drafter leaves with the target."""
+    """fc and norm: taps [N, m, H] -> C [N, H]. A remote drafter's part in the target's process."""
 
     __slots__ = ("_backend", "_dtype", "_fc", "_norm")
 

@@ -1,9 +1,8 @@
-"""Drafting for a step: proposals before the target's pass, context after it.
+"""Proposes DFlash drafts before the target's pass and writes context after it.
 
-A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
-the drafter's logits; where it has a selector, along a path (`step/sampling/selector.py`). With it comes how
-sure it is (`step/inputs/proposals.py`). Used by target ranks (colocated) and by a drafter in a process of its
-own.
+Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
+logits; with a DFlash2 selector along a path (`step/sampling/selector.py`). Each draft has a margin
+(`step/inputs/proposals.py`). Used by target ranks (colocated) and by a drafter in its own process.
 
 Legend: N target rows, X mask rows, R requests of the step, K most drafts, m taps, H hidden, E rank.
 """
@@ -24,7 +23,7 @@ from .model import DFlashDrafter
 
 
 class DFlashProposer:
-    """A drafter and its pages; `operators` choose proposals."""
+    """A drafter with its pages; `operators` sample the drafts."""
 
     def __init__(
         self, drafter: DFlashDrafter, cache: PagedKVCache, operators: StepOperators = DEFINITION
@@ -34,16 +33,16 @@ class DFlashProposer:
         self._operators = operators
 
     def with_drafter(self, drafter: DFlashDrafter) -> DFlashProposer:
-        """The same with another drafter of the same shape, over the same pages."""
+        """Return a proposer with another drafter of the same shape over the same pages."""
         return DFlashProposer(drafter, self.cache, self._operators)
 
     def beside(self, drafter: DFlashDrafter) -> DFlashProposer:
-        """Another drafter of the same shape, over the same page ids in memory of its own."""
+        """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
         return DFlashProposer(drafter, cache, self._operators)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        """K = 0 if nobody drafts."""
+        """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         block = states.lay_out_block(plan, self.drafter.config.mask_token_id)
         if block is None:
             return Proposals.none(plan.num_requests, states.device)
@@ -61,13 +60,13 @@ class DFlashProposer:
         )
 
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
-        """Make context of what the target saw, whatever stood of it.
+        """Write context K/V from the target's hidden states, rejected drafts included.
 
-        Rows of rejected drafts too: as in the target's pages, their slots are written again by the next block
-        before any mask exposes them.
+        As in the target's pages, the slots of rejected drafts are overwritten by the next block before any
+        mask exposes them.
         """
         self.inject_features(self.drafter.context_features(taps_NmH), rows)
 
     def inject_features(self, c_NH: Tensor, rows: StepRows) -> None:
-        """The same from features that were computed elsewhere."""
+        """Write context K/V from features C that were computed elsewhere."""
         self.drafter.write_context(c_NH, rows, self.cache)

@@ -1,15 +1,14 @@
-"""The contract between target and drafter: what the drafter sees of the target, and what it borrows.
+"""The interface between target and drafter: tapped hidden states, and borrowed embedding and head.
 
-*Taps*: for every row of a target forward pass, the hidden states behind the tapped blocks, [N, m, H]. Tap i
-is the output of 0-based block `target_layer_ids[i]` after both residual additions, before any norm (z-lab's
-meaning); tap order is column order of the drafter's `fc`. Capturing one block early or late changes no
-output of the engine and ruins acceptance, so ids are normalised once, in `config.py`.
+*Taps*: hidden states [N, m, H] after the tapped blocks, for every row of a target pass. Tap i is the output
+of 0-based block `target_layer_ids[i]` after both residual additions, before any norm (z-lab's convention);
+tap order is the column order of the drafter's `fc`. An off-by-one capture changes no output but ruins
+acceptance, so ids are normalized once, in `config.py`.
 
-*When*: taps of a row become drafter context at that row's absolute position once its token is committed.
-Context of an anchor at position n is positions 0..n-1: the anchor itself has not passed the target yet.
+*Timing*: a row's taps become drafter context at that row's absolute position once its token is committed. The
+context of an anchor at position n is positions 0..n-1: the anchor itself has not passed the target yet.
 
-*Borrowed*: the target's embedding and head, which DFlash shares. Under tensor parallelism both are
-collective.
+*Borrowed*: DFlash shares the target's embedding and head. Under tensor parallelism both are collective.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from ..compute.backend import Projection
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a drafter must fit.
+    """Properties of the target that a drafter must match.
 
     Attributes:
-        hidden_size: of a tapped hidden state, and of embedding and head.
-        num_layers: tapped ids are below it.
+        hidden_size: size of a tapped hidden state, and of embedding and head.
+        num_layers: upper bound of tapped ids.
         vocab_size: rows of embedding and head.
         max_model_len: longest sequence served; sizes the drafter's rotary tables.
-        embed_scale: factor of embedding rows, as its first block gets them.
+        embed_scale: factor the target applies to its embedding rows.
     """
 
     hidden_size: int
@@ -42,28 +41,28 @@ class TargetFacts:
 
 
 class TargetLends(Protocol):
-    """The target's layers that the drafter works with."""
+    """The target's layers that a drafter uses."""
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks have parts of the head."""
+        """Whether the head is split over ranks."""
         ...
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
-        """Input embeddings [N, H], as the target's first block gets them but for any scale or norm."""
+        """Return input embeddings [N, H] as the target's first block gets them, without scale or norm."""
         ...
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """The head [N, V] on states that are normed already; no scaling, no cap."""
+        """Return the head's logits [N, V] for normed states, without scaling or cap."""
         ...
 
     def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
-        """The same over this rank's part of the vocabulary, and the first token id of that part."""
+        """Return the logits of this rank's part of the vocabulary, and the part's first token id."""
         ...
 
 
 class LentWeights:
-    """Embedding [V, H] and head by themselves: for a drafter that lives apart, tools, tests."""
+    """Copies of embedding [V, H] and head, for drafters in other processes, tools and tests."""
 
     is_split = False
 
@@ -82,9 +81,10 @@ class LentWeights:
 
 
 def usual_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """z-lab's default taps: evenly from layer 1 to the third last, by output of 0-based layer.
+    """Return z-lab's default taps: evenly spaced from layer 1 to the third last, as 0-based output ids.
 
-    A target of few layers gets fewer than `num_taps`, because no layer is tapped twice.
+    Formula: round(1 + i (L - 4) / (m - 1)) for i = 0..m-1 (z-lab/dflash). A target with few layers gets fewer
+    than `num_taps`, because no layer is tapped twice.
     """
     if num_taps == 1:
         return (num_layers // 2,)

@@ -1,10 +1,10 @@
-"""What a drafter's tensors become at load: products, blocks, convolutions, selector, the context's K and V.
+"""Converts a drafter's tensors at load: projections, blocks, convolutions, selector, context K/V.
 
-What a checkpoint asks for once (order of rotated rows, scaled values) is done to the weights here, so that no
-pass knows of it. Called by `model.py`.
+Transformations that a checkpoint needs (order of rotated rows, scaled values) are applied to the weights
+here, not in each pass. Called by `model.py`.
 
-Legend: N rows, H hidden, O outputs, L layers, R keys or values of one, D head dim; of several layers' K and V
-2 LR outputs.
+Legend: N rows, H hidden, O outputs, L layers, R keys or values of one, D head dim; the K and V of several
+layers are 2 LR outputs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..drafter_spec import DrafterShape, DraftLayer
 from ..step.sampling.selector_walk import SelectorCodebooks
 from .config import DrafterConfig, SelectorSize
 
-SELECTOR = "candidate_selector"  # of tensors' names
+SELECTOR = "candidate_selector"  # prefix of tensor names
 
 
 def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0) -> Mapping[str, Tensor]:
-    """Query and key rows in the order that the rotation's tables want; value rows scaled."""
+    """Return weights with q and k rows permuted for the rotary tables and v rows scaled."""
     if rope.permutation() is None and scale == 1.0:
         return weights
     rotated = tuple(
@@ -55,10 +55,10 @@ def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0
 
 
 class QKVWeights:
-    """The weights of all layers' queries, keys and values in one tensor: products that share rows share them.
+    """The q, k and v weights of all layers in one tensor, so that projections share memory.
 
     Args:
-        groups: the layers, in the order in which they lie there.
+        groups: layers by page group; also their order in the tensor.
     """
 
     def __init__(
@@ -74,12 +74,15 @@ class QKVWeights:
         return torch.cat(rows).unflatten(0, (len(self._order), -1))
 
     def of_layer(self, layer: int, backend: Backend) -> Projection:
-        """Its queries, keys and values."""
+        """Return the q, k, v projection of a layer."""
         place = self._order.index(layer)
         return backend.linear(self._qkv_LOH[place], None if self._bias_LO is None else self._bias_LO[place])
 
     def keys_and_values(self, layers: Sequence[int], backend: Backend) -> Projection:
-        """Keys of all of a group's layers, then values: so norm and rotation see one slice."""
+        """Return one projection to the keys of all of a group's layers, then the values.
+
+        Keys are contiguous, so norm and rotation see one slice.
+        """
         first = self._order.index(layers[0])
         group = slice(first, first + len(layers))
         kv_LRH = self._qkv_LOH[group, self._num_q :]
@@ -141,7 +144,7 @@ def convolved(
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What scores a row's candidates: `step/sampling/selector_walk.py` says how."""
+    """Projection and codebooks that score a row's candidates (`step/sampling/selector_walk.py`)."""
 
     gates: Projection
     codebooks: SelectorCodebooks
@@ -154,7 +157,7 @@ def make_selector(weights: Mapping[str, Tensor], size: SelectorSize, backend: Ba
 
 
 class ContextProjection:
-    """K and V of a page group's layers from C: one product, then norm, rotation and write."""
+    """Projects C to K and V of a page group's layers in one GEMM, then norms, rotates and writes them."""
 
     __slots__ = ("_first", "_kv", "_write")
 

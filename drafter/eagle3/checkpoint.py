@@ -1,7 +1,7 @@
-"""Loading an EAGLE-3 drafter from a folder of safetensors.
+"""Loads an EAGLE-3 drafter from a folder of safetensors.
 
-Tensors have one name of ours; a file may say `midlayer.` for `layers.0.`, and `model.` before it. Shapes are
-read from the files' headers and checked before any weight is. Called by whoever places the drafter.
+Files may spell `layers.0.` as `midlayer.` and may prefix names with `model.`. Shapes are checked against the
+files' headers before any weight is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a drafter must have, by its name here."""
+    """Return the shape of every required tensor, by Manta's name."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     rows = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
     fused = config.num_taps * config.target_hidden_size
@@ -52,16 +52,16 @@ def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (fused,)
     if config.maps_vocabulary:
         shapes |= {HEAD: (config.draft_vocab_size, hidden), TOKEN_MAP: (config.draft_vocab_size,)}
-    if hidden != config.target_hidden_size:  # it cannot work with the target's
+    if hidden != config.target_hidden_size:  # then it cannot borrow the target's
         shapes |= {HEAD: (config.draft_vocab_size, hidden), EMBEDDING: (config.vocab_size, hidden)}
     return shapes
 
 
 def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> Eagle3Config:
-    """Read the configuration, and refuse what cannot work, without reading a weight.
+    """Read the configuration and refuse what cannot work, without reading a weight.
 
     Args:
-        overrides: keys of config.json that get other values.
+        overrides: values that replace keys of config.json.
     """
     config = Eagle3Config.load(path, target.num_layers, overrides)
     config.check_fits(target)
@@ -70,7 +70,7 @@ def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None =
 
 
 def check_eagle3_tensors(config: Eagle3Config, found: TensorHeaders) -> None:
-    """Raise CheckpointError for the first tensor that is missing, misshapen or quantised."""
+    """Raise CheckpointError for the first tensor that is missing, misshapen or quantized."""
     own: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         HEAD: (config.draft_vocab_size, config.hidden_size),
@@ -102,8 +102,8 @@ def load_eagle3(
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
-        backend, places: as in `Eagle3Drafter`.
-        overrides: as in `check_eagle3`.
+        backend, places: see `Eagle3Drafter`.
+        overrides: see `check_eagle3`.
     """
     config = check_eagle3(path, target, overrides)
     return make_eagle3(config, TensorFolder(path), target, lends, dtype, device, backend, places)
@@ -119,7 +119,7 @@ def make_eagle3(
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
 ) -> Eagle3Drafter:
-    """The same from tensors that have the shapes of `eagle3_shapes`."""
+    """Build a drafter from tensors with the shapes of `eagle3_shapes`. Arguments: see `load_eagle3`."""
     spelled = {name: _spelled(name, tensors.shapes) for name in (*eagle3_shapes(config), EMBEDDING, HEAD)}
     weights = {name: tensors.get(theirs) for name, theirs in spelled.items() if theirs in tensors.shapes}
     if config.maps_vocabulary:
@@ -132,6 +132,6 @@ def make_eagle3(
 
 
 def _spelled(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What the files call a tensor; its name here where they have none like it."""
+    """Return the files' name of a tensor; `name` itself if they have none."""
     names = (name, name.replace(LAYER, "midlayer.", 1))
     return next((f"{at}{each}" for at in ("", "model.") for each in names if f"{at}{each}" in shapes), name)

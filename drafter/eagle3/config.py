@@ -1,8 +1,8 @@
-"""Reading an EAGLE-3 drafter's config.json: SGLang's and Speculators' formats, made one.
+"""Reads an EAGLE-3 drafter's config.json in SGLang's or Speculators' format.
 
-What can be told from the file alone is checked by the models of `config_formats.py`, and `check_fits`
-compares with the target, so that a drafter which cannot work is refused before a weight is read. Called by
-`checkpoint.py`, and by whoever sizes memory.
+The models in `config_formats.py` check what the file alone determines; `check_fits` compares it with the
+target. A drafter that cannot work is refused before a weight is read. Called by `checkpoint.py` and by memory
+planning.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .config_formats import (
     SGLang,
 )
 
-DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
+DEFAULT_DRAFTS = 5  # passes per step: few published drafters are trained for more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DrafterShape):
-    """An EAGLE-3 drafter's shape and meaning, whatever format it came in. It has one layer.
+    """A one-layer EAGLE-3 drafter's shape and options, independent of the checkpoint format.
 
     Attributes:
         layout: "sglang" or "speculators".
-        target_hidden_size: of a tapped state.
-        head_norms: whether queries and keys are normed per head, as a Qwen3's.
-        norm_before_residual: whether the residual begins with the normed feature, or with the feature.
-        norm_before_fc: whether the taps are normed, all together, before they are fused.
+        target_hidden_size: size of a tapped state.
+        head_norms: whether queries and keys are normed per head, as in Qwen3.
+        norm_before_residual: whether the residual starts from the normed feature rather than the feature.
+        norm_before_fc: whether the concatenated taps are normed before `fc`.
     """
 
     layout: Literal["sglang", "speculators"]
@@ -51,12 +51,12 @@ class Eagle3Config(DrafterShape):
     def load(
         cls, path: str | Path, num_target_layers: int | None, overrides: Json | None = None
     ) -> Eagle3Config:
-        """Read `config.json` of a folder; CheckpointError says what is missing or not supported.
+        """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
 
         Args:
-            num_target_layers: which blocks are tapped follows from it where the file does not say; None where
-                the target is not known: then no ids are told.
-            overrides: keys that get other values.
+            num_target_layers: gives the default taps if the file names none; None if the target is
+                unknown, then `target_layer_ids` may be empty.
+            overrides: values that replace keys of config.json.
         """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
@@ -70,7 +70,7 @@ class Eagle3Config(DrafterShape):
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
-        """What it asks of a backend."""
+        """Return what this drafter requires of a backend."""
         return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),
@@ -93,9 +93,9 @@ class Eagle3Config(DrafterShape):
 
 
 def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
-    parse(Eagle3Kind, raw, file)  # before the rest: another kind of drafter has other keys
+    parse(Eagle3Kind, raw, file)  # checked first: other kinds of drafters have other keys
     top = parse(SGLang, raw, file)
-    # SGLang's ids, inside, are of blocks whose output is taken; vLLM's, beside, of the blocks behind them.
+    # SGLang's nested ids name blocks whose output is tapped; vLLM's top-level ids the blocks after those.
     inside = top.eagle_config.eagle_aux_hidden_state_layer_ids
     return Eagle3Config(
         **_shape(top, top, raw, file),
@@ -117,7 +117,7 @@ def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Ea
 
 
 def _behind(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, ...]:
-    """Blocks whose output is what enters these ones; by default of a low, a middle and a high one."""
+    """Return the blocks whose output is these blocks' input; default: a low, a middle and a high one."""
     if not ids and num_target_layers is not None:
         ids = (2, num_target_layers // 2, num_target_layers - 3)
     return tuple(i - 1 for i in ids)
@@ -126,7 +126,6 @@ def _behind(ids: tuple[int, ...], num_target_layers: int | None) -> tuple[int, .
 def _shape(
     block: OneLayer, norms: Norms, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of Eagle3Config by name
-    """What both formats spell alike."""
     rope = RopeConfig.read(raw, block.dim, file)
     return {
         "file": file,

@@ -1,7 +1,6 @@
-"""The keys of an EAGLE-3 drafter's config.json, in SGLang's and Speculators' format, checked one by one.
+"""Schemas of an EAGLE-3 drafter's config.json in SGLang's and Speculators' format.
 
-What asks for mathematics that we do not have is refused. What the keys mean together is said in `config.py`,
-which alone calls this, but for `method_of_drafter`. PyTorch is not imported.
+Keys that ask for unsupported mathematics are refused. `config.py` combines the keys. Does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KINDS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 
 
 class OneLayer(Backbone):
-    """The block that both formats describe: a Llama's, or a Qwen3's whose heads are normed."""
+    """The block of both formats: Llama's, or Qwen3's with normed heads."""
 
     model_type: Literal["llama", "qwen3"] = Field(
         "llama", description="'llama' or 'qwen3': others are not yet supported"
@@ -31,7 +30,6 @@ class OneLayer(Backbone):
 
     @property
     def head_norms(self) -> bool:
-        """Whether queries and keys are normed per head."""
         return self.model_type == "qwen3"
 
     @field_validator("num_hidden_layers")
@@ -50,7 +48,7 @@ class OneLayer(Backbone):
 
 
 class Norms(StrictConfig):
-    """Where drafters of one kind differ, at the top of both formats.
+    """Norm options at the top level of both formats.
 
     `fc_norm` and `norm_output` (norms of each tap, and of what a pass hands to the next) are not supported.
     """
@@ -64,7 +62,7 @@ class Norms(StrictConfig):
 
 
 class EagleKeys(StrictConfig):
-    """`eagle_config` of SGLang's format; neutral values are what published files have."""
+    """`eagle_config` of SGLang's format; only the values of published files are accepted."""
 
     eagle_aux_hidden_state_layer_ids: LayerIds = ()
     use_aux_hidden_state: Literal[True] = True
@@ -75,7 +73,7 @@ class EagleKeys(StrictConfig):
 
 
 class Eagle3Kind(HfConfig):
-    """Whether it is an EAGLE-3 drafter at all."""
+    """The key that says whether this is an EAGLE-3 drafter."""
 
     architectures: tuple[str, ...] = ()
 
@@ -90,7 +88,7 @@ class Eagle3Kind(HfConfig):
 
 
 class SGLang(OneLayer, Norms):
-    """The original layout, as SafeAILab and SpecForge write it: a Llama configuration and a few keys."""
+    """The original layout, as SafeAILab and SpecForge write it: a Llama configuration with extra keys."""
 
     draft_vocab_size: Count | None = None
     eagle_config: EagleKeys = EagleKeys()
@@ -103,7 +101,7 @@ class SGLang(OneLayer, Norms):
 
 
 class Eagle3SpeculatorsKind(HfConfig):
-    """Whether it is an EAGLE-3 drafter at all, in Speculators' format."""
+    """The key that says whether this is an EAGLE-3 drafter in Speculators' format."""
 
     speculators_model_type: Literal["eagle3"] = Field(
         description="'eagle3' (for 'dflash' and 'dflash2' set speculative_config.method=\"dflash\")"
@@ -114,7 +112,7 @@ class Eagle3Speculators(Eagle3SpeculatorsKind, Norms):
     """Speculators' format: the block's configuration is nested."""
 
     transformer_layer_config: OneLayer
-    draft_vocab_size: Count = 32000  # of the format's class
+    draft_vocab_size: Count = 32000  # the default of Speculators' class
 
     @model_validator(mode="after")
     def _fits(self) -> Eagle3Speculators:
@@ -128,7 +126,7 @@ def _check_draft_vocabulary(size: int | None, backbone: Backbone) -> None:
 
 
 def is_eagle3(raw: Json) -> bool:
-    """Whether a config.json is an EAGLE-3 drafter's; a plain Llama's has no draft vocabulary."""
+    """Return whether a config.json describes an EAGLE-3 drafter; a plain Llama's has no draft vocabulary."""
     if "speculators_model_type" in raw:
         return raw["speculators_model_type"] == "eagle3"
     named = set(raw.get("architectures") or ())
@@ -136,7 +134,7 @@ def is_eagle3(raw: Json) -> bool:
 
 
 def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
-    """Return which kind of drafter a config.json describes; None for a target's."""
+    """Return the kind of drafter that a config.json describes; None for a target's."""
     if is_eagle3(raw):
         return "eagle3"
     named = set(raw.get("architectures") or ())

@@ -1,15 +1,15 @@
-"""The EAGLE-3 drafter: a target's fused feature and the token behind it become the next token's logits.
+"""The EAGLE-3 drafter (arXiv 2503.01840): a fused target feature and the next token give the logits after it.
 
-Inference only, written over a paged cache. Called by `proposer.py`.
+Inference only, with a paged cache. Called by `proposer.py`.
 
     taps [N, m, H'] --(norm), fc--> g [N, H]                  a feature of each of the target's rows
-    entry i, of token i and of g of position i - 1:
-      [norm E[token i] ; norm g] [N, 2H] --q, k, v--> attention --o--> + g --norm, MLP--> + --> x [N, H]
-      x --norm, head--> z [N, V]                              of token i + 1
+    entry i, from token i and g of position i - 1:
+    [norm E[token i] ; norm g] [N, 2H] --q, k, v--> attention --o--> + g --norm, MLP--> + --> x [N, H]
+    x --norm, head--> z [N, V]                              logits of token i + 1
 
-Behind the target's newest row x takes the place of g: entry i + 1 of a chain is made of the token drafted and
-of x. Entry i's K and V lie at position i of its pages, so that a page depends on tokens of its own and before
-alone; position 0 has no entry, and no row sees it (docs/decisions/eagle3.md).
+Past the target's newest row x replaces g: entry i + 1 of a chain is made from the drafted token and x. Entry
+i's K and V are at position i of its pages, so a page depends only on its own and earlier tokens; position 0
+has no entry, and is masked for all rows (docs/decisions/eagle3.md).
 
 Legend: N rows, X rows of the head, m taps, H hidden, K kv heads, D head dim, V vocabulary.
 """
@@ -33,18 +33,18 @@ from ..dflash.target_features import TargetLends
 from ..dflash.weights import QKVWeights, arranged, make_block
 from .config import Eagle3Config
 
-LAYER = "layers.0."  # of tensors' names
+LAYER = "layers.0."  # prefix of tensor names
 
 
 class Eagle3Drafter:
-    """A loaded drafter. Holds no state of requests: that is in the pages it is given.
+    """A loaded drafter. Stateless: per-request state is in the pages passed to its methods.
 
     Args:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
         lends: the target's embedding and head.
-        max_positions: positions that may occur.
-        places: of its layer's K and V; in the first page group by default.
-        backend: whose operators compute; PyTorch's own by default.
+        max_positions: number of positions of the rotary tables.
+        places: where its layer's K and V are stored; by default in the first page group.
+        backend: makes the operators; PyTorch's by default.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Eagle3Drafter:
     def _make_layer(
         self, weights: Mapping[str, Tensor], backend: Backend
     ) -> tuple[TransformerBlock, Projection, HeadNorm | None]:
-        """The layer; and of it what makes K and V, for entries of which nothing else is wanted."""
+        """Return the layer, and the projection and norm that make K and V where nothing else is needed."""
         config, eps = self.config, self.config.rms_norm_eps
         weights = arranged(config.rope, weights)
         qkv = QKVWeights(config, weights, [[0]])
@@ -98,13 +98,13 @@ class Eagle3Drafter:
         )
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        """Pages for this drafter's entries."""
+        """Allocate pages for this drafter's entries."""
         return PagedKVCache(
             self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
 
     def features(self, taps_NmH: Tensor) -> Tensor:
-        """g [N, H]: what the target's rows become."""
+        """Return the fused features g [N, H] of the target's rows."""
         assert taps_NmH.shape[1] == self.config.num_taps, "taps must match target_layer_ids"
         taps_NT = taps_NmH.flatten(1).to(self.dtype)
         if self._taps_norm is not None:
@@ -112,10 +112,10 @@ class Eagle3Drafter:
         return self._fc(taps_NT)
 
     def write_entries(self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
-        """K and V of entries. A row at position 0 is dropped: there is none.
+        """Write K and V of entries without running the layer; rows at position 0 are dropped.
 
         Args:
-            g_NH: of the position before each row's.
+            g_NH: features of the position before each row's.
         """
         kv_NO = self._kv(self._inputs(token_ids_N, g_NH)[0])
         num_kv, head_dim = self.config.num_kv_heads, self.config.head_dim
@@ -128,13 +128,13 @@ class Eagle3Drafter:
     def forward(
         self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor]:
-        """Run entries, writing their K and V.
+        """Run entries and write their K and V.
 
         Args:
-            g_NH: of the position before each row's, or what a pass returned for it.
+            g_NH: features of the position before each row's, or the x that a pass returned for it.
 
         Returns:
-            x [N, H], which the next entry is made of, and its norm, which the head reads.
+            x [N, H], from which the next entry is made, and its norm, which the head reads.
         """
         both_N2H, residual_NH = self._inputs(token_ids_N, g_NH)
         step = self._operators.begin(rows)
@@ -142,7 +142,7 @@ class Eagle3Drafter:
         return x_NH, self._operators.as_tensor(normed_NH)
 
     def _inputs(self, token_ids_N: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """What q, k and v are made of [N, 2 H], and where the residual begins [N, H]."""
+        """Return the input of q, k and v [N, 2 H] and the start of the residual [N, H]."""
         token_NH = self._operators.norm(self._token_norm, self._embed(token_ids_N))
         normed_NH = self._operators.norm(self._hidden_norm, g_NH)
         residual_NH = normed_NH if self.config.norm_before_residual else g_NH
@@ -154,7 +154,7 @@ class Eagle3Drafter:
         return self._lends.embed(token_ids_N).to(self.dtype)
 
     def logits(self, normed_XH: Tensor) -> Tensor:
-        """The head [X, V] on the target's vocabulary; -inf where it has no token."""
+        """Return logits [X, V] over the target's vocabulary; -inf for tokens without a draft id."""
         z_XV = self._lends.logits(normed_XH) if self._own_head is None else self._own_head(normed_XH)
         if self._target_ids_V is None:
             return z_XV

@@ -1,14 +1,14 @@
-"""Drafting a chain for a step: a pass for each token before the target's, entries' K and V after it.
+"""Proposes EAGLE-3 chains, one pass per token, and writes entries after the target's pass.
 
-A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
-the drafter's logits; with it comes how sure it is (`step/inputs/proposals.py`). The first pass needs the
-target's feature of the position before the anchor. It is kept by page, of the newest committed position that
-the page holds: so it is there after a step, after a prefix hit, and for whoever shares the page.
+Drafts are sampled as the target samples: same filters, same noise at the same position, on the drafter's
+logits; each has a margin (`step/inputs/proposals.py`). The first pass needs the target's feature of the
+position before the anchor. Each page stores the feature of its newest committed position, so it is available
+after a step, after a prefix hit, and to all requests that share the page.
 
-Called by `actors/targets/runners/cpu_runner.py`, in every step: `propose`, then `inject`.
+Called by `actors/targets/runners/cpu_runner.py` in every step: `propose`, then `inject`.
 
-Legend: N target rows, R requests of the step, E those that still draft, K most drafts, m taps, H hidden,
-P pages.
+Legend: N target rows, R requests of the step, E requests that still draft, K most drafts, m taps, H hidden, P
+pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .model import Eagle3Drafter
 
 
 class ChainProposer:
-    """A drafter and its pages; `operators` choose proposals."""
+    """A drafter with its pages; `operators` sample the drafts."""
 
     def __init__(
         self,
@@ -45,22 +45,22 @@ class ChainProposer:
             shape = cache.num_pages + 1, drafter.config.hidden_size
             features_PH = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
         self._features_PH = features_PH
-        self._before_RH = features_PH[:0]  # of the step under way, before each request's first row
+        self._before_RH = features_PH[:0]  # this step's features of the positions before the first rows
 
     def with_drafter(self, drafter: Eagle3Drafter) -> ChainProposer:
-        """The same with another drafter of the same shape, over the same pages."""
+        """Return a proposer with another drafter of the same shape over the same pages."""
         return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
 
     def beside(self, drafter: Eagle3Drafter) -> ChainProposer:
-        """Another drafter of the same shape, over the same page ids in memory of its own."""
+        """Return a proposer with another drafter of the same shape and page ids, but its own page memory."""
         cache = drafter.new_cache(self.cache.num_pages, self.cache.page_size)
         return ChainProposer(drafter, cache, self._operators)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        """K = 0 if nobody drafts."""
+        """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         pages_R = torch.from_numpy(states.pages_before(plan, self.cache.group(0))).to(states.device)
         self._before_RH = self._features_PH.index_select(0, pages_R.clamp(min=0))
-        self._before_RH.masked_fill_((pages_R < 0).unsqueeze(1), 0.0)  # where a sequence begins
+        self._before_RH.masked_fill_((pages_R < 0).unsqueeze(1), 0.0)  # start of a sequence
         num_drafts = int(plan.num_drafts.max(initial=0))
         if num_drafts == 0:
             return Proposals.none(plan.num_requests, states.device)
@@ -89,13 +89,12 @@ class ChainProposer:
             drafts_RK[index_E, depth], margins_RK[index_E, depth] = tokens_E, margins_E
 
     def inject(self, taps_NmH: Tensor, rows: StepRows, num_tokens_R: Tensor) -> None:
-        """Make entries of what the target saw, and keep the newest features.
+        """Write entries of the target's rows, rejected drafts included, and keep the newest features.
 
-        Entries of rejected drafts too: as in the target's pages, they are written again before any mask
-        exposes them.
+        As in the target's pages, the entries of rejected drafts are overwritten before any mask exposes them.
 
         Args:
-            num_tokens_R: tokens that came out of the step.
+            num_tokens_R: tokens that the step produced for each request.
         """
         g_NH = self.drafter.features(taps_NmH)
         first_R = np.cumsum(rows.num_rows_R) - rows.num_rows_R
@@ -105,9 +104,9 @@ class ChainProposer:
         self._keep(g_NH, rows, first_R, num_tokens_R.cpu().numpy())
 
     def _keep(self, g_NH: Tensor, rows: StepRows, first_R: np.ndarray, num_tokens_R: np.ndarray) -> None:
-        """Of every page the feature of its newest committed position among these rows."""
+        """Store in each page the feature of its newest committed position among these rows."""
         num_rows_R, page_size = rows.num_rows_R, self.cache.page_size
-        # All rows but those of drafts that fell; the last token that came out has no row yet.
+        # Committed rows: all but rejected drafts; the last produced token has no row yet.
         stood_R = num_rows_R - rows.counts_R.cpu().numpy() + num_tokens_R
         in_request_N = np.arange(len(g_NH)) - np.repeat(first_R, num_rows_R)
         slots_N = rows.kv_slots[self.cache.group(0)].cpu().numpy()

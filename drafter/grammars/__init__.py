@@ -1,1 +1,4 @@
-"""Grammars held to where tokens are chosen; the one room that knows llguidance. Masks are NumPy's."""
+"""Applies grammars where tokens are sampled; the only folder that imports llguidance. Masks are NumPy arrays.
+
+Read `matchers.py` first.
+"""

@@ -1,15 +1,15 @@
-"""A process that tries grammars, each in a child that may be killed. It knows no torch and no Ray.
+"""A process that test-compiles grammars, each in a child process with limits. Imports neither torch nor Ray.
 
     python -m manta.drafter.grammars.compile_sandbox CONTROL MODEL
 
-llguidance overflows its stack, or computes for minutes, over texts that are small. A child compiles a grammar
-with little stack, memory and time, and reads a few tokens with it. Whatever becomes of the child is the
-grammar's fault: it is refused, and nothing else ends.
+Some small grammars make llguidance overflow its stack or compute for minutes. A child compiles each grammar
+with a limited stack, memory and CPU time, and consumes a few tokens with it. If the child dies, the grammar
+is refused and nothing else is affected.
 
-`CONTROL` is the descriptor of a socket: each message holds one descriptor of a connection, on which a client
-sends a question and reads the answer (`CompileQuestion`, `CompileAnswer`). The process ends when the control
-socket closes. `MODEL` is the descriptor of a file that holds the arguments of `GrammarCompiler` as JSON. The
-client is `actors/structured_outputs/grammar_validator.py`.
+`CONTROL` is the descriptor of a socket: each message carries one descriptor of a connection, on which a
+client sends a question and reads the answer (`CompileQuestion`, `CompileAnswer`). The process ends when the
+control socket closes. `MODEL` is the descriptor of a file with the arguments of `GrammarCompiler` as JSON.
+The client is `actors/structured_outputs/grammar_validator.py`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from typing import NotRequired, TypedDict
 
 from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
 
-# Small enough that the stacks of threads that compile (`STACK_BYTES`) and make masks are larger.
+# Smaller than the stacks of threads that compile (`STACK_BYTES`) and make masks.
 TRIAL_STACK_BYTES = 1 << 20
 TRIAL_BYTES = 128 << 20
-NUM_TOKENS = 4  # that are read after compiling: some grammars fail at the first
+NUM_TOKENS = 4  # consumed after compiling: some grammars fail at the first
 
 
 class CompileQuestion(TypedDict):
     """A grammar to try.
 
     Attributes:
-        kind: as of `Grammar`; "grammar" is Lark, or EBNF that is to become Lark.
-        cpu_s: time of a core that it may take.
+        kind: see `Grammar`; "grammar" is Lark, or EBNF to convert to Lark.
+        cpu_s: limit of CPU time.
     """
 
     kind: str
@@ -54,12 +54,12 @@ class CompileAnswer(TypedDict):
     """The outcome of a trial.
 
     Attributes:
-        text: the grammar; what was EBNF is Lark.
-        forces: as of `Grammar`.
-        cpu_s: time that it took.
-        grown_bytes: memory that it took.
+        text: the grammar; EBNF is converted to Lark.
+        forces: see `Grammar`.
+        cpu_s: CPU time used.
+        grown_bytes: memory used.
         error: why llguidance refuses it.
-        signal: what ended the child; then all else is missing.
+        signal: signal that killed the child; all else is missing then.
     """
 
     text: NotRequired[str]
@@ -71,10 +71,10 @@ class CompileAnswer(TypedDict):
 
 
 def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> tuple[str, bool]:
-    """Compile a grammar and read a few tokens with it. Raises GrammarError.
+    """Compile a grammar and consume a few tokens with it. Raises GrammarError.
 
     Returns:
-        its text, and whether it forces no more than `MAX_FORCED` tokens at once, as far as can be seen.
+        its text, and whether no run of forced tokens that was seen is longer than `MAX_FORCED`.
     """
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
@@ -92,7 +92,7 @@ def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> tuple[str, b
 
 
 def _tokens(mask: Callable[[], bytes]) -> Iterator[int]:
-    """Choose tokens that can follow, at random but always the same."""
+    """Yield allowed tokens, chosen pseudo-randomly with a fixed seed."""
     chance = random.Random(0)
     for _ in range(NUM_TOKENS):
         bits = mask()
@@ -120,7 +120,7 @@ class _Server:
                     return
 
     def _begin(self) -> bool:
-        """Take a connection, and have a child answer on it. False: the client is gone."""
+        """Accept a connection and fork a child that answers on it. Return False if the client is gone."""
         message, files, _, _ = socket.recv_fds(self._control, 16, 1)
         if not message:
             return False
@@ -140,7 +140,7 @@ class _Server:
         return True
 
     def _reap(self, child: int) -> None:
-        """Tell the client what ended a child, if it did not end by itself."""
+        """Send the client the signal that killed a child, if one did."""
         pid, connection = self._children.pop(child)
         self._selector.unregister(child)
         os.close(child)
@@ -151,15 +151,15 @@ class _Server:
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
-    """Read a question, limit this process, and answer; in a child."""
+    """Read a question, limit this process, and answer. Runs in a child."""
     with connection.makefile("rb") as stream:
         question: CompileQuestion = json.loads(stream.read())
     memory_bytes = _data_bytes()
     most_bytes = memory_bytes + TRIAL_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace where it gets no memory
-    signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # its signal ends the process
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
+    signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
     try:
         text, forces = on_stack(
             TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
@@ -167,7 +167,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     except GrammarError as error:
         answer = CompileAnswer(error=str(error)[:2000])
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGABRT)  # as llguidance ends where it gets no memory
+        os.kill(os.getpid(), signal.SIGABRT)  # as llguidance does on out-of-memory
         return
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -179,7 +179,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
 
 
 def _send(connection: socket.socket, answer: CompileAnswer) -> None:
-    with suppress(OSError):  # the client has left
+    with suppress(OSError):  # the client is gone
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -197,7 +197,7 @@ def main() -> None:
     with os.fdopen(model_file, encoding="utf-8") as stream:
         model = json.load(stream)
     compiler = GrammarCompiler(model["tokenizer_json"], model["vocab_size"], tuple(model["eos_token_ids"]))
-    gc.disable()  # children would copy the pages that it marks
+    gc.disable()  # the collector would write to pages shared with children, which copies them
     gc.freeze()
     _Server(socket.socket(fileno=control_file), compiler).run()
 

@@ -1,13 +1,13 @@
-"""Grammars for one model's tokens: compiled by llguidance, within limits.
+"""Compiles grammars for one model's tokens with llguidance, within limits.
 
-What users may ask for, and in which words, is said by `actors/structured_outputs/grammar_frontend.py`. Every
-grammar of a request has been compiled before in a process that may be killed (`compile_sandbox.py`). Here it
-is compiled again where tokens are chosen (`matchers.py`), by `hold`, beside the steps. Those of open requests
-are kept, and a few others.
+`actors/structured_outputs/grammar_frontend.py` defines what users may ask for. Every grammar of a request has
+been test-compiled in a sandbox process (`compile_sandbox.py`). It is compiled again here, in the process that
+samples (`matchers.py`), by `hold`, concurrently with the steps. Grammars of open requests and a few recent
+ones are cached.
 
-llguidance works lazily: states of a grammar's lexer are made when masks first need them, and matchers of the
-same compiled grammar share them. So a grammar can run out of states long after it was compiled; `forget`
-makes room for a fresh one.
+llguidance is lazy: lexer states are made when masks first need them, and matchers of one compiled grammar
+share them. So a grammar can exceed its limit of states long after it was compiled; `forget` lets it be
+compiled again.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from ...cluster.request.structured_outputs import Grammar
 
 T = TypeVar("T")
 
-MAX_KEPT = 32  # beside those that are held
-# A state takes 1 to 2 KB; ordinary schemas need some hundreds. Forced text makes one per character, while
-# Python's lock is held: 0.1 s.
+MAX_KEPT = 32  # in addition to grammars that are held
+# A state takes 1 to 2 KB; ordinary schemas need some hundreds. Forced text makes one per character with the
+# GIL held: 0.1 s at this limit.
 MAX_LEXER_STATES = 20_000
-# Of the library's defaults: a mask takes 20 ms at the very most, compiling a few hundred.
+# llguidance's default is larger; at this limit a mask takes at most 20 ms, compiling a few hundred.
 MAX_GRAMMAR_SIZE = 100_000
-# Of the work for a first mask: 100 ms, where `(a{1000}){1000}` would take seconds.
+# Work for the first mask: 100 ms at most, where `(a{1000}){1000}` would take seconds.
 MAX_LEXER_FUEL = 200_000
-# Of the work for each later mask: a fourth and a fifth of the library's defaults, some 40 ms each.
+# Work for each later mask: a fourth and a fifth of the library's defaults, some 40 ms each.
 MAX_STEP_LEXER_FUEL = 50_000
 MAX_STEP_ITEMS = 10_000
-# Tokens that are forced are found all up to the next choice, at microseconds each with Python's lock held.
+# All forced tokens up to the next choice are computed at once, microseconds each with the GIL held.
 MAX_FORCED = 512
-# llguidance recurses through rules and schemas. What fits the stack of a trial fits this one.
+# llguidance recurses through rules and schemas. A grammar that fits a trial's stack fits this one.
 STACK_BYTES = 16 << 20
 
 Written = tuple[Literal["json_schema", "regex", "lark"], str]
-_STACK_SIZE = threading.Lock()  # the size is a setting of the process
+_STACK_SIZE = threading.Lock()  # threading.stack_size is global to the process
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled; the text says why, for users."""
+    """A grammar that cannot be compiled; the message is for users."""
 
 
 class GrammarCompiler:
-    """Makes matchers for a model's tokens. Threads may share one.
+    """Makes matchers for a model's tokens. Thread-safe.
 
     Args:
-        tokenizer_json: of the `tokenizers` library.
-        vocab_size: of the model; tokens that only the tokenizer has are never chosen.
+        tokenizer_json: serialized tokenizer of the `tokenizers` library.
+        vocab_size: the model's; tokens that only the tokenizer has are never sampled.
         eos_token_ids: the model's end-of-sequence tokens, at least one.
 
     Attributes:
-        mask_words: 32-bit words of a mask, which has a bit for every token of model and tokenizer.
+        mask_words: 32-bit words of a mask, with a bit for every token of model and tokenizer.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -83,14 +83,14 @@ class GrammarCompiler:
         self.mask_words = (tokens.vocab_size + 31) // 32
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher that has read no token. Raises GrammarError.
+        """Return a matcher that has consumed no token. Raises GrammarError.
 
-        Compiles the grammar unless it is kept.
+        Compiles the grammar unless it is cached.
         """
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:
-        """Compile a grammar, and keep it until `let_go` was called as often. Python's lock is free meanwhile.
+        """Compile a grammar and keep it until `let_go` is called as often. Releases the GIL while compiling.
 
         Raises:
             GrammarError: it cannot be compiled, and is not held.
@@ -114,18 +114,18 @@ class GrammarCompiler:
             self._trim()
 
     def forget(self, grammar: Grammar) -> None:
-        """Compile this one anew when it is next needed."""
+        """Drop a compiled grammar, so that the next use compiles it again."""
         with self._lock:
             self._kept.pop((grammar.kind, grammar.text), None)
 
     def compile(self, written: Written) -> LLMatcher:
-        """Compile a grammar on the stack of the calling thread. Raises GrammarError."""
+        """Compile a grammar on the calling thread's stack. Raises GrammarError."""
         try:
             matcher = LLMatcher(self._tokens, _in_llguidance(written), limits=self._limits, log_level=0)
-        except ValueError as error:  # JSON that is none
+        except ValueError as error:  # invalid JSON
             raise GrammarError(str(error)) from None
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what explodes does so here, not in the first step that it joins
+            matcher.compute_bitmask()  # exponential grammars fail here, not in a step
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         warnings = matcher.get_grammar_warnings()
@@ -146,14 +146,14 @@ class GrammarCompiler:
         return kept
 
     def _trim(self) -> None:
-        """Drop the grammars that were used least recently, of those that are not held."""
+        """Drop the least recently used grammars that are not held."""
         idle = [written for written in self._kept if written not in self._held]
         for written in idle[: max(0, len(idle) - MAX_KEPT)]:
             del self._kept[written]
 
 
 def on_stack(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run work on a stack of this size, in a thread; return or raise what it does."""
+    """Run `work` in a thread with a stack of this size; return its result or raise its error."""
     returned: list[T] = []
     raised: list[BaseException] = []
 
@@ -177,10 +177,10 @@ def on_stack(num_bytes: int, work: Callable[[], T]) -> T:
 
 
 def lark_of(text: str) -> str:
-    """A grammar in Lark as it is, one in the EBNF of llama.cpp in Lark. Raises GrammarError."""
+    """Return a grammar in Lark, converted from llama.cpp's EBNF if necessary. Raises GrammarError."""
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter is a small parser that raises whatever it meets
+    except Exception as error:  # the converter is a small parser that raises many kinds
         raise GrammarError(f"neither Lark nor EBNF: {error}") from None
 
 
@@ -192,5 +192,5 @@ def _in_llguidance(written: Written) -> str:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Return why a matcher fails, in llguidance's words without its state, as one line."""
+    """Return why a matcher fails: llguidance's message without its state, as one line."""
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())

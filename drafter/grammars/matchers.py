@@ -1,23 +1,24 @@
-"""Where each running request stands in its grammar, and what that says of a step's rows.
+"""Grammar state of each running request, and the token masks of a step's rows.
 
-A mirror, like `drafter/step/request_states.py`, which owns it: a matcher per slot that has read the tokens
-that stand. A step's drafts are walked through before the rows are laid out, and the matcher goes back to
-where it was. So nothing has to be undone when drafts are rejected, and what a row may choose depends on the
-tokens before it alone: speculation changes no token.
+A mirror owned by `drafter/step/request_states.py`: one matcher per slot, which has consumed the committed
+tokens. Before rows are laid out, a step's drafts are walked through and the matcher is rolled back. So
+rejected drafts need no undo, and a row's mask depends only on the tokens before it: speculation changes no
+token.
 
-    stands          {"a":
-    drafted         1     5     true  }
-    can be          1     5
-    rows       X1   X2    X3    X4    X5      masks of X1, X2, X3; a row behind what cannot be is of a text
-                                              that will not be: all tokens are as good
+    committed       {"a":
+    drafts          1     5     true  }
+    allowed         1     5
+    rows       X1   X2    X3    X4    X5      masks of X1, X2, X3; rows after a disallowed draft
+                                              can never be accepted and are left unmasked
 
-Tokens that the grammar forces stand in for drafts: in the places next to what stands, and in those next to a
-draft that cannot be. They are sure whatever the drafter thought, and nothing is behind what cannot be: so the
-drafts are walked through first (`walk`), and masks made of the rows that are left (`masks`).
+Tokens that the grammar forces replace drafts: directly after the committed tokens, and at the first
+disallowed draft. Forced tokens are certain, whatever the drafter's margin, and drafts after a disallowed one
+are useless. Therefore drafts are walked through first (`walk`), and masks are made for the rows that are left
+(`masks`).
 
-A matcher that fails (a grammar that takes too many steps or states) is begun anew once, if that takes
-milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end
-can follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
+A matcher that fails (too many steps or states) is recreated once, if that takes milliseconds
+(`Grammar.is_cheap`). If it fails again, or if a grammar is complete, only an end token can follow. An error
+in one request's grammar ends that answer and is logged; other requests are not affected.
 
 Legend: R requests of a step, K most drafts, D drafts of a request, M rows of requests with grammars, W words.
 """
@@ -41,22 +42,22 @@ from .token_bitmasks import Ints, RowMasks, Words
 logger = logging.getLogger(__name__)
 
 Margins = NDArray[np.float32]
-_Drafted = tuple[LLMatcher, int, list[int]]  # its row among the masks, and the drafts behind
+_Drafted = tuple[LLMatcher, int, list[int]]  # (matcher, its row among the masks, the drafts after it)
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A request on its way through its grammar.
+    """A request's position in its grammar.
 
     Attributes:
-        matcher: has read what stands; None before the grammar begins.
-        num_read: tokens of the request, prompt included, that have been read.
-        recent: before the grammar begins, the last generated tokens: one less than what it begins behind.
-        is_over: something stands that the grammar cannot read: the text has ended.
-        forces: what is forced may be asked for.
-        is_renewed: it was begun anew.
-        has_failed: nothing but an end can follow any more.
+        matcher: has consumed the committed tokens; None before the grammar begins.
+        num_read: tokens of the request, prompt included, that have been consumed.
+        recent: before the grammar begins, the last generated tokens: one less than its start marker.
+        is_over: a committed token does not fit the grammar: the text has ended.
+        forces: whether forced tokens may be computed.
+        is_renewed: whether the matcher was recreated.
+        has_failed: only an end token can follow.
     """
 
     held: SlotGrammar
@@ -71,15 +72,15 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's way through a step's drafts, which are edited.
+    """A request's walk through a step's drafts, which it edits.
 
     Attributes:
-        place: of the request in the step.
-        standing: tokens that have not been read.
-        margins_D: of the drafts, edited likewise; None if nobody asks.
-        matcher: stands where the grammar begins to hold; None where it does not within the drafts.
-        num_free: drafts before the grammar holds.
-        num_walked: drafts behind them that can be.
+        place: index of the request in the step.
+        standing: returns committed tokens that have not been consumed.
+        margins_D: margins of the drafts, edited likewise; None if not wanted.
+        matcher: state where the grammar begins to apply; None if it does not within the drafts.
+        num_free: drafts before the grammar applies.
+        num_walked: allowed drafts after those.
     """
 
     slot: _Slot
@@ -97,7 +98,7 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class StepWalks:
-    """The ways of a step's requests that have grammars; `GrammarStates.masks` takes it."""
+    """The walks of a step's requests that have grammars; input of `GrammarStates.masks`."""
 
     walks: tuple[_Walk, ...]
     forces: bool
@@ -107,7 +108,7 @@ class GrammarStates:
     """The grammars of running requests.
 
     Args:
-        num_threads: that make a step's masks.
+        num_threads: threads that compute a step's masks.
     """
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
@@ -118,13 +119,13 @@ class GrammarStates:
         self._bits_MW = np.empty((0, compiler.mask_words), dtype=np.int32)
 
     def admit(self, slot: int, held: SlotGrammar | None) -> None:
-        """A request enters a slot, new or back; what stood there is forgotten."""
+        """Replace a slot's state with that of a newly admitted or resumed request."""
         self._slots.pop(slot, None)
         if held is not None:
             self._slots[slot] = self._begin(held)
 
     def holds(self, slots: NDArray[np.integer]) -> bool:
-        """Whether any of these has a grammar."""
+        """Return whether any of these slots has a grammar."""
         return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
 
     def guide(
@@ -137,7 +138,7 @@ class GrammarStates:
         *,
         forces: bool = True,
     ) -> RowMasks | None:
-        """`walk`, then `masks` of all rows."""
+        """Run `walk`, then `masks` for all rows."""
         walks = self.walk(slots_R, begin_R, counts_R, drafts_RK, read, forces=forces)
         return None if walks is None else self.masks(walks, counts_R)
 
@@ -152,15 +153,15 @@ class GrammarStates:
         *,
         forces: bool = True,
     ) -> StepWalks | None:
-        """Let grammars into a step: edit its drafts. None: no grammar has a say.
+        """Walk through a step's drafts and edit them. Return None if no grammar applies.
 
         Args:
-            begin_R: how many tokens of each request stand.
-            counts_R: rows that choose: 1 + drafts; or 0.
-            drafts_RK: edited; negative ones are none.
-            read: of tokens that stand.
-            margins_RK: edited: inf where a token is forced, nan behind what cannot be.
-            forces: put what is forced in the place of drafts; else they stay as they are.
+            begin_R: committed tokens of each request.
+            counts_R: sampled rows: 1 + drafts; or 0.
+            drafts_RK: edited; negative ids are no drafts.
+            read: reads committed tokens.
+            margins_RK: edited: inf where a token is forced, nan after a disallowed draft.
+            forces: replace drafts by forced tokens; otherwise drafts stay as they are.
         """
         numbers = slots_R.tolist()
         held = [place for place, number in enumerate(numbers) if number in self._slots and counts_R[place]]
@@ -181,10 +182,10 @@ class GrammarStates:
         return StepWalks(tuple(walks), forces)
 
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
-        """What rows may choose. Masks are of nothing where no matcher says anything.
+        """Return the masks of a step's sampled rows; rows without an applicable matcher allow all tokens.
 
         Args:
-            counts_R: rows that choose, no more than were walked through.
+            counts_R: sampled rows, no more than were walked through.
         """
         is_held_R = np.zeros(len(counts_R), dtype=np.bool_)
         is_held_R[[walk.place for walk in step.walks]] = True
@@ -204,7 +205,7 @@ class GrammarStates:
         return RowMasks(rows_M, bits_MW, self.compiler.eos_token_ids[0])
 
     def _room(self, num_rows: int) -> Words:
-        """Masks that allow everything."""
+        """Return masks that allow every token, in reused memory."""
         if len(self._bits_MW) < num_rows:
             self._bits_MW = np.empty((num_rows, self.compiler.mask_words), dtype=np.int32)
         bits_MW = self._bits_MW[:num_rows]
@@ -212,14 +213,14 @@ class GrammarStates:
         return bits_MW
 
     def _try(self, walk: _Walk, forces: bool) -> None:
-        """`_go`; what it raises ends this answer alone."""
+        """Run `_go`; an error ends this answer only."""
         with _ending(walk.slot):
             self._go(walk, forces)
         if walk.slot.has_failed:
             walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
 
     def _go(self, walk: _Walk, forces: bool) -> None:
-        """Read what stands, and walk through the drafts."""
+        """Consume the committed tokens, then walk through the drafts."""
         slot = walk.slot
         if slot.has_failed:
             return
@@ -238,13 +239,12 @@ class GrammarStates:
             margins_D = walk.margins_D[walk.num_free :]
             margins_D[[place for place in forced if place < walk.num_walked]] = np.inf
             ends = walk.num_walked < len(following) and following[walk.num_walked] in self._eos
-            margins_D[walk.num_walked + (ends and not slot.is_over) :] = np.nan  # an end may be right
+            margins_D[walk.num_walked + (ends and not slot.is_over) :] = np.nan  # an end token may be right
 
     def _follow(
         self, slot: _Slot, matcher: LLMatcher, drafts: list[int], forces: bool
     ) -> tuple[int, list[int]]:
-        """Put what is forced in the place of drafts; how many from the first on can be, and which are
-        forced."""
+        """Replace drafts by forced tokens. Return the number of allowed drafts and the forced places."""
         num_walked, forced, places = 0, _forced(slot, matcher) if forces else [], list[int]()
         while num_walked < len(drafts):
             drafts[num_walked : num_walked + len(forced)] = forced[: len(drafts) - num_walked]
@@ -259,7 +259,7 @@ class GrammarStates:
         return num_walked, places
 
     def _write(self, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words) -> None:
-        """Masks of the walks' rows, which begin and end there."""
+        """Compute masks of the walks' rows; each entry is (walk, first row, end row)."""
         drafted = list[tuple[_Walk, _Drafted]]()
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
@@ -278,13 +278,13 @@ class GrammarStates:
             make = self._executor.unsafe_compute_mask_ptr_with_draft_token
             try:
                 make([each for _, each in drafted], begin, stride, len(bits_MW))
-            except Exception:  # of one of them
+            except Exception:  # one of them fails
                 for walk, each in drafted:
                     with _ending(walk.slot):
                         make([each], begin, stride, len(bits_MW))
 
     def _before_end(self, drafts: list[int]) -> list[int]:
-        """Those before the first that ends the text or is no token."""
+        """Return the drafts before the first that is an end token or no token."""
         is_end = (t in self._eos or not 0 <= t < self.compiler.vocab_size for t in drafts)
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
@@ -298,7 +298,6 @@ class GrammarStates:
         return slot
 
     def _read(self, slot: _Slot, tokens: list[int]) -> None:
-        """Take in tokens that stand."""
         slot.num_read += len(tokens)
         if slot.matcher is None:
             end = _end_of_start(slot, tokens)
@@ -310,7 +309,7 @@ class GrammarStates:
         slot.is_over = slot.is_over or slot.matcher.try_consume_tokens(tokens) < len(tokens)
 
     def _start(self, slot: _Slot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
-        """Where the grammar holds in a step: a matcher, and how many drafts come before."""
+        """Return the matcher where the grammar begins in a step, and the number of drafts before."""
         if slot.matcher is not None:
             return slot.matcher, 0
         num_free = _end_of_start(slot, drafts)
@@ -319,7 +318,7 @@ class GrammarStates:
         return self.compiler.matcher(slot.held.grammar), num_free
 
     def _renew(self, walk: _Walk) -> None:
-        """Begin again, with a grammar compiled anew; once, and if a step can wait for it."""
+        """Recreate a failed matcher with a newly compiled grammar; once, and only if that is cheap."""
         slot, matcher = walk.slot, walk.matcher
         self.compiler.forget(slot.held.grammar)
         if slot.is_renewed or not slot.held.grammar.is_cheap:
@@ -328,21 +327,21 @@ class GrammarStates:
             fresh = self._begin(slot.held)
             slot.matcher, slot.num_read, slot.is_over = fresh.matcher, fresh.num_read, False
             slot.recent, slot.has_failed = [], fresh.has_failed
-        slot.is_renewed, slot.forces = True, False  # what is forced may be what it fails at
+        slot.is_renewed, slot.forces = True, False  # computing forced tokens may be the cause
 
 
 def _forced(slot: _Slot, matcher: LLMatcher) -> list[int]:
-    """The tokens that can only be these, if they may be asked for."""
+    """Return the tokens that the grammar forces, unless computing them is disabled."""
     if not slot.forces:
         return []
     forced = matcher.compute_ff_tokens()
-    slot.forces = len(forced) <= MAX_FORCED  # or it is not asked again
+    slot.forces = len(forced) <= MAX_FORCED  # too expensive to compute again
     return forced
 
 
 @contextmanager
 def _ending(slot: _Slot) -> Iterator[None]:
-    """End the answer whose grammar raises something, and nothing else."""
+    """Mark an answer as failed if its grammar raises anything, and log it."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -352,7 +351,6 @@ def _ending(slot: _Slot) -> Iterator[None]:
 
 
 def _fail(slot: _Slot, cause: object) -> None:
-    """End an answer whose grammar cannot go on."""
     if not slot.has_failed:
         logger.warning("an answer ends early: its grammar cannot go on (%s)", cause)
     slot.has_failed, slot.is_over = True, True
@@ -363,7 +361,7 @@ def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int
 
 
 def _end_of_start(slot: _Slot, tokens: list[int]) -> int | None:
-    """How many of these tokens there are up to the end of what the grammar begins behind; None without it."""
+    """Return the number of tokens up to the end of the grammar's start marker; None without it."""
     wanted, before = slot.held.grammar.after_token_ids, len(slot.recent)
     joined = (*slot.recent, *tokens)
     ends = range(max(before + 1, len(wanted)), len(joined) + 1)

@@ -1,4 +1,4 @@
-"""What grammars say of a step's rows, as whoever chooses tokens reads it. Needs no llguidance.
+"""Token bitmasks of a step's rows, as samplers read them. Does not need llguidance.
 
 Legend: M rows of requests with grammars, W words.
 """
@@ -16,12 +16,12 @@ Words = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Which tokens rows may choose, as far as grammars say.
+    """Which tokens grammars allow in each row.
 
     Attributes:
-        rows_M: among all rows of the step that choose tokens, ascending.
-        bits_MW: a bit per token, lowest first. Overwritten by the next step's.
-        end_id: chosen where, with all other rules, nothing is possible: it ends the text.
+        rows_M: rows with a mask, as ascending indices among the step's sampled rows.
+        bits_MW: a bit per token, lowest first. Overwritten by the next step.
+        end_id: token sampled if all rules together allow none: it ends the text.
     """
 
     rows_M: Ints

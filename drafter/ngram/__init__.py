@@ -1,1 +1,1 @@
-"""Prompt look-up: drafts that are copied from a sequence's own past, without a model."""
+"""Prompt look-up: drafts copied from a sequence's own tokens, without a model."""

@@ -1,9 +1,8 @@
-"""Drafting without a model: what followed the last tokens where they stood before.
+"""Drafts without a model: the tokens that followed an earlier occurrence of the sequence's last tokens.
 
-The look-up is `step/sampling/ngram_lookup.py`'s. Nothing is computed, tapped or kept for it: a worker's
-mirror of the tokens is all it needs, so preemptions, prefix hits and ranks ask nothing of it. It has no
-opinion on how sure a draft is; what a request's drafts are worth the scheduler learns from its past. A source
-of drafts as `actors/targets/runners/cpu_runner.py` has them, and used there alone.
+See `step/sampling/ngram_lookup.py` for the look-up. It reads only the worker's mirror of token ids and keeps
+no state, so preemption, prefix hits and ranks need no handling. Drafts have no margins; the scheduler
+estimates acceptance from the request's history. Used only by `actors/targets/runners/cpu_runner.py`.
 
 Legend: R requests of the step, K most drafts.
 """
@@ -19,17 +18,17 @@ from ..step.request_states import RequestStates
 
 
 class NgramProposer:
-    """Copies from the past.
+    """Copies drafts from earlier tokens.
 
     Args:
-        shortest, longest: of the runs of tokens that are looked for.
+        shortest, longest: lengths of the token runs to match.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = shortest, longest
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        """Drafts [R, K], the same on all ranks, for all know the same tokens."""
+        """Return drafts [R, K], the same on all ranks."""
         if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, states.device)
         return Proposals(states.look_up(plan, *self._lengths), None)
@@ -37,4 +36,4 @@ class NgramProposer:
     def inject(
         self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
     ) -> None:
-        """There is no context but the tokens."""
+        """Do nothing: there is no context but the tokens."""

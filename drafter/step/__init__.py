@@ -1,5 +1,6 @@
-"""The rule of a step: its rows, the choice of tokens under noise, the verification of drafts.
+"""A decoding step: laying out rows, sampling tokens with keyed noise, verifying drafts.
 
-The definitions are here. Files of the same names compute the same in compiled loops on a CPU (`cpu_numba/`)
-and in kernels over state on a GPU (`gpu_triton/`).
+`inputs/` and `sampling/` hold the definitions. Files of the same names implement them in compiled loops on a
+CPU (`cpu_numba/`) and in kernels over device-resident state on a GPU (`gpu_triton/`). Read
+`sampling/sampler.py` and `sampling/verification.py` first.
 """

@@ -1,16 +1,16 @@
-"""Where recurrent states stand, on a worker that has them; and what a pass does to them.
+"""Tracks which recurrent state each request slot has, and how many tokens each state has consumed.
 
-A mirror of `cluster/kv_cache/recurrent_state_manager.py`, as `request_states.py` is of pages: it changes as
-plans and results say. What a state holds lies in `compute/memory/recurrent_state_cache.py`, its ids are that
-memory's slots, and layers write it. Here is only after how many tokens each stands:
+A mirror of `cluster/kv_cache/recurrent_state_manager.py`, as `request_states.py` is of pages: plans and
+results update it. The states themselves are in `compute/memory/recurrent_state_cache.py`, written by layers;
+their ids are that memory's slots. This module keeps only `stands`, the number of tokens in each state:
 
-    a state's tokens    0 .. stands - 1 | drafts that stood | first row of the next pass
+    a state's tokens    0 .. stands - 1 | accepted drafts | first row of the next pass
                         in the state    | in its records
 
-so how many records the next pass folds is the first row's position less `stands`, whoever has the state by
-then: the sequence itself, or one that begins as a copy of it. Called by `states.RequestStates`, in its order.
+The next pass folds (first row's position - `stands`) records into the state, for the sequence itself or for
+one that starts from a copy of it. Called by `request_states.RequestStates`, in its order.
 
-Legend: S slots of requests, Z states, R requests of a step, B requests that enter, M saves.
+Legend: S slots of requests, Z states, R requests of a step, B admitted requests, M saves.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .inputs.row_layout import Ints, StepRequests
 
 
 class RecurrentStates:
-    """See the module's text.
+    """Maps request slots to states and counts the tokens each state has consumed.
 
     Args:
-        num_slots: of running requests.
+        num_slots: capacity in running requests.
     """
 
     def __init__(self, memory: StateMemory, num_slots: int) -> None:
@@ -35,14 +35,14 @@ class RecurrentStates:
         self._stands_Z = np.zeros(memory.num_slots, dtype=np.int64)
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Whoever enters gets a state, which begins as zeros or as a copy."""
+        """Initialize the states of admitted requests with zeros or a copy."""
         entered = [(request.slot, request.state) for request in plan.admitted if request.state is not None]
         if not entered:
             return
         for slot, entry in entered:
             self._state_S[slot] = entry.state
         copied = [(e.source, e.state) for _, e in entered if e.source not in (None, e.state)]
-        if copied:  # before any is written: a source may be somebody else's now
+        if copied:  # before any is written: a source may have been reassigned in this plan
             sources_B, targets_B = np.array(copied, dtype=np.int64).T.copy()
             self._memory.copy(sources_B, targets_B)
             self._stands_Z[targets_B] = self._stands_Z[sources_B]
@@ -53,9 +53,9 @@ class RecurrentStates:
             self._stands_Z[fresh_B] = stands_B
 
     def rows(self, r: StepRequests) -> StateRows:
-        """What layers do in a step's pass."""
+        """Return what layers do in a step's pass."""
         states_R = self._state_S[r.slots_R]
-        # A made-up step may be run again where it stood.
+        # A dummy step may repeat earlier rows: clamp at 0.
         pending_R = np.maximum(r.first_R - self._stands_Z[states_R], 0)
         assert (pending_R <= self._memory.max_drafts).all(), "a state has not seen what comes before the rows"
         return StateRows(
@@ -67,7 +67,7 @@ class RecurrentStates:
         )
 
     def _saves(self, r: StepRequests) -> tuple[Save, ...]:
-        """Of what is to be saved, that which known rows pass."""
+        """Return the planned saves whose positions known rows pass."""
         if (saves := r.plan.saves) is None:
             return ()
         known_M = _passed(saves, r.first_R, r.begin_R)
@@ -76,19 +76,19 @@ class RecurrentStates:
         return tuple(map(Save._make, zip(*(column[known_M].tolist() for column in columns), strict=True)))
 
     def advance(self, r: StepRequests, counts_R: Ints) -> None:
-        """The pass is over, and brought so many tokens: drafts that stood, and one more."""
+        """Record a finished pass that produced `counts` tokens per request: accepted drafts, and one more."""
         self._stands_Z[self._state_S[r.slots_R]] = r.begin_R
         if (saves := r.plan.saves) is None:
             return
         known_M = _passed(saves, r.first_R, r.begin_R)
         self._stands_Z[saves.states[known_M]] = saves.positions[known_M]
         stood_M = _passed(saves, r.begin_R, r.begin_R + counts_R - 1)
-        if stood_M.any():  # what is saved there is the state before the drafts, and their records
+        if stood_M.any():  # a save there is the state before the drafts, and their records
             requests_M, targets_M = saves.requests[stood_M], saves.states[stood_M].astype(np.int64)
             self._memory.copy(self._state_S[r.slots_R[requests_M]], targets_M)
             self._stands_Z[targets_M] = r.begin_R[requests_M]
 
 
 def _passed(saves: StateSaves, first_R: Ints, end_R: Ints) -> BoolArray:
-    """Which [M] positions lie behind first and not behind end."""
+    """Return which [M] saves have positions in (first, end] of their request."""
     return (first_R[saves.requests] < saves.positions) & (saves.positions <= end_R[saves.requests])

@@ -1,15 +1,15 @@
-"""What a worker knows of the running requests, by slot: tokens, pages, sampling; and the rows of a step.
+"""A worker's state of the running requests by slot: tokens, pages, sampling; it also lays out a step's rows.
 
-A mirror, not an authority: it changes only as plans and results say. Token ids live on the device, where
-new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
-NumPy and put on the device once. Used by target ranks and by a split drafter alike.
+A mirror: only plans and results change it. Token ids live on the device, where new ones are made; pages and
+sampling parameters stay on the host, so a step's indices are made with NumPy and copied to the device once.
+Used by target ranks and by a split drafter.
 
-Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `guide(plan, proposals)`; then,
-of the plan as it is or trimmed, `place_drafts(plan, drafts)`, `lay_out_rows(plan)` and `advance(plan,
+Order within a step: `apply(plan)`, the drafter's `lay_out_block(plan, mask_id)`, `guide(plan, proposals)`;
+then, with the original or trimmed plan, `place_drafts(plan, drafts)`, `lay_out_rows(plan)` and `advance(plan,
 token_ids, num_tokens)`. The twin of `step/gpu_triton/request_states.py`.
 
-Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, K most drafts,
-W = K + 1, P pages of a request, G page groups.
+Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, E those in a pass of a
+chain, K most drafts, W = K + 1, P pages of a request, G page groups.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .sampling.logprobs import AskedRows, AskedSlots
 from .sampling.ngram_lookup import look_up
 from .sampling.step_ops import DEFINITION, StepOperators
 
-if TYPE_CHECKING:  # a worker without grammars, as a drafter is, needs no llguidance
+if TYPE_CHECKING:  # workers without grammars, such as drafters, need no llguidance
     from ..grammars.matchers import GrammarStates, StepWalks
 
 
 class RequestStates:
-    """Slots of running requests; see the module's text.
+    """State of the running requests by slot.
 
     Args:
-        num_pages: of each pool.
-        attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
-        operators: lay out rows and write tokens, on this device; the definition by default.
-        pages: the models' page groups; one that all layers share by default.
-        grammars: of a target whose requests may have grammars. A drafter knows none: what it proposes is
-            guided where it is verified.
-        recurrent: states of a target whose layers have them; no drafter's have.
+        num_pages: pages of each pool.
+        attention_batch: builds the backend's metadata of a step; see `AttentionBatch.build`.
+        operators: lay out rows and write tokens; by default the definition.
+        pages: the models' page groups; by default one that all layers share.
+        grammars: of a target whose requests may have grammars. A drafter has none: its drafts are edited
+            where they are verified.
+        recurrent: of a target whose layers have recurrent states; no drafter has any.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class RequestStates:
         self._target_groups, self._drafter_groups = (
             frozenset(place.group for place in places) for places in (pages.target, pages.drafter)
         )
-        # One column more than the longest sequence: what must not be kept is written there.
+        # One more column than the longest sequence: discarded values are written there.
         self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
         self._no_page_G = np.array([num_pages[group.pool] for group in pages.groups], dtype=np.int64)
         shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
-        # Rows of a slot that nobody was admitted to go nowhere: a drafter may be newer than the requests.
+        # Rows of unused slots go to the skip page: a drafter may be newer than the requests.
         self.page_tables_GSP = np.broadcast_to(self._no_page_G[:, None, None], shape).copy()
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
@@ -91,11 +91,11 @@ class RequestStates:
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self.grammars = grammars
         self._recurrent = recurrent
-        self._walks: StepWalks | None = None  # of the step under way, as is:
+        self._walks: StepWalks | None = None  # of the current step:
         self._now: StepRequests | None = None
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take in admissions and new pages; comes first in a step."""
+        """Apply a plan's admissions and new pages; first call of a step."""
         for request in plan.admitted:
             self._admit(request)
         if self._recurrent is not None:
@@ -107,7 +107,7 @@ class RequestStates:
         slot, sampling = request.slot, request.sampling
         tokens = torch.from_numpy(np.array(request.token_ids, dtype=np.int64))
         self.token_ids[slot, : len(tokens)] = tokens.to(self.device)
-        # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
+        # A sequence may end after its next step was planned: rows beyond its pages go to the skip page.
         self.page_tables_GSP[:, slot] = self._no_page_G[:, None]
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
@@ -122,7 +122,7 @@ class RequestStates:
             self.grammars.admit(slot, sampling.grammar)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
-        """The target's rows; drafts must have been placed."""
+        """Return the target's rows; drafts must have been placed."""
         r = self._requests(plan)
         rows_of_R = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R)
         rows = self._lay_out(*rows_of_R, all_counts_R=r.counts_R, mask_id=None)
@@ -135,7 +135,7 @@ class RequestStates:
         return replace(rows, sampling=replace(rows.sampling, masks=masks))
 
     def lay_out_block(self, plan: SchedulerOutput, mask_id: int) -> StepRows | None:
-        """The drafter's rows, or None if nobody drafts."""
+        """Return the drafter's rows, or None if no request drafts."""
         r = self._requests(plan)
         who_D = np.flatnonzero(r.num_drafts_R)
         if len(who_D) == 0:
@@ -147,11 +147,12 @@ class RequestStates:
     def lay_out_link(
         self, plan: SchedulerOutput, who_E: Ints, depth: int, attention_batch: Callable[..., Any]
     ) -> StepRows:
-        """A chain's pass: a row of each of these requests, `depth` behind its anchor, which chooses the token
-        behind it. Known tokens stand in the first pass alone.
+        """Return the rows of a chain's pass: one per request, `depth` after its anchor.
+
+        Token ids are valid in the first pass only; later ones are the previous pass's drafts.
 
         Args:
-            attention_batch: in the place of this state's own: such a drafter may be computed otherwise.
+            attention_batch: replaces this state's own: the drafter may use another backend.
         """
         r = self._requests(plan)
         slots_E, known_E, ones_E = r.slots_R[who_E], r.first_R[who_E] + 1, np.ones(len(who_E), np.int64)
@@ -175,31 +176,30 @@ class RequestStates:
         )
 
     def pages_before(self, plan: SchedulerOutput, group: int) -> Ints:
-        """The page [R] of the position before each request's first row; -1 where that is a sequence's."""
+        """Return the page [R] of the position before each request's first row; -1 at a sequence's start."""
         r = self._requests(plan)
         before_R = r.first_R - 1
         pages_R = self.page_tables_GSP[group, r.slots_R, np.maximum(before_R, 0) // self.page_size]
         return np.where(before_R < 0, -1, pages_R)
 
     def look_up(self, plan: SchedulerOutput, shortest: int, longest: int) -> Tensor:
-        """Drafts [R, K] by prompt look-up (`drafter/step/sampling/ngram_lookup.py`); -1 where there is
-        none."""
+        """Return drafts [R, K] by prompt look-up (`sampling/ngram_lookup.py`); -1 if none is found."""
         r = self._requests(plan)
         lengths = (shortest, longest)
         return look_up(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, *lengths)
 
     def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
-        """Of which rows that choose log probabilities are asked for."""
+        """Return the sampled rows that want log probabilities."""
         r = self._requests(plan)
         return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
 
     def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
-        """Of which rows of prompts they are."""
+        """Return the prompt rows that want log probabilities."""
         r = self._requests(plan)
         return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
 
     def tokens_behind(self, plan: SchedulerOutput, asked: AskedRows) -> Tensor:
-        """The known token [Y] (int64) behind each of these rows of prompts."""
+        """Return the known token [Y] (int64) after each of these prompt rows."""
         r = self._requests(plan)
         in_request_Y = asked.rows() - np.repeat(asked.begins_A, asked.counts_A)
         requests_Y = np.repeat(asked.requests_A, asked.counts_A)
@@ -207,8 +207,7 @@ class RequestStates:
         return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
 
     def guide(self, plan: SchedulerOutput, proposals: Proposals) -> Proposals:
-        """The drafts as requests' grammars leave them; these say too what the rows that are laid out may
-        choose."""
+        """Return the drafts as edited by grammars; also prepares the masks of the rows laid out next."""
         self._walks = None
         if self.grammars is None or not self.grammars.holds(plan.slots):
             return proposals
@@ -225,16 +224,16 @@ class RequestStates:
         return self.token_ids[slot, begin:end].tolist()
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
-        """Write proposals behind the known tokens, where `lay_out_rows` reads them; -1 marks what is none."""
+        """Write drafts after the known tokens, where `lay_out_rows` reads them; -1 means none."""
         if drafts_RK.shape[1]:
             r = self._requests(plan)
             self._operators.write_tokens(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, drafts_RK)
 
     def advance(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
-        """Write the tokens that came out of the step over the drafts, and step on.
+        """Write the step's new tokens over the drafts, and advance.
 
         Args:
-            token_ids_RW: NOT_A_NUMBER, behind which a request ends, is written as token 0.
+            token_ids_RW: NOT_A_NUMBER, which ends a request, is written as token 0.
         """
         token_ids_RW = token_ids_RW.clamp(min=0)
         r, counts_R = self._requests(plan), num_tokens_R.cpu().numpy()
@@ -259,18 +258,18 @@ class RequestStates:
         all_counts_R: Ints,
         mask_id: int | None,
     ) -> StepRows:
-        """Rows of these requests; `all_counts` are those of all requests of the plan."""
+        """Lay out rows of these requests; `all_counts_R` covers all requests of the plan."""
         token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
             self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
         )
         rows_X, chosen_at_X = self._put(sampled_X), positions_N[sampled_X]
         groups = self._target_groups if mask_id is None else self._drafter_groups
         if mask_id is None:
-            chosen_at_X += 1  # a known token's row chooses the next one, a mask's its own
+            chosen_at_X += 1  # a known token's row samples the next one, a mask's its own
             num_before_X = chosen_at_X
         else:
             token_ids_N.index_fill_(0, rows_X, mask_id)
-            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see what is known
+            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see only the known tokens
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -291,7 +290,7 @@ class RequestStates:
         groups: Collection[int],
         batch: Callable[..., Any],
     ) -> tuple[Any, ...]:
-        """For each page group that a model has layers in, what its backend wants to know."""
+        """Build the backend's metadata for each page group in which the model has layers."""
         used = pages_for(int((first_R + num_rows_R).max()), self.page_size)
         return tuple(
             batch(
@@ -326,7 +325,7 @@ class RequestStates:
         )
 
     def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
-        """Stop tokens of the rows whose sequence is still shorter than its minimum."""
+        """Return (row, stop token) pairs [2, F] of rows below their minimum length, or None."""
         early = np.flatnonzero(positions_X < self._min_length[slots_X])
         pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
         return np.array(pairs, dtype=np.int64).T if pairs else None

@@ -1,10 +1,11 @@
-"""DFlash2's blocks over paged K/V, driven from Python: attention and MLP between two convolutions each.
+"""DFlash2's blocks over paged K/V, driven from Python: attention and MLP, each between two convolutions.
 
     u = norm x;  kernels of both sides = W u;  x' = x + conv_out( o( attention( conv_in u ) ) )
     and the same around the MLP, with weights of its own
 
-A convolution sees the rows before its own in the request's block, and nothing before the block: the context
-that stands in pages is never convolved. Made by `transformer_block.py`, whose own stack is the plain one.
+Source: `dflash/model.py` of z-lab/dflash. A convolution sees the rows before its own in the request's block,
+and nothing before the block: the context in the pages is never convolved. Made by `transformer_block.py`,
+whose own stack is the plain one.
 
 Legend: N rows, H hidden.
 """
@@ -22,7 +23,7 @@ from ..memory.kv_cache import PagedKVCache
 
 
 class ConvolvedStack:
-    """`backend.Stack` of such blocks, without taps; holds no state of requests."""
+    """A `backend.Stack` of these blocks, without taps; keeps no request state."""
 
     def __init__(self, operators: Backend, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> None:
         self._operators, self._blocks, self._final_norm = operators, tuple(blocks), final_norm

@@ -1,10 +1,10 @@
-"""The half of a block behind attention, by kind, chosen once, at load: dense, routed, or both side by side.
+"""The sublayer after attention: dense, routed (MoE), or both in parallel; chosen at load.
 
-    Dense   down(act(gate u) * up u)
-    Routed  sum of the chosen experts(u) + [sigmoid(w u)] shared(u), summed over ranks
-    Beside  norm(dense(u)) + norm'(routed(norm'' x))                                        u = mlp_norm x
+    dense     down(act(gate u) * up u)
+    routed    sum of the chosen experts(u) + [sigmoid(w u)] shared(u), summed over ranks
+    parallel  norm(dense(u)) + norm'(routed(norm'' x))                                      u = mlp_norm x
 
-Each adds what it makes to the residual, behind `mlp_out_norm` if the block has one. Made by
+The result is added to the residual, after `mlp_out_norm` if the block has one. Made by
 `transformer_block.py`.
 
 Legend: N rows, H hidden, I inner size, k experts per row.
@@ -23,11 +23,11 @@ from ..layers.linear import RMSNorm
 
 class Mlp(Protocol):
     def __call__(self, normed_NH: Normed, x_NH: Tensor, next_norm: RMSNorm) -> tuple[Tensor, Normed]:
-        """The residual behind the block, and its norm.
+        """Return the residual after the block, and its norm.
 
         Args:
             normed_NH: `mlp_norm` of the residual.
-            x_NH: the residual; left as it was.
+            x_NH: the residual; not changed.
         """
         ...
 
@@ -91,8 +91,6 @@ class _Beside:
 
 
 class _RoutedSum:
-    """What a routed feed-forward adds, all ranks' parts together."""
-
     __slots__ = ("_operators", "_weights")
 
     def __init__(self, operators: Backend, weights: RoutedExperts) -> None:
@@ -115,5 +113,5 @@ def _dense(operators: Backend, weights: DenseMLP, normed_NH: Normed) -> Tensor:
 
 
 def _as_it_is(y_NH: Tensor, residual_NH: Tensor | None = None) -> Tensor:
-    """The projection of what is computed already."""
+    """An identity projection, for outputs that are computed already."""
     return y_NH if residual_NH is None else y_NH + residual_NH

@@ -1,7 +1,7 @@
-"""Pre-norm transformer blocks over paged K/V, driven from Python: the target's and the drafter's alike.
+"""Pre-norm transformer blocks over paged K/V, driven from Python, for target and drafter.
 
-Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
-one, so that a backend may compute them in one launch with what comes before, or with what comes behind.
+A block takes the residual and its norm, and returns both for the next one, so that a backend may fuse the
+norm with what comes before or after.
 
     (x, norm x) --q,k,v--> attention --o--> (x', norm x') --MLP (`mlp.py`)--> (x'', norm x'')
 
@@ -24,7 +24,7 @@ from .mlp import make_mlp
 
 
 class OperatorBackend(Backend):
-    """A backend whose passes Python drives."""
+    """Base class of backends whose passes are driven from Python."""
 
     def stack(
         self,
@@ -39,7 +39,7 @@ class OperatorBackend(Backend):
 
 
 class BlockStack:
-    """`backend.Stack` made of a backend's operators; holds no state of requests."""
+    """A `backend.Stack` made of a backend's operators; keeps no request state."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BlockStack:
 
 
 class TransformerBlock:
-    """One block; used by itself for a model whose pass is not a stack."""
+    """One block; used directly by models whose pass is not a stack."""
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
@@ -82,14 +82,14 @@ class TransformerBlock:
     def __call__(
         self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Normed]:
-        """Return the residual behind this block and its norm.
+        """Return the residual after this block and its norm.
 
         Args:
             x_NH: the residual; not changed.
             normed_NH: this block's first norm of it.
-            step: what `Backend.begin` made for this pass.
-            layer: of the cache; see `backend.Attention`.
-            next_norm: the next block's first norm, or the model's last norm.
+            step: result of `Backend.begin` for this pass.
+            layer: index in the cache; see `backend.Attention`.
+            next_norm: the next block's first norm, or the model's final norm.
         """
         weights, operators = self._weights, self._operators
         qkv_NO = weights.qkv(normed_NH)
@@ -111,7 +111,7 @@ def _mixer(operators: Backend, shape: MixerShape) -> Attention:
 
 
 def _cache_layers(shapes: Sequence[MixerShape]) -> list[int]:
-    """Return the number of each layer among those of its kind."""
+    """Return the index of each layer among those of its kind."""
     kinds = [isinstance(shape, AttentionShape) for shape in shapes]
     return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
 

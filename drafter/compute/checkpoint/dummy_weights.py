@@ -1,9 +1,8 @@
-"""Tensors that nobody trained: the shapes of a checkpoint, filled where they are used.
+"""Random tensors with the shapes of a checkpoint.
 
-What a model of them computes is noise, but finite: matrices keep the variance of what they multiply. A name
-always gets the same values on a kind of device, so that ranks which cut one tensor have parts of one whole.
-Called for `load_format="dummy"` (`actors/targets/loading/rank_loader.py`) and by
-`jobs/bench/common/random_weights.py`.
+A model's output is noise, but finite: matrices preserve the variance of their inputs. A name always gets the
+same values on a kind of device, so ranks that slice one tensor get parts of the same one. Used for
+`load_format="dummy"` (`actors/targets/loading/rank_loader.py`) and by `jobs/bench/common/random_weights.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from torch import Tensor
 
 from ..quantization.packed_4bit import BLOCK
 
-_CODES_STD = 2.9  # of the sixteen values of MXFP4
-_INTEGERS_STD = 4.6  # of those of INT4
+_CODES_STD = 2.9  # standard deviation of MXFP4's sixteen values
+_INTEGERS_STD = 4.6  # standard deviation of INT4's
 
 
 class RandomTensors:
     """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
 
     Args:
-        dtype, device: of all tensors; but a drafter's map of tokens (`d2t`) is int64, packed weights
-            (`drafter/compute/quantization/mxfp4.py`, `drafter/compute/quantization/int4.py`) are bytes and
-            words.
+        dtype, device: of all tensors; except that a drafter's token map (`d2t`) is int64, and packed
+            weights (`drafter/compute/quantization/`) are bytes and words.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class RandomTensors:
     def get(self, name: str) -> Tensor:
         shape = self.shapes[name]
         if name == "d2t":
-            return torch.zeros(shape, dtype=torch.int64, device=self._device)  # a token is itself
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)  # the identity map
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(shape, fill, dtype=self._dtype, device=self._device)

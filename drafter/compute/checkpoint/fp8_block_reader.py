@@ -1,10 +1,10 @@
-"""Matrices stored in FP8 with a scale per block of rows and columns, as the numbers that they stand for.
+"""Reads FP8 matrices with block scales (DeepSeek-V3, arXiv 2412.19437, section 3.3) and dequantizes them.
 
     NAME              e4m3 [O, I]                          w = float(e4m3) * scale of its block
-    NAME_scale_inv    fp32 [ceil(O / R), ceil(I / C)]      (what it is called is no reciprocal of it)
+    NAME_scale_inv    fp32 [ceil(O / R), ceil(I / C)]      multiplied, despite its name
 
-A checkpoint of them takes twice its files' size in memory, in 16 bits: nothing is kept packed. Chosen by
-`actors/targets/model/weights.py` where config.json says so.
+Weights take twice the files' size in memory, in 16 bits: nothing is kept packed. Chosen by
+`actors/targets/model/weights.py` according to config.json.
 
 Legend: O, I rows and columns of a matrix; R, C those of a block.
 """
@@ -24,11 +24,11 @@ _SCALE = "_scale_inv"
 
 
 class Fp8Folder(TensorFolder):
-    """A `TensorFolder` whose FP8 matrices are read whole or in slices that need not end with a block.
+    """A `TensorFolder` that dequantizes FP8 matrices; slices need not be aligned to blocks.
 
     Args:
         block: rows and columns that share a scale.
-        dtype: of what is read of these matrices; other tensors have the file's.
+        dtype: of dequantized matrices; other tensors have the file's.
     """
 
     def __init__(self, folder: str | Path, block: tuple[int, int], dtype: torch.dtype) -> None:
@@ -68,10 +68,11 @@ class Fp8Folder(TensorFolder):
         return name + _SCALE in self.shapes
 
     def _scaled(self, weight_OI: Tensor, scales: Tensor, first: tuple[int, int]) -> Tensor:
-        """
+        """Dequantize a part of a matrix.
+
         Args:
             scales: of the blocks that the weight touches.
-            first: its first row and column in the first of them.
+            first: offset of its first row and column in the first of them.
         """
         for dim, (step, begin, size) in enumerate(zip(self._block, first, weight_OI.shape, strict=True)):
             scales = scales.repeat_interleave(step, dim).narrow(dim, begin, size)

@@ -1,10 +1,10 @@
-"""Hugging Face's config.json as pydantic models: reading the file, strict fields, and errors that name both.
+"""Hugging Face's config.json as pydantic models with strict fields and errors that name file and field.
 
-A checkpoint's fields are those of an `HfConfig`; what the mathematics does with them is said by whoever
-declares one: the target's families, and the drafter's formats. Nothing here knows a model.
+Subclasses of `HfConfig` declare the keys of a checkpoint: the target's families, and the drafter's formats.
+This module knows no model.
 
-A field's `description` ends the sentence "must be ..."; without one its type is described. A validator raises
-`ValueError("must be ...")`; one of a whole model says which key: `ValueError("head_dim must be even")`.
+A field's `description` completes the sentence "must be ..."; without one its type is described. A validator
+raises `ValueError("must be ...")`; one of a whole model names the key: `ValueError("head_dim must be even")`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ T = TypeVar("T", bound="HfConfig")
 R = TypeVar("R")
 
 _INHERITED = ("architectures", "eos_token_id", "tie_word_embeddings", "quantization_config")
-_DTYPES = ("dtype", "torch_dtype")  # new and old spelling of one thing
+_DTYPES = ("dtype", "torch_dtype")  # new and old spelling
 _DEPTH = "num_hidden_layers"
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
 def read_json(folder: Path, name: str = "config.json", *, param: str, required: bool = True) -> Json:
-    """A file of a checkpoint folder; empty if it is absent and not required.
+    """Return a JSON file of a checkpoint folder; empty if it is absent and not required.
 
     Args:
-        param: the setting that led here, "model" or "speculative_config.model".
+        param: the setting that names the folder, "model" or "speculative_config.model".
     """
     file = folder / name
     kind = "Hugging Face" if param == "model" else "DFlash"
@@ -65,10 +65,10 @@ def read_json(folder: Path, name: str = "config.json", *, param: str, required: 
 
 
 def text_config(raw: Json) -> Json:
-    """The language model's part of a multimodal checkpoint's config.json; any other as it is.
+    """Return the language model's part of a multimodal config.json, or `raw` itself.
 
-    What is written once for all parts goes to the text where that is silent: class, dtype, end tokens, tying,
-    quantisation.
+    Keys shared by all parts (class, dtype, end tokens, tying, quantization) are inherited if the text part
+    lacks them.
     """
     nested = raw.get("text_config")
     if not isinstance(nested, dict):
@@ -79,17 +79,17 @@ def text_config(raw: Json) -> Json:
 
 
 def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: str) -> R:
-    """What `read` makes of a config.json in which some keys have other values.
+    """Read a config.json in which `overrides` replace keys.
 
-    Objects are merged, other values replaced. With a smaller num_hidden_layers, lists of an entry per layer
-    keep the first ones, unless they are overridden themselves.
+    Objects are merged, other values replaced. With a smaller num_hidden_layers, lists with an entry per layer
+    are truncated, unless they are overridden themselves.
 
     Args:
-        param: the setting that holds them.
+        param: the setting that holds the overrides.
 
     Raises:
-        ConfigError: one of them changes nothing, unless it repeats what the file has: another key goes before
-            it, or it is a typing error, or another family's.
+        ConfigError: an override has no effect and does not repeat the file's value: another key takes
+            precedence, or it is misspelled, or belongs to another family.
     """
     merged = _merged(raw, overrides)
     found = read(merged)
@@ -97,7 +97,7 @@ def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: 
         without = _merged(raw, _less(overrides, key))
         if key in without and without[key] == merged[key]:
             continue
-        with suppress(CheckpointError):  # without it there is nothing to read: it changes something
+        with suppress(CheckpointError):  # not readable without it: it has an effect
             if read(without) == found:
                 why = _why_nothing_changes(merged, without, key, read)
                 raise ConfigError(f"{param}: {key}={overrides[key]!r} changes nothing: {why}", param=param)
@@ -105,7 +105,7 @@ def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: 
 
 
 def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[Json], object]) -> str:
-    """A sentence: of the keys without which it would change something, the first."""
+    """Return a sentence that names the first key without which the override would have an effect."""
     paths = [(outer, inner) for outer in sorted(merged) for inner in (*_inner_keys(merged[outer]), None)]
     for outer, inner in paths:
         if outer != key and _outcome(_less(merged, outer, inner), read) != _outcome(
@@ -119,7 +119,7 @@ def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[
 
 
 def _outcome(raw: Json, read: Callable[[Json], object]) -> object:
-    """What `read` returns, or what it says is wrong."""
+    """Return what `read` returns, or its error message."""
     try:
         return read(raw)
     except CheckpointError as error:
@@ -131,7 +131,7 @@ def _inner_keys(value: object) -> list[str]:
 
 
 def _less(raw: Json, outer: str, inner: str | None = None) -> Json:
-    """Without a key, or without a key of the object that it holds."""
+    """Return `raw` without a key, or without a key of an object in it."""
     if inner is None:
         return {name: value for name, value in raw.items() if name != outer}
     return {name: _less(value, inner) if name == outer else value for name, value in raw.items()}
@@ -150,7 +150,7 @@ def _merged(raw: Json, overrides: Json) -> Json:
 
 
 class HfConfig(BaseModel):
-    """Base of what is read from a config.json: unknown keys are ignored, null is absent, types are strict.
+    """Base class of config.json models: unknown keys are ignored, null means absent, types are strict.
 
     No string or bool is a number and no number a bool; 32.0 is an integer. Lists become tuples, so fields are
     declared as `tuple[X, ...]`.
@@ -175,12 +175,12 @@ def _off(value: Any) -> Literal[False]:  # Any: JSON values
     return False
 
 
-# A feature that would change the mathematics and that is missing here: declared as `key: Off = False`.
+# An unsupported feature that would change the mathematics, declared as `key: Off = False`.
 Off = Annotated[Any, AfterValidator(_off)]
 
 
 def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
-    """`raw` as a `model`; the first field that is wrong becomes a CheckpointError.
+    """Validate `raw` as a `model`; the first invalid field raises a CheckpointError.
 
     Args:
         file: where `raw` was read, for the message.
@@ -205,12 +205,12 @@ def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
 
 
 def wrong(file: str, key: str, value: object, wanted: str) -> CheckpointError:
-    """The error of a field of `file`.
+    """Return the error for a field of `file`.
 
     Args:
         key: dotted path in the file.
-        value: as it stands there; None if it is absent.
-        wanted: ends "it must be ...", without a full stop.
+        value: as in the file; None if it is absent.
+        wanted: completes "it must be ...", without a full stop.
     """
     shown = repr(value)
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
@@ -219,7 +219,7 @@ def wrong(file: str, key: str, value: object, wanted: str) -> CheckpointError:
 
 
 def _plain(value: Any) -> Any:  # Any: JSON values
-    """Without null keys; lists as tuples, integral floats as integers."""
+    """Drop null keys; convert lists to tuples and integral floats to integers."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:  # Any: JSON values
 
 
 def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None]:
-    """The keys that lead to an error, down to the last that a model declares."""
+    """Return the path of an error down to the last key that a model declares, and that key's field."""
     path: list[str] = []
     field: FieldInfo | None = None
     inner: type[BaseModel] | None = model
@@ -244,12 +244,12 @@ def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str
 
 
 def keys_of(model: type[BaseModel]) -> frozenset[str]:
-    """All keys that a model reads, in every spelling."""
+    """Return all keys that a model reads, in every spelling."""
     return frozenset(key for name, field in model.model_fields.items() for key in _keys(name, field))
 
 
 def _keys(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """How a field is spelled in the file."""
+    """Return the spellings of a field in the file."""
     alias = field.validation_alias
     choices = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return tuple(choice for choice in choices if isinstance(choice, str))
@@ -263,12 +263,12 @@ def _value(raw: Json, path: list[str]) -> object:
 
 
 def _sentence(said: str) -> tuple[str, str]:
-    """Key, if it has one, and ending of a validator's sentence."""
+    """Split a validator's message into the key, if any, and the ending after "must be"."""
     match = re.fullmatch(r"(?:([\w.]+) )?must be (.*?)\.?", said, re.DOTALL)
     return (match[1] or "", match[2]) if match else ("", f"right: {said}")
 
 
-# Kinds of pydantic's errors that say more than the field's type does.
+# Kinds of pydantic errors that say more than the field's type.
 _BOUNDS = (
     "greater_than",
     "greater_than_equal",
@@ -282,7 +282,7 @@ _PLURALS = {int: "integers", float: "numbers", bool: "booleans", str: "strings"}
 
 
 def _described(annotation: Any, field: FieldInfo | None = None) -> str:  # Any: type expressions
-    """What a type asks of a JSON value, to end "must be ..."."""
+    """Describe a type, to complete "must be ..."."""
     if field is not None and field.description:
         return field.description
     if get_origin(annotation) is Annotated:
@@ -301,7 +301,7 @@ def _described(annotation: Any, field: FieldInfo | None = None) -> str:  # Any: 
 
 
 def _members(annotation: Any) -> list[Any]:  # Any: type expressions
-    """The types that a union allows, without None."""
+    """Return the types of a union, without None."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [member for member in get_args(annotation) if member is not type(None)]
     return [annotation]

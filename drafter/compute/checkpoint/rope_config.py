@@ -1,6 +1,6 @@
-"""The rotary keys of a config.json, in both of transformers' spellings: which of them hold for a layer.
+"""Rotary keys of a config.json, in both of transformers' spellings: finds those that apply to a layer.
 
-What they mean is said in `drafter/compute/layers/rope.py`, which alone calls this.
+`drafter/compute/layers/rope.py`, the only caller, defines what they mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .hf_config import Count, HfConfig, Json, parse, wrong
 
 @dataclass(frozen=True, slots=True)
 class RopeJson:
-    """The attributes of `RopeConfig` that a file states; a theta of None is its reader's to choose."""
+    """The attributes of `RopeConfig` that a file states; if theta is None the caller has a default."""
 
     theta: float | None
     kind: str
@@ -25,7 +25,7 @@ class RopeJson:
 
 
 def read_rope(config: Json, head_dim: int, file: str, layer_type: str | None) -> RopeJson:
-    """As `RopeConfig.read`."""
+    """Read the rotary settings of a layer type; arguments as in `RopeConfig.read`."""
     beside = parse(_Beside, config, file)
     at, rope, theta = _of_layer(config, beside, layer_type, file)
     inside = parse(_Inside, rope, file, at)
@@ -51,7 +51,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 _LENGTH = "original_max_position_embeddings"
-# What each type is computed from, beside theta.
+# Keys from which each type is computed, in addition to theta.
 _USED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor", "mscale_all_dim"),
@@ -75,7 +75,7 @@ Share = Annotated[float, Field(gt=0, le=1, description="above 0 and at most 1")]
 
 
 class _Beside(HfConfig):
-    """Keys beside `rope_parameters` or `rope_scaling`."""
+    """Keys at the level of `rope_parameters` or `rope_scaling`."""
 
     rope_theta: Base | None = None
     local_theta: Base | None = Field(
@@ -90,7 +90,7 @@ class _Beside(HfConfig):
 
 
 class _Inside(HfConfig):
-    """Keys inside of one of these two, or of its object for a type of layers."""
+    """Keys inside one of these two, or inside its object for a layer type."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "proportional"] = Field(
         "default",
@@ -121,10 +121,10 @@ class _Inside(HfConfig):
 def _of_layer(
     config: Json, beside: _Beside, layer_type: str | None, file: str
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
-    """Where the settings of a type of layers stand, the settings, and the theta beside them.
+    """Return the path of a layer type's settings, the settings, and the theta outside them.
 
-    As in transformers: `rope_scaling` goes before `rope_parameters`; beside settings for each type of layers
-    it changes those of layers with full attention.
+    As in transformers: `rope_scaling` takes precedence over `rope_parameters`; if there are settings per
+    layer type, it changes those of full attention.
     """
     scaling, parameters = (_known(config, key, file) for key in ("rope_scaling", "rope_parameters"))
     at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
@@ -136,7 +136,7 @@ def _of_layer(
     if not by_type:
         if sliding:
             return at, {}, beside.local_theta
-        if beside.original_max_position_embeddings is not None:  # goes before the one inside
+        if beside.original_max_position_embeddings is not None:  # takes precedence over the inner one
             found["original_max_position_embeddings"] = beside.original_max_position_embeddings
         return at, found, beside.rope_theta
     if layer_type is None:
@@ -148,7 +148,7 @@ def _of_layer(
 
 
 def _known(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
-    """The settings under a key, empty if there are none; refused if not known, also where they go behind."""
+    """Return the settings under a key, empty without any. Unknown ones are refused even if unused."""
     found = _stated(config.get(key) or {})
     by_type = {f"{key}.{name}": value for name, value in _by_type(found).items()} or {key: found}
     for at, settings in by_type.items():
@@ -165,7 +165,7 @@ def _stated(settings: Json) -> dict[str, Any]:  # Any: JSON values
 
 
 def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON values
-    """Original length and factor: each may be left to follow from `max_position_embeddings`."""
+    """Fill in YaRN's original length and factor from `max_position_embeddings` if absent."""
     length = rope["max_position_embeddings"]
     original = rope.setdefault("original_max_position_embeddings", length)
     if original is None:
@@ -175,7 +175,7 @@ def _fill_yarn(rope: dict[str, Any], file: str, at: str) -> None:  # Any: JSON v
 
 
 def _rotary_dim(inside: _Inside, beside: _Beside, head_dim: int, file: str, at: str) -> int:
-    """By `partial_rotary_factor`, or MiniMax's `rotary_dim`; 0 where the whole head is rotated."""
+    """Return the rotated dimensions (`partial_rotary_factor`, MiniMax's `rotary_dim`); 0 is all."""
     for key, value in (
         (f"{at}.partial_rotary_factor", inside.partial_rotary_factor),
         ("partial_rotary_factor", beside.partial_rotary_factor),

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder by name: safetensors files, read as they are asked for."""
+"""Reads tensors of a checkpoint folder by name from safetensors files, on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ....cluster.safe_file_names import inner_name
 
 _SAFETENSORS = re.compile(r".+\.safetensors")
 
-# What is computed with as it is stored; a drafter's map of tokens; bytes and words of packed codes.
+# Dtypes used as stored; dtypes of a drafter's token map; bytes and words of packed codes.
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")
 BYTES, WORDS = ("U8",), ("I32",)
-# What writers of quantised checkpoints put beside a matrix: its name without ".weight", then one of these.
+# Suffixes that quantizers append to a matrix's name without ".weight".
 _OF_QUANTISED = re.compile(
     r"(?P<matrix>.+?)(?:\.weight)?[._]"
     r"(?:(?:weight|input|global)_?)*(?:scales?(?:_\w+)?|zero_points?|q?zeros|absmax|amax|SCB|g_idx)"
@@ -35,17 +35,17 @@ class TensorSource(Protocol):
     def get(self, name: str) -> Tensor: ...
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a tensor along `dim`."""
+        """Return a part of a tensor along `dim`."""
         ...
 
 
 class TensorHeaders:
-    """What a checkpoint's files say of its tensors, wherever they are; holds none.
+    """Names, shapes and dtypes of a checkpoint's tensors, without the tensors.
 
     Attributes:
         where: for messages.
         shapes: shape of every tensor by name.
-        dtypes: likewise, in safetensors' words ("BF16").
+        dtypes: likewise, in safetensors' notation ("BF16").
         file_of: name of the file that holds it.
     """
 
@@ -56,7 +56,7 @@ class TensorHeaders:
         self.file_of: dict[str, str] = {}
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str, file: str) -> None:
-        """Note the header of a tensor.
+        """Record the header of a tensor.
 
         Raises:
             CheckpointError: another file has a tensor of this name.
@@ -70,7 +70,7 @@ class TensorHeaders:
         self.shapes[name], self.dtypes[name], self.file_of[name] = shape, dtype, file
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
-        """Raise CheckpointError unless the tensor is there in this shape, in one of these dtypes."""
+        """Raise CheckpointError unless the tensor exists with this shape and one of these dtypes."""
         if name not in self.shapes:
             raise CheckpointError(
                 f"{self.where}: tensor {name} is missing; config.json asks for shape {list(shape)}.",
@@ -91,8 +91,7 @@ class TensorHeaders:
             )
 
     def refuse_stray_scales(self, read: Collection[str]) -> None:
-        """Raise CheckpointError for a scale or zero point beside one of the tensors that are read: what is
-        stored of that matrix is not its value.
+        """Raise CheckpointError if a matrix that is read has an unread scale or zero point: it is quantized.
 
         Args:
             read: names of all tensors that are read.
@@ -110,8 +109,10 @@ class TensorHeaders:
 
 
 class TensorFolder(TensorHeaders):
-    """The tensors of a checkpoint folder: model.safetensors, else the shards that an index names (as
-    transformers chooses), else all safetensors files.
+    """The tensors of a checkpoint folder.
+
+    Reads model.safetensors, else the shards that an index names (transformers' rule), else all safetensors
+    files.
 
     Attributes:
         folder: where they are.
@@ -136,7 +137,7 @@ class TensorFolder(TensorHeaders):
                 raise CheckpointError(
                     f"{index} is not a safetensors index of files in this folder: {error}. Download again."
                 ) from None
-            return [self.folder / name for name in names]  # which may be links, as in the hub's cache
+            return [self.folder / name for name in names]  # may be links, as in the hub's cache
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(
@@ -157,7 +158,7 @@ class TensorFolder(TensorHeaders):
         self._open[file.name] = handle
 
     def get(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the file's dtype."""
+        """Return the tensor on the CPU, in the file's dtype."""
         file = self.file_of[name]
         try:
             return self._open[file].get_tensor(name)
@@ -167,6 +168,6 @@ class TensorFolder(TensorHeaders):
             ) from None
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a tensor along `dim`; only these bytes are read."""
+        """Return a part of a tensor along `dim`, reading only its bytes."""
         view = self._open[self.file_of[name]].get_slice(name)
         return view[(*[slice(None)] * dim, rows)]

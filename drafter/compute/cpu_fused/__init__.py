@@ -1,1 +1,1 @@
-"""A bf16 pass in one call, on CPUs that multiply bf16. Nothing else needs this folder."""
+"""A bf16 pass in one compiled call, on CPUs. Read `fused_forward.py` first."""

@@ -1,10 +1,10 @@
-"""Attention in AMX's tiles, 16 query rows at a time. Behind `attention.attend`.
+"""Attention in AMX tiles, 16 query rows at a time; the AMX variant of `attention.attend`.
 
     S^T [T, 16] = K [T, D] Q^T        keys as rows, queries as lanes: maxima and sums go lane by lane
     P [16, T]   = exp(S - max)^T      fp32, then bf16
     O [16, D]   = P [16, T] V [T, D]  / sum of P
 
-Every query row has its own lane.
+Every query row has its own lane, so its result does not depend on the others.
 
 Legend: T keys, D head dim.
 """
@@ -23,13 +23,13 @@ from .amx_tiles import combine, score
 from .qkv_heads import BLOCK, QUAD, find_blocks
 from .simd_vectors import copy_lines, scale_rounded, soften, transpose, transpose_rounded
 
-QUERIES = 16  # of a tile
+QUERIES = 16  # per tile
 _INT32, _FP32 = np.int32(0), np.float32(0)
 _LOG2_E = 1.4426950408889634
 
 
 def tile_scratch_bytes(longest: int, head_dim: int) -> int:
-    """What `attend_tiles` needs."""
+    """Return the scratch memory of `attend_tiles` in bytes."""
     keys = -(-longest // (QUAD * BLOCK)) * QUAD * BLOCK
     per_key = 1 + QUERIES * 4 + QUERIES * 2  # addresses of blocks, S^T, P
     rows = QUERIES * head_dim * (2 + 2 + 4)  # Q, Q^T, O
@@ -40,13 +40,13 @@ def attend_tiles(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
     scale, causal, window, scratch,
 ):  # fmt: skip
-    """`attention._attend_group`."""
+    """Compute an item of attention; arguments: see `attention._attend_group`."""
     shared = num_heads // num_kv
     num_keys = first + num_rows
     num_blocks = (num_keys + QUAD * BLOCK - 1) // (QUAD * BLOCK) * QUAD
     row_bytes = (num_heads + 2 * num_kv) * head_dim * 2
     head_bytes = 2 * BLOCK * head_dim
-    # In `scratch`: two rows of int32, scale and sums of lanes; then Q, Q^T, O, addresses of blocks, S^T, P.
+    # Scratch layout: two rows of int32, scale and sums of lanes; then Q, Q^T, O, addresses of blocks, S^T, P.
     low, high, factor, totals = scratch, scratch + 64, scratch + 128, scratch + 192
     queries = scratch + 256
     packed = queries + QUERIES * head_dim * 2
@@ -60,14 +60,14 @@ def attend_tiles(
     for at in range(row_begin, row_end, QUERIES):
         count = min(QUERIES, row_end - at)
         lowest, highest = num_keys, 0
-        for i in range(QUERIES):  # lanes behind the last one repeat it
+        for i in range(QUERIES):  # unused lanes repeat the last row
             position = first + (at + min(i, count - 1)) % num_rows
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
                 begin, end = max(position - window + 1, 0), min(end, position + window)
             low_L[i], high_L[i] = begin, end
             lowest, highest = min(lowest, begin), max(highest, end)
-        # Only blocks that a lane sees; what stands before or behind would add zeros.
+        # Only blocks that some lane sees; others would add zeros.
         begin = lowest // BLOCK
         seen = (highest + BLOCK - 1) // BLOCK - begin
         for i in range(QUERIES):

@@ -1,4 +1,4 @@
-"""Products of many rows with a packed weight, in AMX's tiles of 16 rows. Behind `products.project`.
+"""Products of many rows with a packed weight, in AMX tiles of 16 rows; a variant of `packed_gemm.project`.
 
 Legend: K inputs, O outputs.
 """
@@ -18,9 +18,9 @@ _CACHE_BYTES = 2**19
 
 @elements
 def _block_of_rows(begin, end, room):
-    """The block of rows at `begin`: where it starts, and its rows; whole blocks wherever there is room.
+    """Return start and length of the block of rows at `begin`, of full height if there is room.
 
-    A last block that would be short starts earlier, over rows that are done: they come out the same.
+    A last block that would be short starts earlier and recomputes finished rows, with the same result.
     """
     left = room - begin
     if left >= ROWS and end - begin > 16:
@@ -32,14 +32,14 @@ def _block_of_rows(begin, end, room):
 
 @elements
 def _rows_in_cache(inputs):
-    """Rows of x that stay in a core's cache while panels of the weight go by."""
+    """Return how many rows of x stay in a core's cache while panels of the weight stream by."""
     return max(_CACHE_BYTES // (2 * inputs) // ROWS, 1) * ROWS
 
 
 def project_tiles(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
-    """`products.project`."""
+    """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2

@@ -1,9 +1,11 @@
-"""Products of bf16 tiles in AMX's registers, of which Numba knows nothing.
+"""Products of bf16 tiles in AMX registers, as LLVM intrinsics that Numba lacks.
 
-A *tile product* adds up C [16 m, 16 n] fp32 = A [16 m, K] B [K, 16 n] over blocks of 32 of K. Each row of C
-has one order of sums, whatever rows stand beside it. B is packed as these instructions want it (and those of
-`simd_tiles.py`): per 16 columns and 32 of K a tile of 1 KiB, [16 pairs of K, 16 columns, 2]. Used by
-`amx_tiles.py`.
+Instructions TDPBF16PS, TILELOADD, TILESTORED, LDTILECFG: Intel 64 and IA-32 Software Developer's Manual,
+volume 2, and Intel Architecture Instruction Set Extensions Programming Reference, chapter "AMX".
+
+A *tile product* accumulates C [16 m, 16 n] fp32 = A [16 m, K] B [K, 16 n] over blocks of 32 of K. Each row of
+C has a fixed order of sums, regardless of the other rows. B is packed as TDPBF16PS (and `simd_tiles.py`)
+requires: per 16 columns and 32 of K a tile of 1 KiB, [16 pairs of K, 16 columns, 2]. Used by `amx_tiles.py`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.
@@ -18,9 +20,9 @@ from numba.core import cgutils
 
 from ..cpu_numba.llvm_intrinsics import BYTE, INT64, POINTER, VOID, Value, at, call, integer, load, procedure
 
-TILE_BYTES = 1024  # of A or B: 16 x 32 bf16; of C: 16 x 16 fp32
+TILE_BYTES = 1024  # A or B: 16 x 32 bf16; C: 16 x 16 fp32
 
-# (address of 64 bytes that describe the tiles)
+# (address of the 64-byte tile configuration)
 configure_tiles = procedure(
     1, lambda b, args: call(b, "llvm.x86.ldtilecfg", VOID, [b.inttoptr(args[0], POINTER)])
 )
@@ -28,10 +30,10 @@ release_tiles = procedure(0, lambda b, args: call(b, "llvm.x86.tilerelease", VOI
 
 
 def amx_product(rows: int, columns: int) -> Any:
-    """C [16 `rows`, 16 `columns`] in AMX tiles: at most 8 tiles for C, A and B together.
+    """Return an intrinsic that computes C [16 `rows`, 16 `columns`]; C, A and B take at most 8 tiles.
 
-    The intrinsic takes (a, a_stride, b, b_stride, c, c_stride, blocks): B's stride is that from 16 columns
-    to the next; blocks are K / 32. Wants `configure_tiles` before it in this thread.
+    Its arguments are (a, a_stride, b, b_stride, c, c_stride, blocks): B's stride is from 16 columns to the
+    next; blocks = K / 32. Requires `configure_tiles` before it in this thread.
     """
     tiles = [ir.Constant(BYTE, i) for i in range(8)]
     c_tiles = tiles[: rows * columns]
@@ -60,11 +62,10 @@ def amx_product(rows: int, columns: int) -> Any:
 
 
 def amx_scores() -> Any:
-    """S^T [64 keys, 16 queries] fp32 = K Q^T, four blocks of 16 keys at a time.
+    """Return an intrinsic for S^T [64 keys, 16 queries] fp32 = K Q^T, by four blocks of 16 keys.
 
-    The intrinsic takes (blocks, count, offset, stride, queries, scores, steps): addresses of blocks of keys
-    (a multiple of 4 of them), what is added to each, bytes from key to key, Q^T as packed for a product,
-    K / 32.
+    Its arguments are (blocks, count, offset, stride, queries, scores, steps): addresses of blocks of keys (a
+    multiple of 4 of them), an offset added to each, bytes from key to key, Q^T packed as B, K / 32.
     """
 
     def emit(builder, args):
@@ -92,11 +93,11 @@ def amx_scores() -> Any:
 
 
 def amx_combination(columns: int) -> Any:
-    """O [16, 16 `columns`] fp32 = P V over blocks of 16 keys.
+    """Return an intrinsic that computes O [16, 16 `columns`] fp32 = P V over blocks of 16 keys.
 
-    The intrinsic takes (blocks, count, offset, weights, stride, result, result_stride): addresses of blocks
-    of values, what is added to each, P [16, 16 count] bf16 and bytes from row to row. A block holds per 16
-    columns 8 pairs of keys, [8, 16, 2].
+    Its arguments are (blocks, count, offset, weights, stride, result, result_stride): addresses of blocks of
+    values, an offset added to each, P [16, 16 count] bf16 and bytes from row to row. A block holds, per 16
+    columns, 8 pairs of keys, [8, 16, 2].
     """
 
     def emit(builder, args):

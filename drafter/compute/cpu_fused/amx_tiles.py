@@ -1,7 +1,8 @@
-"""Products in AMX's tiles, on CPUs that have them: which shapes, and the tiles' configuration.
+"""Products in AMX tiles: shapes, and the tile configuration.
 
-Other CPUs have `simd_tiles.py`, and nothing to configure: `begin_*` and `end_products` are empty there.
-Called by `packed_gemm.py`, `amx_gemm.py`, `attention.py` and `amx_attention.py`.
+Tile configuration layout (palette 1): Intel Architecture Instruction Set Extensions Programming Reference,
+LDTILECFG. CPUs without AMX use `simd_tiles.py` and need no configuration: `begin_*` and `end_products` are
+empty there. Called by `packed_gemm.py`, `amx_gemm.py`, `attention.py` and `amx_attention.py`.
 
 Legend: K inputs, D head dim.
 """
@@ -19,9 +20,9 @@ from ..cpu_numba.llvm_intrinsics import stack_memory
 from .amx_intrinsics import amx_combination, amx_product, amx_scores, configure_tiles, release_tiles
 from .isa_dispatch import of_two_kinds
 
-COLUMNS = 32  # of a panel: what a product computes at once
+COLUMNS = 32  # per panel, the columns that one product computes
 ROWS = 32
-SUMS_STRIDE = COLUMNS * 4  # bytes from a row of sums to the next
+SUMS_STRIDE = COLUMNS * 4  # bytes per row of sums
 _UINT8 = np.uint8(0)
 _tiles_memory = stack_memory(64)
 _amx_2x2, _amx_1x2 = amx_product(2, 2), amx_product(1, 2)
@@ -29,25 +30,28 @@ _amx_scores, _amx_combination_4, _amx_combination_2 = amx_scores(), amx_combinat
 
 
 def begin_products(rows):
-    """Before this thread's first product, of blocks of at least so many rows (at most 16)."""
+    """Configure this thread's tiles for products of blocks of at least `rows` (at most 16) rows."""
 
 
 def end_products():
-    """After its last one."""
+    """Release this thread's tiles after its last product."""
 
 
 def begin_attention():
-    """Before this thread's first `score` or `combine`; products must begin anew behind the last one."""
+    """Configure this thread's tiles before its first `score` or `combine`.
+
+    Products need `begin_products` again afterwards.
+    """
 
 
 def _begin_tiles(rows):
     memory = _tiles_memory()
     tiles = carray(pointer(memory, _UINT8), (64,))
     tiles[:] = 0
-    tiles[0] = 1  # the palette: eight tiles of up to 16 rows of 64 bytes
+    tiles[0] = 1  # palette 1: eight tiles of up to 16 rows of 64 bytes
     for i in range(8):
         tiles[16 + 2 * i] = 64
-        tiles[48 + i] = rows if i < 3 else 16  # C and A of `_amx_1x2` may be lower
+        tiles[48 + i] = rows if i < 3 else 16  # C and A of `_amx_1x2` may have fewer rows
     configure_tiles(memory)
 
 
@@ -57,7 +61,7 @@ def _end_tiles():
 
 @elements
 def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
-    """Sums [rows, 32] of 32, 16 or the configured number of rows of A with two columns of tiles."""
+    """Compute sums [rows, 32]: 32, 16 or the configured number of rows of A times two columns of tiles."""
     if rows == ROWS:
         _amx_2x2(a, a_stride, w, w_stride, sums, np.int64(SUMS_STRIDE), blocks)
     else:
@@ -65,7 +69,7 @@ def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
 
 
 def _begin_tiles_of_attention():
-    """Shape the tiles: sums 0 to 3, keys and queries 4 and 5, weights and values of 16 keys 6 and 7."""
+    """Configure tiles: sums 0 to 3, keys and queries 4 and 5, weights and values of 16 keys 6 and 7."""
     memory = _tiles_memory()
     tiles = carray(pointer(memory, _UINT8), (64,))
     tiles[:] = 0
@@ -78,19 +82,20 @@ def _begin_tiles_of_attention():
 
 @elements
 def score(blocks, count, offset, stride, queries, scores, steps):
-    """S^T [16 count, 16] = K Q^T.
+    """Compute S^T [16 count, 16] = K Q^T.
 
     Args:
         blocks, count: addresses of blocks of 16 keys, a multiple of 4 of them; `offset` is added to each.
         stride: bytes from key to key.
-        queries: Q^T as packed for a product. `steps`: D / 32.
+        queries: Q^T packed as B of a product.
+        steps: D / 32.
     """
     _amx_scores(blocks, count, offset, stride, queries, scores, steps)
 
 
 @elements
 def combine(blocks, count, offset, weights, stride, result, head_dim):
-    """O [16, D] = P V; blocks of values as those of keys, rows of P are `stride` bytes apart."""
+    """Compute O [16, D] = P V; blocks as in `score`, rows of P are `stride` bytes apart."""
     column = 0
     while column < head_dim:
         at, target = offset + column * 32, result + 4 * column

@@ -1,11 +1,11 @@
-"""Attention over paged K/V in compiled code: nothing gathered, nothing masked but where a row cannot see.
+"""Attention over paged K/V in compiled code, without gathering K/V; only keys a row cannot see are masked.
 
-One *item* is some query rows of one K/V head of one request; heads that share it are stacked as further rows.
-`amx_attention.py` computes them in AMX's tiles, `simd_attention.py` in vector registers. K and V lie in the
-cache as `qkv_heads.py` writes them, so that products read them where they are.
+One *item* is up to 256 query rows of one K/V head of one request; query heads that share it are stacked as
+further rows. `amx_attention.py` computes items in AMX tiles, `simd_attention.py` in vector registers. K and V
+are stored as `qkv_heads.py` writes them, in the layout that the products read.
 
-Sums run over keys in order, and keys that a row does not see add zeros: a row's result does not depend on its
-companions nor on how far the context is padded.
+Sums run over keys in order, and unseen keys add zeros: a row's result does not depend on other rows nor on
+the padding of the context.
 
 Legend: R requests, N rows, Q query heads, K kv heads, C = Q / K, D head dim, T keys, P pages, S page size.
 """
@@ -28,19 +28,19 @@ from .amx_tiles import begin_attention
 from .isa_dispatch import has_tiles, of_two_kinds
 from .simd_attention import attend_rows, row_scratch_bytes
 
-_GROUP = 256  # rows of an item
+_GROUP = 256  # per item
 _INT64 = np.int64(0)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContexts:
-    """The requests of a step: what `AttentionBatch` is to PyTorch's attention. int64, in the host's memory.
+    """The requests of a step, this backend's `AttentionBatch`. int64, in host memory.
 
     Attributes:
         first_R, rows_R: absolute position of each request's first row, and its rows.
         pages_RP: page ids of each request from position 0 on.
-        pages_address: where they lie.
-        longest: the longest context.
+        pages_address: address of `pages_RP`.
+        longest: length of the longest context.
     """
 
     first_R: Ints
@@ -60,7 +60,7 @@ class PagedContexts:
         device: torch.device | str,
         window: int | None = None,
     ) -> PagedContexts:
-        """See `backend.Backend.attention_batch`."""
+        """Build from host arrays; see `backend.Backend.attention_batch`."""
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
@@ -68,9 +68,9 @@ class PagedContexts:
 
 
 def scratch_bytes(longest: int, head_dim: int) -> int:
-    """What `attend` needs per thread."""
+    """Return the scratch memory of `attend` per thread, in bytes."""
     most = tile_scratch_bytes(longest, head_dim) if has_tiles() else row_scratch_bytes(longest, head_dim)
-    return -(-most // 64) * 64  # every thread's begins a cache line
+    return -(-most // 64) * 64  # every thread's is aligned to a cache line
 
 
 @elements
@@ -78,13 +78,14 @@ def attend(
     qkv, out, kv, first, rows, pages, num_requests, num_pages, page_size, num_heads, num_kv, head_dim, scale,
     causal, window, scratch, first_head, last_head, thread, num_threads,
 ):  # fmt: skip
-    """This thread's items of a layer, of some K/V heads.
+    """Compute this thread's items of a layer, for a range of K/V heads.
 
     Args:
-        qkv: rows of [Q + 2 K, D], q and k normed and rotated. `out`: rows of [Q, D].
-        kv: the layer's blocks. A step's own K and V are there already.
+        qkv: rows of [Q + 2 K, D], q and k normed and rotated.
+        out: rows of [Q, D].
+        kv: the layer's blocks, including the step's own K and V.
         first, rows, pages: addresses of the arrays of `PagedContexts`; num_pages is the width of `pages`.
-        window: as `paged_attention`; -1 sees all.
+        window: see `paged_attention`; -1 is unlimited.
     """
     begin_attention()
     first_R = carray(pointer(first, _INT64), (num_requests,))
@@ -110,7 +111,7 @@ def _attend_group(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, begin, end, scale,
     causal, window, scratch,
 ):  # fmt: skip
-    """Stacked rows [begin, end) of one request's one K/V head; `begin` is a multiple of 16."""
+    """Compute stacked rows [begin, end) of one K/V head of one request; `begin` is a multiple of 16."""
 
 
 of_two_kinds(_attend_group, attend_tiles, attend_rows)

@@ -1,4 +1,4 @@
-"""Passes of bf16 in one call (`fused_forward.py`), where one process has a model and its CPU wide vectors."""
+"""Backend that runs a bf16 pass in one call (`fused_forward.py`): one process, a CPU with wide vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .qkv_heads import BlockedContextWriter
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """What this machine or a model lacks for passes in one call."""
+    """Return why this machine or model cannot use fused passes; None if it can."""
     if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
         return "computes bfloat16 on CPUs"
     if machine.num_ranks > 1:
@@ -42,10 +42,10 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 
 
 class FusedCpuBackend(NumbaBackend):
-    """A pass is one call (`fused_forward.py`); a step's rows come with `attention.PagedContexts`.
+    """Runs a pass in one call (`fused_forward.py`); its attention metadata is `attention.PagedContexts`.
 
-    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work
-    take each other's cores).
+    It has its own threads: PyTorch should use one, because idle threads of both pools spin and take each
+    other's cores.
     """
 
     attention_batch = staticmethod(PagedContexts.build)
@@ -59,7 +59,7 @@ class FusedCpuBackend(NumbaBackend):
         return PackedLinear(weight_OH, bias_O, self._num_threads)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # laid out anew there
+        return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # repacked anyway
 
     def stack(
         self,

@@ -1,13 +1,13 @@
-"""A model's blocks in one compiled call, on all of the process's threads: the pass of bf16 models on a CPU.
+"""A model's blocks in one compiled call on all of the process's threads: the bf16 pass on a CPU.
 
-A small model's pass is a few hundred calls when it is driven from Python, and each costs more than what it
-computes. Here a pass is one task of the team (`drafter/compute/cpu_fused/threads/thread_team.py`); the
-threads share each phase's columns, rows or contexts and meet at a barrier behind it:
+Driven from Python, a small model's pass is a few hundred calls, each with more overhead than work. Here a
+pass is one task of the thread team (`drafter/compute/cpu_fused/threads/thread_team.py`); threads share each
+phase's columns, rows or contexts, with a barrier after it:
 
     x ─▶ norm ─▶ q,k,v ─▶ norm, rotate, write ─▶ attend ─▶ o + x ─▶ norm ─▶ gate,up,silu ─▶ down + x ─▶ ..
 
-Rounds to bf16 where PyTorch's operators would keep a tensor, and sums in fp32. A row's result depends neither
-on its companions nor on the number of threads. Made by `backend.py`.
+Rounds to bf16 where PyTorch's operators would store a tensor, and sums in fp32. A row's result depends
+neither on other rows nor on the number of threads. Made by `backend.py`.
 
 Legend: L layers, N rows, H hidden, I inner size, J = Q + 2 K heads of a row, D head dim, m taps.
 """
@@ -37,19 +37,19 @@ from .simd_vectors import norm
 from .threads.thread_team import barrier, process_team, run
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
-_ROOM = 16  # rows come in tiles of so many
-_OWN_ROWS = 24  # per thread, from which on threads take requests of their own
-_OWN_NORMS = 32  # rows, up to which every thread norms all of them
+_ROOM = 16  # rows per tile
+_OWN_ROWS = 24  # per thread: minimum for requests per thread instead of shared phases
+_OWN_NORMS = 32  # rows up to which every thread norms all of them
 
 
 def _record(words: str, *floats: str) -> np.dtype:
-    """A structure of addresses and sizes, then of fp32."""
+    """Return a structure dtype of int64 addresses and sizes, then fp32 fields."""
     integers = [(name, np.int64) for name in words.split()]
     return np.dtype([*integers, *((name, np.float32) for name in floats)])
 
 
-# What a task finds at its address (`slots` and `pages`: addresses by page group), what each thread notes of
-# its part, and a layer.
+# A task's arguments (`slots` and `pages`: arrays of addresses by page group), each thread's share, and a
+# layer.
 _PASS = _record(
     """
     team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin
@@ -71,21 +71,21 @@ _LAYER = _record(
     group plane
     """
 )
-_EPS = _PASS.itemsize - 8  # where `eps` lies: its address is wanted
+_EPS = _PASS.itemsize - 8  # offset of `eps`, which is passed by address
 
 
 def fits_pages(page_size: int) -> bool:
-    """Whether pages are made of whole blocks of slots."""
+    """Return whether a page consists of whole blocks of slots."""
     return page_size % BLOCK == 0
 
 
 def can_compile(*sizes: int) -> bool:
-    """Whether hidden and inner states and heads of these sizes fit the tiles."""
+    """Return whether hidden size, inner size and head sizes fit the tiles."""
     return all(size % 32 == 0 for size in sizes)
 
 
 class FusedForward:
-    """`blocks.BlockStack` in one call; the weights are those of one rank that has them all."""
+    """`BlockStack` in one call, for a single rank."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class FusedForward:
         self._num_threads = num_threads
         self._shape = shape
         self._num_taps = len(tap_ids)
-        self._kept: list[Tensor] = []  # what the addresses point to
+        self._kept: list[Tensor] = []  # keeps the tensors alive whose addresses are stored
         self._layers = np.zeros(len(blocks), dtype=_LAYER)
         norms = [*(parts.attention_norm for _, parts in blocks), final_norm]
         for i, (layer_shape, parts) in enumerate(blocks):
             tap = tap_ids.index(i) if i in tap_ids else -1
             self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
-        self._cache: PagedKVCache | None = None  # whose places the layers have
+        self._cache: PagedKVCache | None = None  # the cache whose places are stored in the layers
         self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
-        heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and what attention makes of them
+        heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and attention's output
         self._inputs = {len(final_norm.weight_H), shape.num_heads * shape.head_dim, self._inner}
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
@@ -118,7 +118,6 @@ class FusedForward:
     def _layer(
         self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
     ) -> tuple[int, ...]:
-        """A record of _LAYER."""
         mlp = _dense(parts)
         gate_up = _packed(mlp.gate_up)
         gate_up_bias = gate_up.bias_O
@@ -163,7 +162,7 @@ class FusedForward:
         p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        """See `BlockStack`; `x` is overwritten, `rows.batch` is a `PagedContexts`."""
+        """Run a pass; see `BlockStack`. `x` is overwritten, `rows.batches` are `PagedContexts`."""
         if cache is not self._cache:
             self._take_places(cache)
         for group in self._groups:
@@ -171,7 +170,7 @@ class FusedForward:
             self._pages_G[group] = rows.batches[group].pages_address
         contexts: PagedContexts = rows.batches[self._groups[0]]
         num_rows, hidden = x_NH.shape
-        room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one tile more: a thread's own rows may begin anywhere
+        room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one more tile: a thread's own rows may begin anywhere
         normed_NH = x_NH.new_empty(room, hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
         products = (product_scratch_bytes(num_rows, inputs) for inputs in self._inputs)
@@ -203,7 +202,7 @@ class FusedForward:
         return normed_NH[:num_rows], taps_NmH
 
     def _take_places(self, cache: PagedKVCache) -> None:
-        """Where the layers' K and V are."""
+        """Store the places of the layers' K and V in the layer records."""
         self._cache = cache
         self._layers["group"] = [place.group for place in cache.places]
         self._layers["plane"] = [place.plane for place in cache.places]
@@ -211,14 +210,14 @@ class FusedForward:
         self._slots_G, self._pages_G = (np.zeros(self._groups[-1] + 1, dtype=np.int64) for _ in range(2))
 
     def _work_memory(self, num_bytes: int) -> int:
-        """Memory for what lives no longer than a pass; grows."""
+        """Return the address of scratch memory for one pass, growing it if necessary."""
         if self._work_1.nbytes < num_bytes:
             self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
         return self._work_1.data_ptr()
 
 
 def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
-    """What a pass has once."""
+    """Return what must be equal in all layers."""
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     return *sizes, shape.eps, shape.scale, id(shape.rope)
 
@@ -271,7 +270,7 @@ def _decoder_pass(args, thread, num_threads):
 
 @elements
 def _attention_part(p, s, layer, kv, eps):
-    """q, k, v of the norm; K and V into pages; x += o of what is attended to."""
+    """Project q, k, v; write K and V to pages; attend; x += o(attended)."""
     heads, dim, shared = p.num_heads + 2 * p.num_kv, p.head_dim, p.num_heads // p.num_kv
     for kind in range(3):  # q, k, v
         begin = dim * (0 if kind == 0 else p.num_heads + (kind - 1) * p.num_kv)
@@ -313,7 +312,7 @@ def _attention_part(p, s, layer, kv, eps):
 
 @elements
 def _mlp_part(p, s, layer):
-    """x += down(silu(gate) * up) of the norm."""
+    """x += down(silu(gate) * up) of the normed x."""
     project(
         s.normed, layer.gate_up, layer.gate_up_bias, 0, s.gated, s.num_rows, s.room, p.hidden, 2 * p.inner,
         True, s.scratch, s.thread, 2 * p.inner // COLUMNS, s.num_threads,
@@ -328,7 +327,7 @@ def _mlp_part(p, s, layer):
 
 @elements
 def _norm_rows(p, s, weight, eps):
-    """The norm of x. Few rows are normed by every thread for itself, sooner than another core could."""
+    """Norm x. With few rows every thread norms all of them, which is faster than waiting for another core."""
     first, step = (0, 1) if s.own_norms else (s.thread, s.num_threads)
     for n in range(first, s.num_rows, step):
         norm(s.x + 2 * n * p.hidden, weight, s.normed + 2 * n * p.hidden, p.hidden // 16, eps)
@@ -346,7 +345,7 @@ def _tap_rows(p, s, tap):
 
 @elements
 def _take_share(p, s, thread, num_threads):
-    """What this thread computes: requests of its own where that pays, else a part of every phase."""
+    """Set this thread's share: its own requests if that pays, else a part of every phase."""
     rows_R = carray(pointer(p.rows, _INT64), (p.num_requests,))
     begin, end = _own_requests(rows_R, thread, num_threads)
     s.thread, s.num_threads = (0, 1) if end >= 0 else (thread, num_threads)
@@ -364,7 +363,7 @@ def _take_share(p, s, thread, num_threads):
     s.own_norms = s.num_threads > 1 and s.num_rows <= _OWN_NORMS
     if s.own_norms and thread > 0:
         s.normed = s.scratch + p.scratch_bytes - 2 * _OWN_NORMS * p.hidden
-    # A thread that has whole K/V heads attends to what it has projected itself.
+    # A thread with whole K/V heads attends with the K/V that it projected itself.
     s.first_head, s.last_head, s.part, s.parts = 0, p.num_kv, s.thread, s.num_threads
     if p.num_kv % s.num_threads == 0:
         s.first_head = s.thread * p.num_kv // s.num_threads
@@ -374,10 +373,10 @@ def _take_share(p, s, thread, num_threads):
 
 @elements
 def _own_requests(rows_R, thread, num_threads):
-    """Requests [begin, end) for a thread alone; end is -1 where threads had better share them all.
+    """Return a thread's own requests [begin, end); end is -1 if threads should share all requests.
 
-    Threads that have requests of their own need not wait for each other, nor read what another core has just
-    written; but each reads all weights. So they do where there are rows enough, shared out evenly.
+    Threads with their own requests need neither barriers nor data just written by another core; but each
+    reads all weights. So this pays with enough rows, evenly divided.
     """
     total, most = rows_R.sum(), 0
     begin, end = len(rows_R), 0

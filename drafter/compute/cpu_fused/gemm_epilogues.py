@@ -1,4 +1,4 @@
-"""What follows a product's sums: bias, residual or gate, and one rounding to bf16.
+"""Epilogues of packed products: bias, residual or gate, and one rounding to bf16.
 
 Called by `amx_gemm.py` and `simd_gemm.py`.
 """
@@ -20,7 +20,7 @@ _BF16, _FP32 = np.uint16(0), np.float32(0)
 
 @elements
 def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
-    """Rows [first, last) of y from `column` on, of sums [last - first, 32]; else as `products.project`."""
+    """Finish rows [first, last) of a panel of y at `column`; see `packed_gemm.project`."""
     width = min(COLUMNS, outputs - column)
     if bias != 0:
         _add_bias(sums, bias + 2 * column, last - first, width)
@@ -38,7 +38,6 @@ def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
 
 @elements
 def _finish_narrow(sums, residual, y, width):
-    """A row of a last panel that is not whole."""
     sums_C = carray(pointer(sums, _FP32), (width,))
     y_C = carray(pointer(y, _BF16), (width,))
     for j in range(width):

@@ -1,7 +1,7 @@
-"""Functions of two kinds by one name: for CPUs with AMX's tiles, and for those whose products go by rows.
+"""Dispatches functions between an AMX variant and a SIMD variant.
 
-Which kind is settled when a caller is compiled, on the machine that will run it. Importing this asks nothing,
-and a pass asks nothing either: its code has one kind in it, and is kept on the disk by what was chosen
+The variant is chosen when Numba compiles a caller, on the machine that will run it. Importing this queries
+nothing, and compiled code holds one variant; the on-disk cache is keyed by it
 (`compute/cpu_numba/element_ops.py`). Used by the other files of this folder.
 """
 
@@ -16,15 +16,15 @@ from ..cpu_numba.cpu_features import Instructions, bf16_instructions
 
 
 def has_tiles() -> bool:
-    """Whether products run in AMX's tiles."""
+    """Return whether products use AMX tiles."""
     return bf16_instructions() is Instructions.AMX
 
 
 def of_two_kinds(name: Callable[..., Any], tiles: Callable[..., Any], rows: Callable[..., Any]) -> None:
-    """What Numba puts in the place of a name: it asks when it compiles a call of it."""
+    """Make Numba replace calls of `name` by `tiles` or `rows`, chosen when the call is compiled."""
 
     def choose(*types_of_args: Any) -> Callable[..., Any]:
         return tiles if has_tiles() else rows
 
-    # Not strict: both have the name's parameters, `choose` takes any.
+    # Not strict, because `choose` accepts any arguments; both variants have the parameters of `name`.
     overload(name, strict=False, jit_options={"error_model": "numpy"})(choose)

@@ -1,9 +1,8 @@
-"""Products of bf16 rows with packed weights, on CPUs with instructions for them
-(`compute/cpu_numba/cpu_features.py`).
+"""Products of bf16 rows with packed weights (GEMM), for CPUs of `compute/cpu_numba/cpu_features.py`.
 
-oneDNN's call costs 20 to 30 microseconds whatever it computes; this one two, and a model's pass may call it
-from compiled code (`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows; columns
-are shared out among the threads. One order of sums for every row, whatever stands beside it: batch-invariant.
+A oneDNN call has 20 to 30 microseconds of overhead; this one two, and it is callable from compiled code
+(`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows; threads share the columns.
+Every row has the same order of sums regardless of the others: batch-invariant.
 
 Legend: N rows, K inputs, O outputs.
 """
@@ -32,11 +31,11 @@ _args_memory = stack_memory(128)
 
 
 class PackedLinear:
-    """`layers.Linear` of bf16 where `can_pack` says so: summed in fp32, rounded once.
+    """`layers.Linear` of bf16 for weights that satisfy `can_pack`: summed in fp32, rounded once.
 
     Attributes:
         tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of
-            inputs. Rows of zeros are added until O is a multiple of 32.
+            inputs (AMX's layout of B). Zero rows pad O to a multiple of 32.
     """
 
     __slots__ = ("_num_threads", "bias_O", "in_features", "out_features", "tiles")
@@ -51,7 +50,7 @@ class PackedLinear:
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         x_NK = x_NK.contiguous()
-        residual_NO = None if residual_NO is None else residual_NO.contiguous()  # kept until it is read
+        residual_NO = None if residual_NO is None else residual_NO.contiguous()  # alive until it is read
         y_NO = x_NK.new_empty(len(x_NK), self.out_features)
         each = scratch_bytes(len(x_NK), self.in_features)
         scratch_1 = torch.empty(each * self._num_threads, dtype=torch.uint8)
@@ -74,17 +73,17 @@ class PackedLinear:
 
 
 def can_pack(num_inputs: int) -> bool:
-    """Whether the tiles fit a weight of so many inputs."""
+    """Return whether a weight with this many inputs fits the tiles."""
     return num_inputs % 32 == 0
 
 
 def scratch_bytes(num_rows: int, inputs: int) -> int:
-    """What `project` needs per thread, for so many rows at most."""
+    """Return the scratch memory of `project` per thread, in bytes, for at most `num_rows` rows."""
     return _TILE_SUMS_BYTES if has_tiles() else SUMS_BYTES + packed_bytes(num_rows, inputs)
 
 
 def halves_taking_turns(tiles: Tensor) -> Tensor:
-    """The outputs' two halves in turns of 16: what `project` wants of a gate and an up projection."""
+    """Interleave the outputs' two halves in groups of 16, as `project` requires for gate and up."""
     return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
@@ -111,14 +110,14 @@ def _product_task(args, thread, num_threads):
 def project(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
-    """Some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
+    """Compute some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
 
     Args:
-        num_rows, room: rows that count, and rows of x that may be read. `residual` may be `y` if the room is
+        num_rows, room: rows to compute, and rows of x that may be read. `residual` may be `y` if `room` is
             a multiple of 16.
-        outputs: of the weight; rows of y are as long, or half of it if gated.
-        gated: weight and bias hold 16 of gate, 16 of up, and so on; there is no residual.
-        sums: address of `scratch_bytes`.
+        outputs: of the weight; rows of y are as long, or half as long if gated.
+        gated: weight and bias alternate 16 columns of gate and 16 of up; there is no residual.
+        sums: address of `scratch_bytes` bytes.
         first_panel, last_panel, step: which panels of 32 columns.
     """
 

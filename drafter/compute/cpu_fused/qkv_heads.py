@@ -1,10 +1,10 @@
-"""From a layer's q, k and v to pages: head norm, rotation, and K and V in an order of their own.
+"""Head norm, rotation and K/V write of a layer's q, k and v, in the fused backend's cache layout.
 
-The compiled attention (`attention.py`) multiplies K and V where they lie. Slots come in *blocks* of 16:
+The compiled attention (`attention.py`) multiplies K and V in place. Slots are grouped in *blocks* of 16:
 
     [K heads] [16 slots, D] keys, then [K heads] [D / 16] [8 pairs of slots, 16, 2] values
 
-Without AMX a head's keys are [D / 2] pairs of [16 slots, 2], as 16 columns of a weight are.
+Without AMX a head's keys are [D / 2] pairs of [16 slots, 2], like 16 columns of a packed weight.
 
 Legend: N rows, J heads, K kv heads, D head dim, L layers.
 """
@@ -26,12 +26,12 @@ from .isa_dispatch import of_two_kinds
 from .simd_vectors import copy_lines, norm_rotate, rotate
 
 BLOCK = 16  # slots
-QUAD = 4  # blocks that are scored at once
+QUAD = 4  # blocks scored at once
 _BF16, _INT32, _INT64 = np.uint16(0), np.int32(0), np.int64(0)
 
 
 class BlockedContextWriter:
-    """`backend.ContextWriter` into such blocks."""
+    """A `backend.ContextWriter` into such blocks."""
 
     __slots__ = ("_eps_1", "_norm_JD", "_num_kv", "_num_layers")
 
@@ -64,7 +64,7 @@ class BlockedContextWriter:
 def _write_context(
     rows, num_rows, num_layers, num_kv, head_dim, weight, cos, sin, positions, slots, kv, plane_bytes, eps
 ):
-    """Rows of [L, K] keys and [L, K] values of D."""
+    """Write rows of [L, K] keys and [L, K] values of D."""
     positions_N = carray(pointer(positions, _INT64), (num_rows,))
     slots_N = carray(pointer(slots, _INT64), (num_rows,))
     num_keys = num_layers * num_kv
@@ -87,7 +87,7 @@ def _write_context(
 
 @elements
 def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
-    """Norm and rotate some heads of a row, in place; weights are per head, or 0 without a norm."""
+    """Norm and rotate some heads of a row in place; weights are per head, or 0 without a norm."""
     at = 2 * position * head_dim
     for j in range(first, last):
         x = row + 2 * j * head_dim
@@ -99,8 +99,10 @@ def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
 
 @elements
 def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
-    """Copy some heads of a row's K and V, at `k` and `v`, to their slot of the layer at `kv`; 0 for what is
-    no number, there and in the row, as `PagedKVCache.write` does."""
+    """Copy some heads of a row's K and V to their slot of the layer at `kv`.
+
+    NaNs and infinities become 0 in the cache and in the row, as in `PagedKVCache.write`.
+    """
     size = 2 * BLOCK * head_dim  # bytes of a head's block
     block, t = slot // BLOCK, slot % BLOCK
     base = kv + block * 2 * num_kv * size
@@ -117,7 +119,7 @@ def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
 
 
 def _write_key(k, block, t, head_dim):
-    """One head's key to place `t` of its block."""
+    """Write one head's key to place `t` of its block."""
 
 
 def _key_as_row(k, block, t, head_dim):
@@ -136,7 +138,7 @@ of_two_kinds(_write_key, _key_as_row, _key_as_column)
 
 @elements
 def find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, block_bytes):
-    """Addresses of the context's blocks; the last one stands for those behind it."""
+    """List the addresses of the context's blocks; the last one is repeated as padding."""
     per_page = page_size // BLOCK
     used = (num_keys + BLOCK - 1) // BLOCK
     pages_P = carray(pointer(pages, _INT64), ((used + per_page - 1) // per_page,))

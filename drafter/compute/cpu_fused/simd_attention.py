@@ -1,10 +1,10 @@
-"""Attention in vector registers, for as many query rows as there are. Behind `attention.attend`.
+"""Attention in vector registers, for any number of query rows; the SIMD variant of `attention.attend`.
 
     S [rows, T] = Q [rows, D] K^T     rows packed as for products; maxima and sums go over a row's lanes
     P [rows, T] = exp(S - max)        fp32, in place
     O [rows, D] = P [rows, T] V       / sum of P
 
-Keys come in chunks of 64, counted from position 0: which lane adds a key depends on its position alone.
+Keys are processed in chunks of 64 from position 0, so the lane that adds a key depends only on its position.
 
 Legend: T keys, D head dim.
 """
@@ -22,13 +22,13 @@ from .qkv_heads import BLOCK, QUAD, find_blocks
 from .simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
 from .simd_vectors import scale_rounded, soften_row
 
-_ROWS = 12  # of the highest tile of all kinds
+_ROWS = 12  # of the highest tile
 _INT64, _FP32 = np.int64(0), np.float32(0)
 _LOG2_E = 1.4426950408889634
 
 
 def row_scratch_bytes(longest: int, head_dim: int) -> int:
-    """What `attend_rows` needs."""
+    """Return the scratch memory of `attend_rows` in bytes."""
     keys = -(-longest // CHUNK) * CHUNK
     per_key = 1 + _ROWS * 4  # addresses of blocks, S
     rows = _ROWS * (-(-head_dim // CHUNK) * ROW_BYTES + 4 * head_dim)  # Q packed, O
@@ -39,13 +39,13 @@ def attend_rows(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
     scale, causal, window, scratch,
 ):  # fmt: skip
-    """`attention._attend_group`."""
+    """Compute an item of attention; arguments: see `attention._attend_group`."""
     shared = num_heads // num_kv
     num_keys = first + num_rows
     num_blocks = (num_keys + CHUNK - 1) // CHUNK * QUAD
     row_bytes = (num_heads + 2 * num_kv) * head_dim * 2
     head_bytes = 2 * BLOCK * head_dim
-    # In `scratch`: scale, sum; bounds of rows; Q, O, addresses of blocks, S.
+    # Scratch layout: scale, sum; bounds of rows; Q, O, addresses of blocks, S.
     factor, total, bounds = scratch, scratch + 8, scratch + 64
     queries = scratch + 512
     result = queries + _ROWS * ((head_dim + CHUNK - 1) // CHUNK * ROW_BYTES)
@@ -69,7 +69,7 @@ def attend_rows(
             lowest, highest = min(lowest, begin), max(highest, end)
             source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
             pack_rows(source, _INT64, queries + i * ROW_BYTES, count * ROW_BYTES, 1, head_dim)
-        # Only chunks that a row sees; what stands before or behind would add zeros.
+        # Only chunks that some row sees; others would add zeros.
         begin = lowest // CHUNK
         chunks = (highest + CHUNK - 1) // CHUNK - begin
         seen = blocks + 8 * QUAD * begin

@@ -1,7 +1,8 @@
-"""Products of as many rows as there are with a packed weight, in vector registers. Behind `products.project`.
+"""Products of rows with a packed weight in vector registers; a variant of `packed_gemm.project`.
 
-Rows are packed first, as many as stay in a core's cache; then panels of the weight go by, each past all of
-these rows, and few rows see several panels at once: there must be sums enough to hide an addition's latency.
+As many rows as fit a core's cache are packed first; then each panel of the weight is multiplied with all of
+them. With few rows several panels are processed at once, to have enough independent sums to hide the latency
+of an addition.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -15,26 +16,26 @@ from .gemm_epilogues import finish_panel
 from .simd_tiles import CHUNK, ROW_BYTES, TILE_BYTES, most_rows, multiply_rows, pack_rows, panels_at_once
 
 _CACHE_BYTES = 2**18
-_EVEN_ROWS = 12  # a multiple of every kind's highest tile
+_EVEN_ROWS = 12  # a multiple of every CPU kind's highest tile
 SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
 
 
 def packed_bytes(num_rows: int, inputs: int) -> int:
-    """Memory that `project_rows` needs behind SUMS_BYTES."""
+    """Return the memory that `project_rows` needs after SUMS_BYTES, in bytes."""
     at_once = max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
     return min(num_rows, at_once) * -(-inputs // CHUNK) * ROW_BYTES
 
 
 @elements
 def _rows_at_once(inputs):
-    """Packed rows that stay in a core's cache while panels of the weight go by."""
+    """Return how many packed rows stay in a core's cache while panels of the weight stream by."""
     return max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
 
 
 def project_rows(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
-    """`products.project`."""
+    """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     packed, tile_bytes = sums + SUMS_BYTES, inputs // 32 * TILE_BYTES
     for start in range(0, num_rows, _rows_at_once(inputs)):
         count = min(_rows_at_once(inputs), num_rows - start)

@@ -1,14 +1,14 @@
-"""Products of some rows with bf16 weights in vector registers: for CPUs that have no tiles of AMX's.
+"""Products of rows with bf16 weights in vector registers, for CPUs without AMX.
 
-A tile is as many rows as there are, up to `MOST_ROWS`, by some sixteens of columns, summed in fp32. Every sum
-is one chain over the inputs in their order, so a row's bits depend neither on the rows beside it nor on how
-many columns are computed at once. Weights are read as bf16 and widened in registers, a shift or a mask each;
-rows are widened before, once for all columns (`pack_rows`): a broadcast reads an fp32.
+A tile is up to `most_rows()` rows by some groups of 16 columns, summed in fp32. Every sum is one chain over
+the inputs in order, so a row's bits depend neither on other rows nor on how many columns are computed at
+once. Weights are read as bf16 and widened in registers with a shift or a mask; rows are widened once for all
+columns (`pack_rows`), so that a broadcast reads an fp32.
 
     rows, packed:  [K / 64] chunks of [rows, 64]      weights: per 16 columns [K / 2] pairs of [16, 2]
 
-The same tiles compute attention (`simd_attention.py`): K and V lie in its blocks as weights do. Vectors of 16
-lanes are LLVM's, which cuts them to what a CPU has. Used by `simd_gemm.py` and `simd_attention.py`.
+The same tiles compute attention (`simd_attention.py`): its blocks hold K and V in the layout of weights. LLVM
+splits vectors of 16 lanes to the CPU's width. Used by `simd_gemm.py` and `simd_attention.py`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.
@@ -41,28 +41,28 @@ from ..cpu_numba.llvm_intrinsics import (
     widen,
 )
 
-CHUNK = 64  # inputs of a packed row that lie together
+CHUNK = 64  # consecutive inputs of a packed row
 ROW_BYTES = 4 * CHUNK
 TILE_BYTES = 1024  # of weights: 16 columns, 32 inputs
 _WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2, 3: 2})
-_ODD = -65536  # the upper half of an int32
+_ODD = -65536  # mask of an int32's upper half
 
 
 def _shape() -> tuple[int, dict[int, int]]:
-    """Rows of the highest tile, and sixteens of columns of the low ones: what the registers hold."""
+    """Return the rows of the highest tile, and groups of 16 columns by rows of low tiles."""
     kind = bf16_instructions()
     return _WIDE if kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512) else _NARROW
 
 
 def _columns(rows: int) -> int:
-    """Sixteens of columns that are summed at once, beside so many rows."""
+    """Return the groups of 16 columns that are summed at once with this many rows."""
     most, of_low_ones = _shape()
     return of_low_ones.get(rows, 2 if most == _WIDE[0] else 1)
 
 
 @intrinsic
 def most_rows(context):
-    """Rows of the highest tile."""
+    """Return the rows of the highest tile."""
 
     def generate(context, builder, signature, args):
         return integer(_shape()[0])
@@ -72,7 +72,7 @@ def most_rows(context):
 
 @intrinsic
 def panels_at_once(context, rows):
-    """Panels of 32 columns that a tile of so many rows spans: 1, 2 or 4."""
+    """Return the panels of 32 columns that a tile of this many rows spans: 1, 2 or 4."""
 
     def generate(context, builder, signature, args):
         result = integer(1)
@@ -94,7 +94,7 @@ class _Tile:
             builder.store(lanes(0.0), slot)
 
     def add(self, a: Value, weights: Sequence[Value]) -> None:
-        """Two inputs of each row, at `a`, times those of each sixteen of columns."""
+        """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns."""
         builder = self._builder
         pairs = [load(builder, address, PAIRS) for address in weights]
         for half in (0, 1):
@@ -115,7 +115,7 @@ class _Tile:
     def store(
         self, target: Value, row_bytes: Value | int, places: Sequence[Sequence[tuple[Value, int]]]
     ) -> None:
-        """Rows are `row_bytes` apart, and each sixteen of columns at its place behind `target`."""
+        """Store rows `row_bytes` apart, and each group of 16 columns at its offset from `target`."""
         builder = self._builder
         for i in range(self._rows):
             begin = builder.add(target, builder.mul(_value(row_bytes), integer(i)))
@@ -130,7 +130,6 @@ def _value(number: Value | int) -> Value:
 
 
 def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -> None:
-    """The code of one of the cases."""
     end = builder.append_basic_block("end")
     switch = builder.switch(number, end)
     for value, emit in cases.items():
@@ -143,7 +142,6 @@ def _switch(builder: Any, number: Value, cases: dict[int, Callable[[], None]]) -
 
 
 def _emit_product(builder, args):
-    """See `multiply_rows`."""
     a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels = args
 
     def of(count: int, width: int) -> Callable[[], None]:
@@ -172,14 +170,13 @@ def _emit_product(builder, args):
 
 
 def _input(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
-    """Where a packed row has this pair of inputs."""
+    """Return the address of a pair of inputs in a packed row."""
     chunk = builder.lshr(pair, integer(5))
     inside = builder.and_(pair, integer(CHUNK // 2 - 1))
     return at(builder, builder.add(a, builder.mul(chunk, chunk_bytes)), (inside, 8))
 
 
 def _emit_scores(builder, args):
-    """See `score_rows`."""
     queries, chunk_bytes, blocks, count, offset, scores, pairs, rows = args
 
     def of(num: int) -> Callable[[], None]:
@@ -208,7 +205,6 @@ def _emit_scores(builder, args):
 
 
 def _emit_combination(builder, args):
-    """See `combine_rows`."""
     weights, blocks, count, offset, result, head_dim, rows = args
 
     def of(num: int) -> Callable[[], None]:
@@ -240,7 +236,6 @@ def _emit_combination(builder, args):
 
 
 def _emit_pack(builder, args):
-    """See `pack_rows`."""
     x, x_stride, target, chunk_bytes, rows, inputs = args
     with cgutils.for_range(builder, rows) as row:
         source = builder.add(x, builder.mul(row.index, x_stride))
@@ -251,15 +246,16 @@ def _emit_pack(builder, args):
             store(builder, widen(builder, at(builder, source, (loop.index, 32))), place)
 
 
-# (x, x_stride, target, chunk_bytes, rows, inputs): bf16 rows of a multiple of 32 inputs, packed; from chunk
-# to chunk there are so many bytes.
+# (x, x_stride, target, chunk_bytes, rows, inputs): pack bf16 rows of a multiple of 32 inputs; chunks are
+# `chunk_bytes` apart.
 pack_rows = procedure(6, _emit_pack)
 # (a, chunk_bytes, weight, tile_bytes, panel_bytes, sums, pairs, rows, panels): sums [panels, rows, 32] of
-# packed rows, whose chunks are so far apart, with panels of two sixteens of columns, so far apart, too; pairs
-# are K / 2, panels 1 or `panels_at_once` or a power of two between.
+# packed rows, with chunks `chunk_bytes` apart, times panels of two groups of 16 columns (`tile_bytes` apart,
+# panels `panel_bytes` apart); pairs = K / 2, panels 1, `panels_at_once`, or a power of two between.
 multiply_rows = procedure(9, _emit_product)
 # (queries, chunk_bytes, blocks, count, offset, scores, pairs, rows): scores, packed rows of 64 `count` keys.
-# There are 4 `count` addresses of blocks of 16 keys, `offset` is added to each; pairs are D / 2.
+# There are 4 `count` addresses of blocks of 16 keys; `offset` is added to each; pairs = D / 2.
 score_rows = procedure(8, _emit_scores)
-# (weights, blocks, count, offset, result, head_dim, rows): fp32 [rows, D] of packed rows of 16 `count` keys.
+# (weights, blocks, count, offset, result, head_dim, rows): fp32 [rows, D] from packed rows of 16 `count`
+# keys.
 combine_rows = procedure(7, _emit_combination)

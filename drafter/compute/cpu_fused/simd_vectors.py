@@ -1,7 +1,7 @@
-"""Sixteen lanes at a time: epilogues of products, norms, rotation, softmax, transposed tiles.
+"""Vector code of sixteen lanes: GEMM epilogues, norms, rotation, softmax, transposed tiles.
 
-For what LLVM's vectoriser does not find by itself; instructions of AVX-512 are named where they help and the
-CPU has them. Used by the other files of this folder.
+For what LLVM's vectorizer does not find by itself; uses AVX-512 intrinsics where they help and the CPU has
+them. Used by the other files of this folder.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.
@@ -38,7 +38,7 @@ from ..cpu_numba.llvm_intrinsics import (
 
 
 def _transposed(builder: Any, source: Value, stride: Value) -> list[Value]:
-    """16 rows of 16 int32, transposed: rows trade halves, quarters, eighths, single elements."""
+    """Return 16 rows of 16 int32 transposed, by exchanging halves, quarters, eighths, single elements."""
     rows = [load(builder, at(builder, source, (stride, i)), PAIRS) for i in range(16)]
     for step in (8, 4, 2, 1):
         low = [e if e & step == 0 else 16 + (e ^ step) for e in range(16)]
@@ -54,7 +54,7 @@ def _transposed(builder: Any, source: Value, stride: Value) -> list[Value]:
 
 
 def _round(builder: Any, floats: Value) -> Value:
-    """16 fp32 as bf16, to nearest even; NaNs stay NaNs."""
+    """Round 16 fp32 to bf16, to nearest even; NaNs stay NaNs."""
     if bf16_instructions() not in (Instructions.AMX, Instructions.AVX512_BF16):
         return _round_bits(builder, floats)
     rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFloat(), 16), [floats])
@@ -70,7 +70,7 @@ def _round_bits(builder: Any, floats: Value) -> Value:
 
 
 def _has_avx512() -> bool:
-    """Whether the code that is being compiled may say so."""
+    """Return whether the code being compiled may use AVX-512."""
     kind = bf16_instructions()
     return kind in (Instructions.AMX, Instructions.AVX512_BF16, Instructions.AVX512)
 
@@ -80,7 +80,7 @@ def _float(builder: Any, name: str, *args: Value) -> Value:
 
 
 def _exp2(builder: Any, x: Value) -> Value:
-    """2^x to an ulp or two; 0 of -inf: x = n + f with |f| <= 1/2, and Cephes' polynomial for 2^f."""
+    """Return 2^x to an ulp or two, 0 for -inf: x = n + f with |f| <= 1/2, and Cephes' polynomial for 2^f."""
     n = _float(builder, "roundeven", x)
     f = builder.fsub(x, n)
     y = lanes(1.535336188319500e-4)
@@ -95,15 +95,15 @@ def _exp2(builder: Any, x: Value) -> Value:
         y = _float(builder, "fma", y, f, lanes(factor))
     if not _has_avx512():
         return _times_power(builder, y, n)
-    mask, exact = ir.Constant(INT16, -1), ir.Constant(INT32, 4)  # all lanes, rounding as usual
+    mask, exact = ir.Constant(INT16, -1), ir.Constant(INT32, 4)  # all lanes, current rounding mode
     args = [y, n, lanes(0.0), mask, exact]
     return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, args)
 
 
 def _times_power(builder: Any, y: Value, n: Value) -> Value:
-    """y 2^n of 1/2 < y < 2 and a whole n up to 127; 0 where the result would be less than 2^-125."""
+    """Return y 2^n for 1/2 < y < 2 and an integer n up to 127; 0 if the result would be below 2^-125."""
     normal = builder.fcmp_ordered(">", n, lanes(-126.0))
-    n = builder.select(normal, n, lanes(0.0))  # of -inf, too
+    n = builder.select(normal, n, lanes(0.0))  # also for -inf
     power = builder.shl(builder.add(builder.fptosi(n, PAIRS), lanes(127, INT32)), lanes(23, INT32))
     return builder.select(normal, builder.fmul(y, builder.bitcast(power, FLOATS)), lanes(0.0))
 
@@ -120,7 +120,7 @@ def _emit_finish(builder, args, *, adds: bool):
 def _emit_gate(builder, args):
     sums, target = args
     gate, up = (load(builder, at(builder, sums, (half, 64)), FLOATS) for half in (0, 1))
-    # Below -80 silu is as good as 0, and e^80 is finite.
+    # silu is 0 below -80 in fp32's precision, and e^80 is finite.
     gate = builder.select(builder.fcmp_ordered("<", gate, lanes(-80.0)), lanes(-80.0), gate)
     power = builder.fmul(gate, lanes(-1.4426950408889634))
     silu = builder.fmul(gate, _reciprocal(builder, builder.fadd(_exp2(builder, power), lanes(1.0))))
@@ -128,7 +128,7 @@ def _emit_gate(builder, args):
 
 
 def _reciprocal(builder: Any, x: Value) -> Value:
-    """1 / x of 1 <= x < 2^126 to an ulp: 14 bits of it, and Newton's step."""
+    """Return 1 / x of 1 <= x < 2^126 to an ulp: a 14-bit estimate and a Newton step."""
     if not _has_avx512():
         return builder.fdiv(lanes(1.0), x)
     args = [x, lanes(0.0), ir.Constant(INT16, -1)]
@@ -138,7 +138,7 @@ def _reciprocal(builder: Any, x: Value) -> Value:
 
 
 def _inverse_rms(builder: Any, x: Value, count: Value, eps: Value) -> Value:
-    """1 / sqrt(mean of squares + eps) of 16 `count` bf16, in all lanes; `eps` is the address of an fp32."""
+    """Return 1 / sqrt(mean of squares + eps) of 16 `count` bf16, in all lanes; `eps` is an address."""
     total = cgutils.alloca_once(builder, FLOATS)
     builder.store(lanes(0.0), total)
     with cgutils.for_range(builder, count) as loop:
@@ -185,11 +185,10 @@ def _emit_rotate(builder, args, *, norms: bool):
 
 
 def _emit_soften(builder, args):
-    """See `soften`."""
     scores, count, low, high, scale, totals = args
     low, high = (load(builder, address, PAIRS) for address in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
-    steps = 4  # chains of maxima and sums side by side
+    steps = 4  # independent chains of maxima and sums
     tops = [cgutils.alloca_once_value(builder, lanes(float("-inf"))) for _ in range(steps)]
     sums = [cgutils.alloca_once_value(builder, lanes(0.0)) for _ in range(steps)]
     for slot in (*tops, *sums):
@@ -222,11 +221,10 @@ def _emit_soften(builder, args):
 
 
 def _emit_soften_row(builder, args):
-    """See `soften_row`."""
     scores, chunk_bytes, chunks, low, high, scale, totals = args
     low, high = (spread(builder, builder.trunc(bound, INT32)) for bound in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
-    steps = 4  # sixteens of a chunk, side by side
+    steps = 4  # groups of 16 of a chunk, independent
     tops, sums = ([cgutils.alloca_once(builder, FLOATS) for _ in range(steps)] for _ in range(2))
     for slot in (*tops, *sums):
         builder.store(lanes(float("-inf") if slot in tops else 0.0), slot)
@@ -260,7 +258,7 @@ def _larger(builder: Any, a: Value, b: Value) -> Value:
 
 
 def _folded(builder: Any, vectors: list[Value], join: Callable[[Any, Value, Value], Value]) -> Value:
-    """All lanes of all vectors joined, in every lane."""
+    """Reduce all lanes of all vectors, into every lane."""
     whole = reduce(lambda a, b: join(builder, a, b), vectors)
     for step in (8, 4, 2, 1):
         order = ir.Constant(PAIRS, [e ^ step for e in range(16)])
@@ -269,7 +267,6 @@ def _folded(builder: Any, vectors: list[Value], join: Callable[[Any, Value, Valu
 
 
 def _emit_scale(builder, args):
-    """See `scale_rounded`."""
     sums, total, target, count = args
     factor = builder.fdiv(lanes(1.0), builder.bitcast(spread(builder, load(builder, total, INT32)), FLOATS))
     with cgutils.for_range(builder, count) as loop:
@@ -296,29 +293,29 @@ def _emit_copy(builder, args):
         store(builder, line, at(builder, target, (loop.index, 64)))
 
 
-# (source, target, count): times 64 bytes.
+# (source, target, count): copy 64 `count` bytes.
 copy_lines = procedure(3, _emit_copy)
-# (sums, target): 32 fp32, rounded to bf16.
+# (sums, target): round 32 fp32 to bf16.
 finish = procedure(2, lambda builder, args: _emit_finish(builder, args, adds=False))
-# (sums, residual, target): the same of 32 fp32 + 32 bf16.
+# (sums, residual, target): round 32 fp32 + 32 bf16 to bf16.
 finish_added = procedure(3, lambda builder, args: _emit_finish(builder, args, adds=True))
-# (sums, target): of 16 fp32 of gate, 16 of up: silu(gate) * up, rounded.
+# (sums, target): silu(gate) * up of 16 fp32 of gate, 16 of up, rounded to bf16.
 finish_gated = procedure(2, _emit_gate)
 # (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `eps` is the address of an fp32.
 norm = procedure(5, _emit_norm)
 # (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16, and their rotation (`layers.RotaryEmbedding`),
-# in place; `rotate` does without the norm.
+# in place; `rotate` skips the norm.
 norm_rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=True))
 rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=False))
-# (scores, count, low, high, scale, totals): of `count` rows (a multiple of 4) of 16 fp32 lanes, in place,
-# 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and sums per lane.
+# (scores, count, low, high, scale, totals): replace `count` rows (a multiple of 4) of 16 fp32 lanes by
+# 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and sum per lane.
 soften = procedure(6, _emit_soften)
-# (scores, chunk_bytes, chunks, low, high, scale, total): the same of a row of chunks of 64 fp32, in place,
-# where low <= key < high; and their sum.
+# (scores, chunk_bytes, chunks, low, high, scale, total): the same for a row of chunks of 64 fp32, where low
+# <= key < high; and its sum.
 soften_row = procedure(7, _emit_soften_row)
 # (sums, total, target, count): count * 16 fp32 divided by the one at `total`, rounded to bf16.
 scale_rounded = procedure(4, _emit_scale)
-# (source, source_stride, target): 16 x 16 elements of 4 bytes, target rows of 64 bytes.
+# (source, source_stride, target): transpose 16 x 16 elements of 4 bytes; target rows have 64 bytes.
 transpose = procedure(3, _emit_transpose)
-# (source, target, target_stride): 16 x 16 fp32 in rows of 64 bytes -> bf16.
+# (source, target, target_stride): transpose 16 x 16 fp32 in rows of 64 bytes, rounded to bf16.
 transpose_rounded = procedure(3, _emit_transpose_rounded)

@@ -1,1 +1,1 @@
-"""What lies between products, compiled for any CPU by Numba."""
+"""Operators between GEMMs, compiled for any CPU by Numba. Start with `backend.py`."""

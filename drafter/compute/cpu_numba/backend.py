@@ -1,7 +1,7 @@
-"""`NumbaBackend`: `TorchBackend` with compiled loops between its products and attention.
+"""`NumbaBackend`: `TorchBackend` with compiled loops between its GEMMs and attention.
 
-Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and in bf16 models with more than plain
-blocks. Chosen at load (`actors/targets/loading/operator_factory.py`).
+Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and bf16 models with more than plain blocks.
+Chosen at load (`actors/targets/loading/operator_factory.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """
@@ -33,14 +33,14 @@ from .gated_delta_net import CpuDeltaNet
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Return what this machine lacks for compiled loops, which know every feature of models."""
+    """Return why this machine cannot use compiled loops, which support all models; None if it can."""
     if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
         return "computes float32 and bfloat16 on CPUs"
     return None
 
 
 class NumbaBackend(TorchBackend):
-    """Computes fp32 and bf16 in compiled loops; operators without one are `TorchBackend`'s."""
+    """Computes fp32 and bf16 in compiled loops; operators without a loop are `TorchBackend`'s."""
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)

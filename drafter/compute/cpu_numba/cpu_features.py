@@ -1,15 +1,15 @@
-"""Which instructions compute bf16 on this CPU, and leave to use them.
+"""Detects which instructions compute bf16 on this CPU, and requests permission to use them.
 
-AMX's registers are given to a process only on request (Linux's `arch_prctl`), which is made when a backend is
-chosen or code is compiled or read from the disk, never by an import. Asked by `cpu_fused/` and
+Linux grants a process AMX's registers only on request (`arch_prctl` ARCH_REQ_XCOMP_PERM), which is made when
+a backend is chosen or code is compiled or read from disk, never by an import. Used by `cpu_fused/` and
 `element_ops.py`.
 
-MANTA_CPU_INSTRUCTIONS names the best kind that may be used, for tests and measurements of what other machines
-have. It is read before Numba compiles anything; Numba's own NUMBA_CPU_FEATURES goes before it. What oneDNN
-may use is ONEDNN_MAX_CPU_ISA's, before PyTorch is imported.
+MANTA_CPU_INSTRUCTIONS names the best kind that may be used, to test and measure as on other machines. It is
+read before Numba compiles anything; Numba's own NUMBA_CPU_FEATURES takes precedence. oneDNN obeys
+ONEDNN_MAX_CPU_ISA instead, set before PyTorch is imported.
 """
 
-# Numba makes its settings from a table.
+# Numba builds its config attributes dynamically.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # x86-64's numbe
 
 
 class Instructions(Enum):
-    """How bf16 is multiplied, the best first; sums differ in their last bits."""
+    """Kinds of bf16 multiplication, best first; sums differ in their last bits."""
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
@@ -49,7 +49,7 @@ _NEEDS = {
     Instructions.AVX2: _AVX2,
     Instructions.NEON: {"neon"},
 }
-# What the names of features begin with that a kind has beyond the next one.
+# Prefixes of the features that a kind excludes.
 _BEYOND = {
     Instructions.AVX512_BF16: ("amx",),
     Instructions.AVX512: ("amx", "avx512bf16", "avx512fp16", "avx10"),
@@ -59,12 +59,12 @@ _BEYOND = {
 
 @cache
 def bf16_instructions() -> Instructions | None:
-    """The best that Numba may compile for and the system lets us use; None: leave products to oneDNN."""
+    """Return the best kind that Numba may compile for and the system permits; None: use oneDNN."""
     return next(iter(all_instructions()), None)
 
 
 def all_instructions() -> list[Instructions]:
-    """All kinds that the variable may name here."""
+    """Return all kinds that the variable may name here."""
     features, kinds = _features(), list(Instructions)
     return [
         kind
@@ -74,7 +74,7 @@ def all_instructions() -> list[Instructions]:
 
 
 def mask_numba() -> None:
-    """Keep Numba, too, from what MANTA_CPU_INSTRUCTIONS excludes; before it compiles anything."""
+    """Restrict Numba to MANTA_CPU_INSTRUCTIONS; call before it compiles anything."""
     hidden = _BEYOND.get(_most())
     if hidden is None or config.CPU_FEATURES is not None:
         return
@@ -99,11 +99,11 @@ def _most() -> Instructions:
 
 
 def _features() -> set[str]:
-    """As Numba sees them: NUMBA_CPU_FEATURES goes before what the CPU says."""
-    if sys.platform != "linux":  # the team's threads sleep in Linux's kernel
+    """Return the CPU's features as Numba sees them: NUMBA_CPU_FEATURES overrides the CPU's."""
+    if sys.platform != "linux":  # the team's threads use Linux's futex
         return set()
     if platform.machine() == "aarch64":
-        return {"neon"}  # every such CPU has it
+        return {"neon"}  # all aarch64 CPUs have it
     if platform.machine() != "x86_64":
         return set()
     stated = os.environ.get("NUMBA_CPU_FEATURES")

@@ -1,9 +1,9 @@
-"""Parts of the compiled loops: addresses as arrays, elements as fp32 values, options of the compiler.
+"""Building blocks of compiled loops: addresses as arrays, elements as fp32, compiler options.
 
-A loop takes addresses and sizes, since turning tensors into NumPy's arrays costs as much as the work; a value
-`like` gives the type of the elements. NumPy has no bfloat16, so its bits are uint16. Loops are compiled when
-they are first called on a machine and kept on disk, beside their file or in NUMBA_CACHE_DIR; declaring one
-reads and writes nothing.
+A loop takes addresses and sizes, since converting tensors to NumPy arrays costs as much as the work; a value
+`like` carries the element type. NumPy has no bfloat16, so its bits are uint16. Loops are compiled when first
+called on a machine and cached on disk, next to their file or in NUMBA_CACHE_DIR; declaring one reads and
+writes nothing.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -32,7 +32,7 @@ _NUMBERS = (int, float, np.number)
 
 
 class _KeptCode:
-    """Numba's store of a function's code on the disk, opened when the function is first called."""
+    """Numba's on-disk cache of a function's code, opened when the function is first called."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -41,9 +41,9 @@ class _KeptCode:
     def _store(self) -> Any:  # Any: Numba's own, here and below
         try:
             store = FunctionCache(self._function)
-        except RuntimeError:  # there is no folder to keep it in: every process compiles anew
+        except RuntimeError:  # no writable cache folder: every process compiles
             return NullCache()
-        # By kind of instructions, or processes of two kinds would wipe out each other's.
+        # One file per kind of instructions, or processes of two kinds would overwrite each other's.
         name = f"{store._impl.filename_base}.{bf16_instructions()}"
         store._cache_file = IndexDataCacheFile(store.cache_path, name, _age(self._function))
         return store
@@ -53,10 +53,10 @@ class _KeptCode:
 
 
 def _age(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What kept code must agree with, beside the function's own bytecode, which Numba looks at.
+    """Return the cache key of compiled code, in addition to the function's bytecode, which Numba checks.
 
-    A loop is made of loops and constants of its folder and of this one, and of numbers that their modules may
-    have from elsewhere.
+    It covers the sources of the loop's folder and of this one, and numeric constants that their modules
+    import from elsewhere.
     """
     folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
     constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))
@@ -64,7 +64,7 @@ def _age(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Return the globals of its module, of the modules of the loops named there, and so on."""
+    """Return the globals of its module, of the modules of the loops it calls, and so on."""
     found: dict[str, dict[str, Any]] = {}
     left = [function]
     while left:
@@ -95,12 +95,12 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 
 def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+    """Return a decorator that compiles a function on first call with these fast-math flags."""
     return lambda function: _kept(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
 
 
 class Task:
-    """A function of (args, thread, num_threads) for `team.run`; compiled when its address is asked for."""
+    """A function of (args, thread, num_threads) for `thread_team.run`; compiled when its address is read."""
 
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
         self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
@@ -112,10 +112,10 @@ class Task:
         return self._code.address
 
 
-exact = _loop(set())  # each operation is rounded as it stands, whatever loop it stands in
+exact = _loop(set())  # no reordering or fusion: each operation is rounded as written
 # A sum may be taken in any order (the same for every row); nothing else may be reordered.
 elements = _loop({"contract"})
-inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
+inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorized
 sums = _loop({"reassoc", "nsz", "contract"})
 
 
@@ -144,19 +144,19 @@ def records(address, count, dtype):
 
 
 def float_of(element):
-    """Return an element as fp32; also NaNs and infinities."""
+    """Return an element as fp32, including NaNs and infinities."""
 
 
 def size_of(like):
-    """Return the bytes of an element of the type of `like`."""
+    """Return the size in bytes of an element of the type of `like`."""
 
 
 def sound(element):
-    """Return the element; 0 in place of NaN and infinities."""
+    """Return the element; 0 for NaN and infinities."""
 
 
 def rounded(value, like):
-    """Return the fp32 value as an element of the type of `like`, rounded to nearest even."""
+    """Round the fp32 value to nearest even, as an element of the type of `like`."""
 
 
 @overload(float_of)

@@ -1,12 +1,11 @@
-"""A layer with a gated delta rule in one compiled loop, for CPUs: what `compute/eager/gated_delta_net.py`
-means.
+"""Numba version of `compute/eager/gated_delta_net.py`: a gated delta rule layer in one compiled loop.
 
-Head by head, so that a head's state stays in the nearest cache; of each, rows one after the other. Known rows
-change the state where it lies, drafts a copy of it. No operation is fused with another: a state that records
-were folded into has the bits of one that saw their rows as known. Called by `backend.py`.
+Gated DeltaNet: arXiv 2412.06464. Runs head by head, so that a head's state stays in the nearest cache, and
+row by row within a head. Known rows update the state in place, drafts a copy of it. No operations are fused:
+folding records into a state gives the same bits as running their rows as known ones. Called by `backend.py`.
 
-Legend: N rows, O outputs of the layer's product, C channels, K key heads, V value heads, D key dim, F value
-dim, T taps, W = T - 1, Z slots, P most drafts, R requests, M saves (request, rows, slot).
+Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
+value dim, T taps, W = T - 1, Z slots, P most drafts, R requests, M saves (request, rows, slot).
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -27,7 +26,7 @@ from .layers import sigmoid
 
 
 class CpuDeltaNet:
-    """One layer's, as `backend.Attention` is called."""
+    """The delta rule of one layer, called as `backend.Attention`."""
 
     __slots__ = ("_heads", "_shape", "_weights")
 
@@ -98,7 +97,7 @@ def _read(state_DF, x_D, out_F):
 
 @exact
 def _step(state_DF, q_D, k_D, v_F, g, beta, u_F, out_F):
-    """One row: the state and what it writes (`u`) and reads (`out`)."""
+    """Run one row: update the state; write the row's update to `u` and its output to `out`."""
     _decay(state_DF, g)
     _read(state_DF, k_D, u_F)
     for f in range(len(u_F)):
@@ -109,7 +108,6 @@ def _step(state_DF, q_D, k_D, v_F, g, beta, u_F, out_F):
 
 @exact
 def _gate(out_F, norm_F, eps, z_F, y_F, like):
-    """y = rms_w(out) * silu(z)."""
     total = np.float32(0)
     for f in range(len(out_F)):
         total += out_F[f] * out_F[f]
@@ -121,7 +119,7 @@ def _gate(out_F, norm_F, eps, z_F, y_F, like):
 
 @exact
 def _keep_window(window_WC, x_NC, count, out_WC):
-    """The inputs before row `count`; those before row 0 are the window's, which `out` may be."""
+    """Write the inputs before row `count`; those before row 0 come from `window`, which `out` may alias."""
     before = len(window_WC)
     for w in range(before):
         n = count - before + w
@@ -131,7 +129,7 @@ def _keep_window(window_WC, x_NC, count, out_WC):
 
 @exact
 def _convolve(window_WC, x_NC, kernel_CT, like):
-    """In the inputs' place; from the last row on, so that those before it are still there."""
+    """Convolve the inputs in place, from the last row backward, so that earlier inputs are still intact."""
     before = len(window_WC)
     for n in range(len(x_NC) - 1, -1, -1):
         for c in range(window_WC.shape[1]):
@@ -144,7 +142,7 @@ def _convolve(window_WC, x_NC, kernel_CT, like):
 
 @exact
 def _take_inputs(x_nC, known, slot, pending, saves_M3, windows_ZWC, x_ZPC, window_WC):
-    """Leave the window before the first row in `window`, others and drafts' inputs in memory."""
+    """Write the window before the first row to `window`; store saved windows and drafts' inputs."""
     _keep_window(windows_ZWC[slot], x_ZPC[slot], pending, window_WC)
     for m in range(len(saves_M3)):
         _keep_window(window_WC, x_nC, saves_M3[m, 1], windows_ZWC[saves_M3[m, 2]])
@@ -171,7 +169,7 @@ def _beta_and_g(b, a, rate, dt_bias):
 def _run_head(
     states_ZDF, slot, saves_M3, q_nD, k_nD, v_nF, b_n, a_n, rate, dt_bias, known, u_PF, g_P, out_nF
 ):
-    """A head's rows, its records folded: states are left in memory, drafts' u and g, and what all read."""
+    """Run a head's rows after its records were folded; write states, drafts' u and g, and all outputs."""
     state_DF, save = states_ZDF[slot], 0
     u_F = np.empty(u_PF.shape[1], dtype=np.float32)
     for n in range(len(q_nD)):
@@ -188,14 +186,13 @@ def _run_head(
 
 @exact
 def _run(mixed, y, num_rows, heads, weights, eps, memory, sizes, rows, saves_M3, like):
-    """A layer's rows, request after request; see `CpuDeltaNet`."""
     num_keys, num_values, key_dim, value_dim, taps = heads
     num_slots, most = sizes
     slots_R, num_rows_R, num_drafts_R, pending_R = rows
     fp32, group, before = np.float32(0), num_values // num_keys, taps - 1
     keys, values = num_keys * key_dim, num_values * value_dim
     channels = 2 * keys + values
-    z, b, a = channels, channels + values, channels + values + num_values  # where these begin in a row
+    z, b, a = channels, channels + values, channels + values + num_values  # offsets of these in a row
     mixed_NO = carray(pointer(mixed, like), (num_rows, a + num_values))
     y_NG = carray(pointer(y, like), (num_rows, values))
     kernel_CT = carray(pointer(weights[0], fp32), (channels, taps))

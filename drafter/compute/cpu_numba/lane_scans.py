@@ -1,7 +1,7 @@
-"""Scans over a row of logits, sixteen lanes at a time, on any CPU: LLVM's vectorizer does not find them.
+"""Vectorized scans over a row of logits, sixteen lanes at a time, which LLVM's vectorizer does not find.
 
-Rows are addresses of bf16 or fp32 elements, told apart by `like` (`elements.LIKE`); `count` is in sixteens.
-NaNs are passed over. Called by `step/cpu_numba/gumbel_argmax.py` and `selector_candidates.py`.
+Rows are addresses of bf16 or fp32 elements, according to `like` (`element_ops.LIKE`); `count` is in groups of
+sixteen. NaNs are ignored. Called by `step/cpu_numba/gumbel_argmax.py` and `selector_candidates.py`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.
@@ -34,9 +34,9 @@ from .llvm_intrinsics import (
 
 @intrinsic
 def top_two(context, row, count, like):
-    """Return the index of the first of the largest elements, its value, and the largest value of the others.
+    """Return the first index of the largest element, its value, and the largest value of the others.
 
-    Values are fp32; -inf where there is no element.
+    Values are fp32; -inf if there is no element.
     """
 
     def generate(context, builder, signature, args):
@@ -75,7 +75,7 @@ def top_two(context, row, count, like):
 
 @intrinsic
 def lane_floor(context, row, count, like):
-    """Return the least of the lanes' largest elements, fp32: at least 16 elements reach it."""
+    """Return the least of the lanes' maxima, fp32: at least 16 elements are not below it."""
 
     def generate(context, builder, signature, args):
         row, count, _ = args
@@ -95,7 +95,7 @@ def lane_floor(context, row, count, like):
 
 @intrinsic
 def next_reaching(context, row, begin, count, floor, like):
-    """Return the first sixteen, from `begin` on, with an element that reaches the floor; `count` if none."""
+    """Return the first group of sixteen, from `begin` on, with an element >= `floor`; `count` if none."""
 
     def generate(context, builder, signature, args):
         row, begin, count, floor, _ = args
@@ -121,17 +121,16 @@ def next_reaching(context, row, begin, count, floor, like):
 
 
 def _sixteen(builder: Any, row: Value, i: Value, like: types.Type) -> Value:
-    """The i-th sixteen elements of a row, as fp32."""
     if isinstance(like, types.Integer):
         return widen(builder, at(builder, row, (i, 32)))
     return load(builder, at(builder, row, (i, 64)), FLOATS)
 
 
 def _larger(builder: Any, x: Value, y: Value) -> Value:
-    """The larger of each lane; y where x is NaN."""
+    """Return the larger value per lane; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def _swapped(builder: Any, value: Value, step: int) -> Value:
-    """The lanes, each in the place of the one that differs in bit `step` of its number."""
+    """Return the lanes permuted by index XOR `step`."""
     return builder.shuffle_vector(value, value, ir.Constant(PAIRS, [e ^ step for e in range(16)]))

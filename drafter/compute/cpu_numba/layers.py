@@ -1,9 +1,9 @@
-"""RMSNorm, head norm with rotary positions and K/V write, a gated product: one compiled loop each, for CPUs.
+"""RMSNorm, head norm with RoPE and K/V write, and gated activation: one compiled loop each, for CPUs.
 
-PyTorch has no kernels for them: its RMSNorm is twelve operators there, and in a step of a small model they
-cost more than the matrix products. These loops cost one to three microseconds. They compute in fp32 whatever
-the dtype and round once, when the result is written; a row's result does not depend on its companions. What
-`gpu_triton/` has kernels for; called by `backend.py`.
+PyTorch has no CPU kernels for them (its RMSNorm is twelve operators), and in a step of a small model they
+would cost more than the GEMMs. These loops take one to three microseconds. They compute in fp32 for all
+dtypes and round once, on write; a row's result does not depend on other rows. The counterparts of
+`gpu_triton/`'s kernels; called by `backend.py`.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, L layers, J = Q + 2 L K heads of a row, D
 head dim, F that of values, T positions, S slots of a layer's K/V, w values of a slot, W all of all slots.
@@ -29,7 +29,7 @@ DTYPES = tuple(LIKE)
 
 
 def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
     y_NH = torch.empty_like(x_NH)
     num_rows, width = x_NH.shape
     _rms_norm(
@@ -57,8 +57,9 @@ def norm_rotate_write(
     slots_N: Tensor,
     kv_LSw: Tensor,
 ) -> None:
-    """Norm and rotate q (in place) and k, and write k and v to their slots (0 for what is no number, as
-    `PagedKVCache.write` does).
+    """Norm and rotate q (in place) and k, and write k and v to their slots.
+
+    NaNs and infinities are written as 0, as in `PagedKVCache.write`.
 
     Args:
         x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous; of D, values of F.
@@ -67,8 +68,8 @@ def norm_rotate_write(
         norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
         rope: None rotates nothing.
         positions_N: absolute positions, int64.
-        slots_N: where K and V go in every layer, int64.
-        kv_LSw: the layers' K/V, each slot's contiguous.
+        slots_N: slots to which K and V are written in every layer, int64.
+        kv_LSw: the layers' K/V; each slot is contiguous.
     """
     num_layers, _, width = kv_LSw.shape
     layer_stride, slot_stride, _ = kv_LSw.stride()
@@ -95,7 +96,7 @@ def norm_rotate_write(
 
 
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
-    """activation(first half) * second half of the last dimension; contiguous."""
+    """Return activation(first half) * second half of the last dimension; contiguous."""
     num_rows, width = gate_up_NI.shape
     y_NI = gate_up_NI.new_empty(num_rows, width // 2)
     kernel = _silu_mul if activation == "silu" else _gelu_mul
@@ -124,7 +125,7 @@ def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
 
 @cache
 def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
-    """The kernel for one size: loops as short as a head are fast only where their length is known."""
+    """Return the kernel for one size: short loops over a head are fast only if their length is a constant."""
     half = head_dim // 2
 
     @sums
@@ -196,7 +197,7 @@ def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
 
 @elements
 def _exp(x):
-    """e^x of x <= 0 to an ulp or two, in operations that are computed many at a time (Cephes' expf)."""
+    """Return e^x for x <= 0 to an ulp or two, in vectorizable operations (Cephes' expf)."""
     is_normal = x > np.float32(-87.0)
     x = x if is_normal else np.float32(0)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -213,7 +214,7 @@ def _exp(x):
 
 @elements
 def sigmoid(x):
-    e = _exp(-abs(x))  # of the magnitude: nothing overflows
+    e = _exp(-abs(x))  # of -|x|: cannot overflow
     return (np.float32(1) if x > 0 else e) / (np.float32(1) + e)
 
 

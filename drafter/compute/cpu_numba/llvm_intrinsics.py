@@ -1,4 +1,4 @@
-"""Numba's intrinsics by LLVM's instructions: how they are written; memory on the stack; shared words.
+"""Helpers for Numba intrinsics written in LLVM IR; stack memory; atomics.
 
 All addresses and strides are int64, strides in bytes. Used here and in `cpu_fused/`.
 """
@@ -23,7 +23,7 @@ FLOAT = ir.FloatType()
 FLOATS, PAIRS, HALVES = (ir.VectorType(kind, 16) for kind in (FLOAT, INT32, INT16))
 POINTER = BYTE.as_pointer()
 VOID = ir.VoidType()
-Value = Any  # llvmlite's values carry no useful types
+Value = Any  # llvmlite's values have no useful types
 
 
 def call(builder: Any, name: str, result: ir.Type, args: Sequence[Value]) -> Value:
@@ -32,7 +32,7 @@ def call(builder: Any, name: str, result: ir.Type, args: Sequence[Value]) -> Val
 
 
 def at(builder: Any, address: Value, *terms: tuple[Value | int, int]) -> Value:
-    """address + the sum of value * factor."""
+    """Emit address + the sum of value * factor."""
     for value, factor in terms:
         term = integer(value) if isinstance(value, int) else value
         address = builder.add(address, builder.mul(term, integer(factor)))
@@ -52,7 +52,7 @@ def store(builder: Any, value: Value, address: Value) -> None:
 
 
 def procedure(num_args: int, emit: Callable[[Any, Sequence[Value]], None]) -> Any:
-    """An intrinsic over int64 that returns nothing; `emit(builder, args)` writes its body."""
+    """Return an intrinsic over int64 that returns nothing; `emit(builder, args)` emits its body."""
 
     def generate(context, builder, signature, args):
         emit(builder, args)
@@ -61,19 +61,19 @@ def procedure(num_args: int, emit: Callable[[Any, Sequence[Value]], None]) -> An
     def typed(*_):
         return types.void(*[types.int64] * num_args), generate
 
-    names = ["typing", *(f"arg{i}" for i in range(num_args))]  # Numba counts them
+    names = ["typing", *(f"arg{i}" for i in range(num_args))]  # Numba inspects the signature
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return intrinsic(typed)
 
 
 def lanes(value: float | int, kind: ir.Type = FLOAT) -> ir.Constant:
-    """The value in all of 16 lanes."""
+    """Return the value in all of 16 lanes."""
     return ir.Constant(ir.VectorType(kind, 16), [value] * 16)
 
 
 class BFloat(ir.Type):
-    """A type that llvmlite has no name for."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -92,7 +92,7 @@ def widen(builder: Any, address: Value) -> Value:
 
 
 def spread(builder: Any, value: Value) -> Value:
-    """The int32 in all of 16 lanes."""
+    """Broadcast the int32 to 16 lanes."""
     one = builder.insert_element(ir.Constant(PAIRS, ir.Undefined), value, ir.Constant(INT32, 0))
     return builder.shuffle_vector(one, one, lanes(0, INT32))
 
@@ -104,14 +104,14 @@ def _emit_pause(builder, args):
         call(builder, "llvm.x86.sse2.pause", VOID, [])
 
 
-# A breath in a loop that waits for another thread.
+# Spin-wait hint.
 pause = procedure(0, _emit_pause)
 
 
 def stack_memory(num_bytes: int) -> Any:
-    """An intrinsic: the address of so many bytes, a multiple of 64, that live as long as the function's call.
+    """Return an intrinsic that allocates `num_bytes` (a multiple of 64) until its caller returns.
 
-    An array's address does not keep the array: Numba frees it behind its last mention.
+    Unlike an array's address, it stays valid: Numba frees an array after its last use.
     """
 
     def generate(context, builder, signature, args):
@@ -127,7 +127,7 @@ def stack_memory(num_bytes: int) -> Any:
 
 @intrinsic
 def fetch_add(context, address, value):
-    """Add to the int64 at an address that threads share; what was there before."""
+    """Atomically add to a shared int64; return its previous value."""
 
     def generate(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -138,7 +138,7 @@ def fetch_add(context, address, value):
 
 @intrinsic
 def read_shared(context, address):
-    """The int64 at an address that other threads write."""
+    """Atomically load a shared int64."""
 
     def generate(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())
@@ -149,7 +149,7 @@ def read_shared(context, address):
 
 @intrinsic
 def write_shared(context, address, value):
-    """Set the int64 at an address that other threads read."""
+    """Atomically store a shared int64."""
 
     def generate(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], INT64.as_pointer())

@@ -1,10 +1,9 @@
-"""Whether there is a core for a thread: it looks at the clock for a while, and gaps are interruptions.
+"""Tests whether a thread gets a core: polls the clock for a while, and counts gaps as interruptions.
 
-Short work of others passes, for a machine that serves always has some (an event loop, a scrape, Ray's own
-processes); who computes beside us does not.
+Short interruptions are tolerated, because a serving machine always has some (an event loop, a scrape, Ray's
+own processes); another process that computes is not.
 
-Used where threads were given up: `compute/cpu_fused/threads/thread_team_size.py`,
-`actors/system/torch_threads.py`.
+Used for suspended threads: `compute/cpu_fused/threads/thread_team_size.py`, `actors/system/torch_threads.py`.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -21,9 +20,9 @@ from numba.core.typing import signature
 from .element_ops import elements, pointer
 from .llvm_intrinsics import stack_memory
 
-_TRIAL_NS = 20_000_000  # longer than a quantum: who competes for a core is interrupted by then
+_TRIAL_NS = 20_000_000  # longer than a scheduler quantum: a competitor for the core interrupts it by then
 _GAP_NS = 50_000
-_MOST_LOST = 3  # eighths of the trial; two processes that compute beside us take half and more
+_MOST_LOST = 3  # eighths of the trial; two competing processes take half and more
 
 _clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
 _timespec = stack_memory(64)
@@ -39,7 +38,7 @@ def now_ns():
 
 @elements
 def finds_a_core():
-    """Look at the clock for a while: does this thread run nearly all the time?"""
+    """Poll the clock for the trial period; return whether this thread ran nearly all the time."""
     begin_ns = last_ns = now_ns()
     lost_ns = 0
     while last_ns - begin_ns < _TRIAL_NS:

@@ -1,1 +1,1 @@
-"""PyTorch: the meaning of every operator."""
+"""PyTorch: the definition of every operator. Start with `backend.py`."""

@@ -1,12 +1,12 @@
-"""Attention over paged K/V with PyTorch's own kernel: gather pages, then scaled dot products.
+"""Attention over paged K/V with PyTorch's own kernel: gathers pages, then calls scaled_dot_product_attention.
 
-The CPU's backend, and the fallback elsewhere: a handful of framework calls per layer and group of requests
-(`attention_metadata.py`). Called by this backend and by `cpu_numba/`.
+Used on CPUs by this backend and by `cpu_numba/`, and as the fallback elsewhere: a handful of framework calls
+per layer and group of requests (`attention_metadata.py`).
 
 A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
-pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked. A
-row's result does not depend on its companions: measured bitwise on the CPUs tried (`batch_invariance.py`
-repeats it at start), given the paddings of rows here and of keys there.
+pages, limited by causality and window. Later entries of its pages (rejected drafts) are always masked. A
+row's result does not depend on other rows, given the paddings of rows here and of keys in
+`attention_metadata.py`: measured bitwise on the CPUs tried, and checked at start (`batch_invariance.py`).
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
 dim, F that of values, T context tokens (padded), P pages of a request, S page size, M rows of a group, A
@@ -23,9 +23,10 @@ from ..layers.linear import in_fp32
 from ..memory.kv_cache import PagedKVCache
 from .attention_metadata import AttentionBatch, Group, VisibleKeys, pad_rows
 
-# How the CPU kernel's products round by the number of query rows (measured, AVX-512, MKL): few otherwise than
-# more (1 to 3; in fp32 fewer than 8 with heads of 128, than 16 with heads of 192 to 512), where query rows
-# come in 32s or 64s, the last of them as few as are left. So rows are filled up, to multiples that divide 32.
+# The CPU kernel's rounding depends on the number of query rows (measured, AVX-512, MKL): few rows (1 to 3; in
+# fp32 fewer than 8 with heads of 128, fewer than 16 with heads of 192 to 512) round differently. Query rows
+# are processed in blocks of 32 or 64, the last of which may be short. So rows are padded to multiples that
+# divide 32.
 _ROW_MULTIPLE, _MAX_ROW_MULTIPLE, _HEAD_DIM_PER_ROWS = 4, 32, 64
 
 
@@ -45,9 +46,9 @@ def paged_attention(
 
     Args:
         causal: whether a row sees only keys up to its own position.
-        window: with it a row at p sees keys p - window < key < p + window; None sees all.
+        window: a row at p sees keys p - window < key < p + window; None is unlimited.
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
-        first_key: keys at positions before it are seen by no row but their own.
+        first_key: keys before this position are masked, except a row's own.
 
     Returns:
         [N, Q * F], ready for the output projection.
@@ -69,7 +70,7 @@ def paged_attention(
 
 
 def _flat(out_NQD: Tensor, cache: PagedKVCache, layer: int) -> Tensor:
-    """[N, Q * F]: without what values were filled up with."""
+    """Return [N, Q * F] without the padding of values."""
     kind = cache.geometries[layer]
     if kind.v_head_dim < kind.head_dim:
         out_NQD = out_NQD[..., : kind.v_head_dim]
@@ -85,7 +86,7 @@ def _attend(
     seen: VisibleKeys,
     sinks_Q: Tensor | None,
 ) -> Tensor:
-    """M rows of one group -> [M, Q, D]."""
+    """Attend for M rows of one group; return [M, Q, D]."""
     kind = cache.geometries[layer]
     shared = q_MQD.shape[1] // kind.num_kv_heads
     width = _width(group.num_rows, kind.head_dim, q_MQD.dtype)
@@ -98,17 +99,17 @@ def _attend(
 
 
 def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Query rows to compute: a number whose products round like those of any more."""
+    """Return the padded number of query rows, from which on products round alike."""
     wide = 1 if dtype.itemsize == 2 else -(-head_dim // _HEAD_DIM_PER_ROWS)
     multiple = min(_ROW_MULTIPLE << (wide - 1).bit_length(), _MAX_ROW_MULTIPLE)
     return -(-num_rows // multiple) * multiple
 
 
 def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
-    """K and V of the group's requests, gathered: [2, G, K, T, D].
+    """Gather K and V of the group's requests: [2, G, K, T, D].
 
-    Shorter values are filled up with zeros: PyTorch's kernel, whose rows do not depend on each other, wants
-    keys and values of one size. Values that are a part of their keys are the whole keys for the same reason.
+    Shorter values are padded with zeros: PyTorch's flash kernel needs keys and values of one size. Values
+    that are a part of their keys are the whole keys for the same reason.
     """
     kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
     found = cache.pages(layer).index_select(0, group.pages_GP)
@@ -126,9 +127,9 @@ def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
 
 
 def _context_of_one(cache: PagedKVCache, layer: int, group: Group, shared: int) -> tuple[Tensor, ...]:
-    """K and V [K, C, T, D] of the group's only request: views where its pages are consecutive.
+    """Return K and V [K, C, T, D] of the group's only request: views if its pages are consecutive.
 
-    Grouped heads copy neither K nor V.
+    Expanded for grouped heads, without copying K or V.
     """
     count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
     kv_APS2KD = cache.all_planes(layer)
@@ -143,7 +144,7 @@ def _context_of_one(cache: PagedKVCache, layer: int, group: Group, shared: int) 
 
 
 def _views(kv_APS2KD: Tensor, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
-    """K and V [K, C, T, D] of every plane. Pages behind the context are strangers', and masked."""
+    """Return K and V [K, C, T, D] of every plane; other requests' pages are masked."""
     kv_AT2KD = kv_APS2KD.narrow(1, first, count).flatten(1, 2)
     kv_A2KCTD = kv_AT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
     return [pair.unbind(0) for pair in kv_A2KCTD.unbind(0)]
@@ -157,7 +158,7 @@ def _attend_one(
     scale: float,
     sinks_Q: Tensor | None,
 ) -> Tensor:
-    """One request: kv heads take the place of the batch."""
+    """Attend for one request: kv heads are the batch dimension."""
     k_KCTD, v_KCTD = kv
     num_kv, shared, _, head_dim = k_KCTD.shape
     q_KCWD = pad_rows(q_MQD.view(-1, num_kv, shared, head_dim).permute(1, 2, 0, 3), num_rows)
@@ -174,7 +175,7 @@ def _attend_many(
     scale: float,
     sinks_Q: Tensor | None,
 ) -> Tensor:
-    """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
+    """Attend for several requests: query heads of a kv head become query rows of it (C * W)."""
     _, num_requests, num_kv, _, head_dim = kv_2GKTD.shape
     shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
     q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
@@ -189,16 +190,18 @@ def _attend_many(
 def _softmax_of_values(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """softmax(q k scale + mask) v, in batches of two dimensions. A row's sink is one more logit without a
-    value: it leaves the values the share sum / (sum + exp(sink)) of what they get without, where `sum` is of
-    their exp(logit): sigmoid(log sum - sink). So K and V stay where they are, and a row's bits its own.
+    """Return softmax(q k scale + mask) v, in batches of two dimensions.
+
+    A sink is one more logit without a value: it scales the result by sum / (sum + exp(sink)), where `sum` is
+    of exp(logit), which is sigmoid(log sum - sink). So K and V are not copied, and a row's bits do not depend
+    on others.
 
     Args:
-        sinks: broadcast over the rows of the batches; None: there are none.
+        sinks: broadcast over the rows of the batches; None: no sinks.
     """
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    if q.device.type == "cpu":  # the same kernel, asked for the sums, too
+    if q.device.type == "cpu":  # the same kernel, which also returns the log-sum-exp
         out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=mask, scale=scale
         )

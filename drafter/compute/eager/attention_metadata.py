@@ -1,9 +1,8 @@
-"""A step's requests in groups, each of which is one product of attention: all indices and masks layers need.
+"""Groups a step's requests for attention, with the indices and masks that layers need.
 
-Made once per step from host integers. Short requests (decoding) of similar context are together, padded to
-the longest; each long one (prefill) is alone, in tiles of query rows. What lies wholly before a window is not
-gathered, in whole blocks of keys: one that a row does not see changes no bit of it. Multiplied by
-`attention.py`; batches are built by `step/request_states.py`.
+Made once per step from host integers. Short requests (decoding) of similar context share a group, padded to
+the longest; each long one (prefill) has its own, in tiles of query rows. Keys before a window are skipped in
+whole blocks, which changes no bit. `attention.py` computes the groups; `step/request_states.py` builds them.
 
 Legend: N rows, G requests of a group, W query rows, T context tokens (padded), P pages of a request, M rows
 of a group.
@@ -21,18 +20,18 @@ from torch import Tensor
 from ..backend import Ints, PlacedRows
 from ..layers.rope import RotaryEmbedding, Rotation
 
-_SHORT_ROWS = 32  # requests with at most so many rows share a group
-_TILE_ROWS = 512  # query rows of a long request that are computed at once
-# How the CPU kernel's products round by the number of keys (measured, AVX-512, MKL): keys are summed in
-# blocks of 512, and within a block a sum whose length is no multiple of 16 (with AMX: of 32) otherwise than
-# others, and one of more than 192 is cut where its length says (AMD: at 192 from 384 on; Intel with AMX: 384
-# at once, 512 not). So such lengths are filled up.
+_SHORT_ROWS = 32  # requests with at most this many rows share a group
+_TILE_ROWS = 512  # query rows of a long request computed at once
+# The CPU kernel's rounding depends on the number of keys (measured, AVX-512, MKL). Keys are summed in blocks
+# of 512. Within a block, a length that is no multiple of 16 (with AMX: of 32) rounds differently, and above
+# 192 keys a sum is split depending on its length (AMD: at 192 from 384 on; Intel with AMX: 384 at once, 512
+# not). So such lengths are padded.
 _KEY_MULTIPLE, _KEY_BLOCK, _SHORT_KEYS = 32, 512, 192
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Row of each padded query row; places among them that are real; the rows that these are. int64."""
+    """Padded query rows: source row of each; indices of the real ones among them; their rows. int64."""
 
     padded_M: Tensor
     real_places_N: Tensor
@@ -41,7 +40,7 @@ class PaddedRows:
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Which keys a row sees, of its request's: as of `paged_attention`."""
+    """Which of its request's keys a row sees; see `paged_attention`."""
 
     causal: bool
     window: int | None
@@ -50,18 +49,18 @@ class VisibleKeys:
 
 @dataclass(slots=True)
 class Group:
-    """Requests that one product serves.
+    """Requests whose attention is one call.
 
     Attributes:
         num_requests, num_rows, num_keys: G, W before `_width` and T.
-        rows: the group's rows, as a slice if they stand in order and equally many.
+        rows: the group's rows, as a slice if they are in order and equally many per request.
         pages_GP: page ids (int64, flat).
         first_page: the first page of the only request, if its pages are consecutive; else None.
         begins_G: absolute position of the first key.
         positions_GW: absolute position of each query row; a shorter request's last one is repeated.
         lengths_G: keys that exist.
-        masks: additive masks by their meaning, made when first asked for.
-        views: every plane's K and V of consecutive pages, likewise, by what they are views of; see `_views`.
+        masks: cache of additive masks.
+        views: cache of every plane's K and V of consecutive pages, by the tensor's id; see `_views`.
     """
 
     num_requests: int
@@ -77,7 +76,10 @@ class Group:
     views: dict[int, tuple[Tensor, list[tuple[Tensor, ...]]]] = field(default_factory=dict)
 
     def mask(self, seen: VisibleKeys, dtype: torch.dtype, copies: int, width: int) -> Tensor:
-        """[G, 1, copies * width, T], or 1 for rows that all see the same: 0 where visible, else -inf."""
+        """Return an additive mask [G, 1, copies * width, T], 0 where visible, else -inf.
+
+        The third dimension is 1 if all rows see the same keys.
+        """
         key = (seen, dtype, copies, width)
         if key not in self.masks:
             mask_G1WT = self._make_mask(seen, dtype)
@@ -101,7 +103,7 @@ class Group:
 
 
 class AttentionBatch:
-    """Indices and masks of one step for one cache geometry; see the module's text."""
+    """The groups of one step's rows for one page group, as consumed by `paged_attention`."""
 
     __slots__ = ("groups", "num_rows")
 
@@ -119,7 +121,7 @@ class AttentionBatch:
         device: torch.device | str,
         window: int | None = None,
     ) -> AttentionBatch:
-        """Plan the attention of a step's rows; see `backend.Backend.attention_batch`."""
+        """Build from host arrays; see `backend.Backend.attention_batch`."""
         lengths_R = first_position_R + num_rows_R
         starts_R = np.cumsum(num_rows_R) - num_rows_R
         step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
@@ -130,7 +132,7 @@ class AttentionBatch:
 
 
 def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list[int]]:
-    """Which requests are computed together: short ones within a factor of two in the keys they see."""
+    """Group requests: short ones within a factor of two in the keys they see; long ones alone."""
     if len(num_rows_R) == 1:
         return [[0]]
     groups: dict[int, list[int]] = {}
@@ -141,7 +143,7 @@ def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list
 
 
 def _padded(length: int, page_size: int) -> int:
-    """Context tokens to gather: whole pages, and a number whose sums are cut like those of any longer one."""
+    """Return the keys to gather: whole pages, and a length whose sums round like longer ones."""
     unit = math.lcm(page_size, _KEY_MULTIPLE)
     count = -(-length // unit) * unit
     blocks, rest = divmod(count, _KEY_BLOCK)
@@ -152,7 +154,7 @@ def _padded(length: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Makes groups out of a step's host integers."""
+    """Makes groups from a step's host integers."""
 
     first_R: Ints
     rows_R: Ints
@@ -164,7 +166,7 @@ class _Step:
     window: int | None
 
     def begins(self, first_R: Ints) -> Ints:
-        """Of rows at `first` and behind, the first key that is gathered: of a block that one of them sees."""
+        """Return the first key to gather for rows from `first` on: the start of a block they see."""
         if self.window is None:
             return np.zeros_like(first_R)
         unit = math.lcm(_KEY_BLOCK, self.page_size)
@@ -174,7 +176,7 @@ class _Step:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
 
     def _pages(self, requests: list[int], begins_G: Ints, num_keys: int) -> Ints:
-        """Page ids [G, T / S]; what a request has not got is page 0, which the masks hide."""
+        """Return page ids [G, T / S]; missing pages are page 0, which the masks hide."""
         columns_GP = begins_G[:, None] // self.page_size + np.arange(num_keys // self.page_size)
         used_G = -(-self.lengths_R[requests] // self.page_size)
         last = self.pages_RP.shape[1] - 1
@@ -182,11 +184,11 @@ class _Step:
         return np.where(columns_GP < used_G[:, None], have_GP, 0)
 
     def long_request(self, r: int) -> list[Group]:
-        """One request alone, in tiles of query rows; every tile gathers only the keys up to its end."""
+        """Return one request's tiles of query rows."""
         tiles: list[Group] = []
         first, start, rows = int(self.first_R[r]), int(self.starts_R[r]), int(self.rows_R[r])
         for begin in range(0, rows, _TILE_ROWS):
-            # Causal tiles need no later keys, but bidirectional ones do: keep them all.
+            # A bidirectional tile sees the request's later keys, so every tile gathers all of them.
             size = min(_TILE_ROWS, rows - begin)
             tiles.append(self._tile(r, first + begin, start + begin, size))
         return tiles
@@ -210,7 +212,7 @@ class _Step:
         )
 
     def short_requests(self, members: list[int]) -> Group:
-        """Several requests, padded to the longest; padding repeats a request's last row."""
+        """Group several requests, padded to the longest; padding repeats a request's last row."""
         rows_G, starts_G = self.rows_R[members], self.starts_R[members]
         longest = int(rows_G.max())
         begins_G = self.begins(self.first_R[members])
@@ -241,16 +243,16 @@ class _Step:
 
 
 def pad_rows(q: Tensor, num_rows: int) -> Tensor:
-    """Repeat the last but one dimension's last row up to `num_rows`."""
+    """Pad the last but one dimension to `num_rows` by repeating its last row."""
     missing = num_rows - q.shape[-2]
     if missing == 0:
         return q
-    # Copied: a row stride of 0 takes the slow way through the product.
+    # Copied, because a row stride of 0 selects a slow path of the kernel.
     return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
 
 
 class TorchPass:
-    """What the layers of a pass share: the rows, and their rotation, made when a layer first asks for it."""
+    """State shared by the layers of a pass: the rows, and their rotations, computed on first use."""
 
     __slots__ = ("_rotations", "rows")
 

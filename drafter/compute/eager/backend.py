@@ -1,4 +1,4 @@
-"""`TorchBackend`: PyTorch's own operators one by one; the fallback anywhere, and what the others mean.
+"""`TorchBackend`: PyTorch's operators one by one; the definition, and the fallback on any device.
 
 Legend: N rows, H hidden, O outputs, K kv heads, J = Q + K, D head dim, L layers, I inner size.
 """
@@ -33,12 +33,12 @@ from .moe_routing import TorchRoute
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """Nothing: this is what every feature means."""
+    """Return None: this backend supports every feature."""
     return None
 
 
 class TorchBackend(OperatorBackend):
-    """PyTorch's own operators; residuals are added by the products themselves."""
+    """PyTorch's operators; projections add residuals themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
     convolve = staticmethod(convolve)

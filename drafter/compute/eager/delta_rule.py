@@ -1,20 +1,20 @@
-"""The gated delta rule, row by row, and the causal convolution before it: their meaning.
+"""The definition of the gated delta rule, row by row, and of the causal convolution before it.
 
-Of one request's rows, in their order, per value head (its key head serves several, in turn):
+Gated DeltaNet (arXiv 2412.06464); conventions are those of FLA (flash-linear-attention). For one request's
+rows in order, per value head (a key head serves several):
 
     S <- e^g S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
 
-`chunk` changes no state: it returns what its rows read, the state behind the last, and records, from which
-`fold` makes the state behind any number of them, as one does once it is known which drafts stand. Every row
-goes through the same operations on tensors of the same shape, so its bits depend neither on how rows are cut
-into chunks nor on what is folded. Chunks as products of matrices are faster where those are, and round
-otherwise.
+`chunk` changes no state: it returns its rows' outputs, the state after the last, and records, from which
+`fold` computes the state after any number of them, once it is known which drafts are accepted. Every row runs
+the same operations on tensors of the same shape, so its bits depend neither on how rows are divided into
+chunks nor on folding. Chunks as matrix products (the WY form) are faster but round differently.
 
 `compute/cpu_numba/gated_delta_net.py` is the same in compiled loops; the layer around both is
 `gated_delta_net.py`.
 
-Legend: N rows of one request, K key heads, V value heads, D key dim, F value dim; C channels, T taps, W =
-T - 1 rows before the first.
+Legend: N rows of one request, K key heads, V value heads, D key dim, F value dim; C channels, T taps, W = T -
+1 rows before the first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch import Tensor
 
 from ..layers.linear import in_fp32
 
-EPS = 1e-6  # beside the sum of queries' and keys' squares, as FLA has it
+EPS = 1e-6  # added to the sum of squares of queries and keys, as in FLA
 
 
 class Records(NamedTuple):
-    """What rows do to a state, fp32: kept of a draft until it is known whether it stands.
+    """Rows' updates of a state, fp32; kept for drafts until it is known whether they are accepted.
 
     Attributes:
         k_NKD: keys, as `chunk` got them.
         u_NVF: what each row writes under its key.
-        g_NV: by how much it lets the state decay before, as a logarithm.
+        g_NV: logarithm of the decay that each row applies first.
     """
 
     k_NKD: Tensor
@@ -46,15 +46,15 @@ class Records(NamedTuple):
 def chunk(
     q_NKD: Tensor, k_NKD: Tensor, v_NVF: Tensor, g_NV: Tensor, beta_NV: Tensor, state_VDF: Tensor
 ) -> tuple[Tensor, Records, Tensor]:
-    """All fp32, or fp64 but for `state`, which stays as it was.
+    """Run rows of one request. All arguments fp32, or fp64 but for `state`, which is not changed.
 
     Args:
-        q_NKD, k_NKD: of unit length (`unit`), q scaled besides.
+        q_NKD, k_NKD: of unit length (`unit`); q is also scaled.
         g_NV: <= 0.
         state_VDF: before the first row.
 
     Returns:
-        what the rows read, [N, V, F]; their records; the state behind the last row.
+        the rows' outputs, [N, V, F]; their records; the state after the last row.
     """
     state_VDF, group = state_VDF.to(v_NVF.dtype, copy=True), v_NVF.shape[1] // k_NKD.shape[1]
     out_NVF, u_NVF = torch.empty_like(v_NVF), torch.empty_like(v_NVF)
@@ -69,7 +69,7 @@ def chunk(
 
 
 def fold(state_VDF: Tensor, records: Records, count: int) -> Tensor:
-    """The state behind the first `count` recorded rows, of the state before them; that stays as it was."""
+    """Return the state after the first `count` recorded rows; `state` is not changed."""
     state_VDF, group = state_VDF.clone(), records.u_NVF.shape[1] // records.k_NKD.shape[1]
     k_NVD1 = records.k_NKD[:count].repeat_interleave(group, dim=1).unsqueeze(-1)
     for n in range(count):
@@ -79,7 +79,7 @@ def fold(state_VDF: Tensor, records: Records, count: int) -> Tensor:
 
 
 def conv_chunk(x_NC: Tensor, window_WC: Tensor, kernel_CT: Tensor) -> Tensor:
-    """y_n = silu(sum over taps t of kernel_t x_(n - W + t)), [N, C], in fp32, rounded once.
+    """Return y_n = silu(sum over taps t of kernel_t x_(n - W + t)), [N, C], in fp32, rounded once.
 
     The rows' records are their inputs.
 
@@ -95,21 +95,21 @@ def conv_chunk(x_NC: Tensor, window_WC: Tensor, kernel_CT: Tensor) -> Tensor:
 
 
 def conv_fold(window_WC: Tensor, x_NC: Tensor, count: int) -> Tensor:
-    """The inputs before the next row, once the first `count` rows of `x` stand."""
+    """Return the window before the next row, after the first `count` rows of `x` are accepted."""
     return torch.cat((window_WC, x_NC[:count]))[count:]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """By the exponential, whose bits do not depend on where in a tensor an element is; PyTorch's own do."""
+    """Return the sigmoid by exp: its bits do not depend on an element's index, unlike PyTorch's sigmoid."""
     return 1.0 / (1.0 + torch.exp(-x))
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), likewise."""
+    """Return log(1 + e^x); its bits do not depend on an element's index."""
     return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def unit(x_NKD: Tensor) -> Tensor:
-    """Heads of unit length, fp32."""
+    """Return heads normalized to unit length, fp32."""
     x_NKD = in_fp32(x_NKD)
     return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + EPS)

@@ -1,9 +1,9 @@
-"""The grouped dynamic causal convolution of DFlash2 (dflash/model.py of z-lab/dflash): its meaning.
+"""The definition of DFlash2's grouped dynamic causal convolution (`dflash/model.py` of z-lab/dflash).
 
-Called by the backends whose passes Python drives; `compute/gpu_triton/delta_net/dynamic_convolution.py` is
-the same in a kernel.
+Called by Python-driven backends; `compute/gpu_triton/delta_net/dynamic_convolution.py` is the same in a
+kernel.
 
-Legend: N rows, H hidden, T taps, C groups of H / C neighbouring channels.
+Legend: N rows, H hidden, T taps, C groups of H / C adjacent channels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def convolve(
     owners_N: Tensor,
     residual_NH: Tensor | None = None,
 ) -> Tensor:
-    """y_n = sum over taps t of (base_t + dynamic_nt of each channel's group) * x_(n-t), [N, H].
+    """Return y_n = sum over taps t of (base_t + dynamic_nt of each channel's group) * x_(n-t), [N, H].
 
-    A row of another request, and one before the first, is 0: every block begins anew. In fp32, rounded once.
+    Rows of other requests and before the first count as 0: every block starts fresh. In fp32, rounded once.
 
     Args:
-        owners_N: integers; neighbouring rows have the same if they are of one request's block.
+        owners_N: integers; adjacent rows have equal ones if they are of one request's block.
         residual_NH: added before the rounding.
     """
     num_rows, num_groups = len(x_NH), dynamic_NTC.shape[-1]

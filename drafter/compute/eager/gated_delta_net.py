@@ -1,11 +1,11 @@
-"""A layer with a gated delta rule over states in memory, request by request: its meaning.
+"""The definition of a gated delta rule layer over states in memory, request by request.
 
-    slot's state --fold last pass's drafts that stood--> S --known rows--> S', written --drafts--> records
+    slot's state --fold last pass's accepted drafts--> S --known rows--> S', written --drafts--> records
 
-Called by the stack of blocks in attention's place; the rule itself is `delta_rule.py`'s.
+Called by the block stack in attention's place; `delta_rule.py` defines the rule.
 
-Legend: N rows, O outputs of the layer's product, C channels, K key heads, V value heads, D key dim, F value
-dim.
+Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
+value dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .delta_rule import Records, chunk, conv_chunk, conv_fold, fold, sigmoid, so
 
 
 class TorchDeltaNet:
-    """One layer's, as `backend.Attention` is called."""
+    """The delta rule of one layer, called as `backend.Attention`."""
 
     __slots__ = ("_shape",)
 
@@ -53,7 +53,7 @@ class TorchDeltaNet:
 
 
 class _Request:
-    """A request's state in a layer on its way through a pass; its pending records are folded."""
+    """A request's state in a layer during a pass; pending records are folded on construction."""
 
     __slots__ = ("_layer", "_memory", "_shape", "_state_VDF", "_window_WC")
 
@@ -69,7 +69,7 @@ class _Request:
             self._window_WC = conv_fold(self._window_WC, memory.x_LZPC[layer, slot], pending)
 
     def advance(self, x_NC: Tensor, g_NV: Tensor, beta_NV: Tensor, slot: int) -> Tensor:
-        """What known rows read, [N, V, F]; the state behind them is written to a slot."""
+        """Run known rows and write the state after them to a slot; return their outputs, [N, V, F]."""
         read_NVF, _, self._state_VDF = self._run(x_NC, g_NV, beta_NV)
         self._window_WC = conv_fold(self._window_WC, x_NC, len(x_NC))
         self._memory.states_LZVDF[self._layer, slot] = self._state_VDF
@@ -77,7 +77,7 @@ class _Request:
         return read_NVF
 
     def record(self, x_NC: Tensor, g_NV: Tensor, beta_NV: Tensor, slot: int) -> Tensor:
-        """What drafts read; they leave records in the slot."""
+        """Run drafts and write their records to the slot; return their outputs."""
         read_NVF, records, _ = self._run(x_NC, g_NV, beta_NV)
         memory, count = self._memory, len(x_NC)
         kept = (memory.k_LZPKD, memory.u_LZPVF, memory.g_LZPV, memory.x_LZPC)
@@ -96,7 +96,7 @@ class _Request:
 
 
 def _gated_norm(read_NVF: Tensor, z_NG: Tensor, shape: DeltaNetShape) -> Tensor:
-    """rms_w(what each head read) * silu(z), [N, V * F], in fp32, rounded once."""
+    """Return rms_w(each head's output) * silu(z), [N, V * F], in fp32, rounded once."""
     normed_NVF = F.rms_norm(read_NVF, read_NVF.shape[-1:], shape.norm_F, shape.eps)
     z_NG, dtype = in_fp32(z_NG), z_NG.dtype
     return (normed_NVF.flatten(1) * (z_NG * sigmoid(z_NG))).to(dtype)

@@ -1,10 +1,10 @@
-"""Latent attention in PyTorch's operators: what its absorbed form means (`drafter/compute/layers/mla.py`).
+"""MLA (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, in PyTorch (`drafter/compute/layers/mla.py`).
 
-Absorbed for any number of rows: so a row's bits depend neither on its batch nor on how a prompt was cut. The
-definition's and `cpu_numba/`'s alike.
+Absorbed for any number of rows, so a row's bits depend neither on its batch nor on how a prompt was divided.
+Used by this backend and by `cpu_numba/`.
 
-Legend: N rows, J heads, E head dim of what is not rotated, R of what is, F of values, C values of a latent,
-W = C + R, O outputs of the block's first product, H hidden of either side of a head's product.
+Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, W = C + R, O
+outputs of the block's first projection, H inputs of a head's product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LatentAttention:
         self._values = HeadProducts(shape.latent.v_up())
 
     def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        """[N, J * F] of the block's first product: queries or what they are made of, latent, rotated key."""
+        """Return [N, J * F] from the first projection: queries or their low-rank form, latent, key."""
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         rotation = step.rotation(self._rope)
         q_NJO, latent_NW = split_queries(qkv_NO, self._parts, self._rope_dim)
@@ -51,7 +51,7 @@ class LatentAttention:
         return self._values(attended_NO.unflatten(-1, (shape.num_heads, -1))).flatten(1)
 
     def _latents(self, latent_NW: Tensor, rotation: Rotation) -> Tensor:
-        """What is cached of each token."""
+        """Return each token's cache entry: normed latent and rotated key."""
         rank = self._parts.rank
         kv_NW = torch.empty_like(latent_NW)
         kv_NW[:, :rank] = self._parts.kv_norm(latent_NW[:, :rank].contiguous())
@@ -59,7 +59,7 @@ class LatentAttention:
         return kv_NW
 
     def _queries(self, q_NJO: Tensor, rotation: Rotation) -> Tensor:
-        """As they meet latents: [N, J, W]."""
+        """Return queries in the latent space, [N, J, W]."""
         nope, rank = self._parts.nope_dim, self._parts.rank
         q_NJW = q_NJO.new_empty((*q_NJO.shape[:2], self._shape.head_dim))
         q_NJW[..., :rank] = self._absorb(q_NJO[..., :nope])
@@ -68,7 +68,7 @@ class LatentAttention:
 
 
 def split_queries(qkv_NO: Tensor, parts: MLALayer, rope_dim: int) -> tuple[Tensor, Tensor]:
-    """Queries [N, J, E + R], and latents with their keys [N, W], neither rotated yet."""
+    """Return queries [N, J, E + R], and latents with their keys [N, W], neither rotated yet."""
     width = parts.rank + rope_dim
     q_NO, latent_NW = qkv_NO[:, :-width], qkv_NO[:, -width:]
     if parts.q_norm is not None and parts.q_up is not None:
@@ -77,8 +77,11 @@ def split_queries(qkv_NO: Tensor, parts: MLALayer, rope_dim: int) -> tuple[Tenso
 
 
 class HeadProducts:
-    """y_j = W_j x_j for the heads j of a row, W [J, O, H]: a packed product each on a CPU, where a row's bits
-    must not depend on how many there are (`layers.Linear`); one batched product elsewhere."""
+    """Computes y_j = W_j x_j for the heads j of a row, W [J, O, H].
+
+    On a CPU each head is a packed product, so that a row's bits do not depend on the number of rows
+    (`layers.Linear`); elsewhere one batched product.
+    """
 
     __slots__ = ("_linears", "_weight_JOH")
 
@@ -88,7 +91,6 @@ class HeadProducts:
         self._linears = [Linear(weight_OH.contiguous()) for weight_OH in weight_JOH] if on_cpu else []
 
     def __call__(self, x_NJH: Tensor) -> Tensor:
-        """[N, J, O]"""
         if not self._linears:
             return torch.bmm(x_NJH.transpose(0, 1), self._weight_JOH.transpose(1, 2)).transpose(0, 1)
         products = zip(self._linears, x_NJH.unbind(1), strict=True)

@@ -1,8 +1,8 @@
-"""Routed experts in PyTorch's operators: the definition, and what a CPU runs.
+"""Routed experts in PyTorch: the definition, also used on CPUs.
 
-Pairs of a row and one of its experts are sorted by expert, so that a pass reads the weights of each chosen
-expert once; then the results of a row are added in the order of its choice. Products are `layers.Linear`: in
-fp32 on a CPU a row's bits do not depend on how many rows its expert has.
+(row, expert) pairs are sorted by expert, so that a pass reads each chosen expert's weights once; then a row's
+results are added in the order of its choice. Products are `layers.Linear`: in fp32 on a CPU a row's bits do
+not depend on how many rows its expert has.
 
 Legend: N rows, k experts chosen per row, P = N * k pairs, M pairs of one expert, E experts of this rank, H
 hidden, I inner size.
@@ -18,11 +18,11 @@ from torch import Tensor
 from ..layers.linear import Activation, Linear, gate, in_fp32
 from ..layers.moe import ExpertActivation, ExpertWeights
 
-_STEEPNESS = 1.702  # of gpt-oss's sigmoid
+_STEEPNESS = 1.702  # alpha of gpt-oss's swiglu
 
 
 class TorchExperts:
-    """`experts.Experts`, on any device; asks the host which experts were chosen.
+    """The routed experts of a layer, on any device; synchronizes with the host to learn the chosen experts.
 
     Args:
         reads_1: counts the experts whose weights were read; see `backend.Backend.expert_reads`.
@@ -46,7 +46,7 @@ class TorchExperts:
         ids_P, order_P = ids_P.sort(stable=True)
         bounds_E1 = torch.arange(len(self._down_E) + 1, device=ids_P.device, dtype=ids_P.dtype)
         begins_E1 = torch.searchsorted(ids_P, bounds_E1).tolist()
-        outputs_PH = in_fp32(x_NH.new_zeros((len(ids_P), x_NH.shape[1])))  # 0 of other ranks' experts
+        outputs_PH = in_fp32(x_NH.new_zeros((len(ids_P), x_NH.shape[1])))  # stays 0 for other ranks' experts
         chosen = [e for e in range(len(self._down_E)) if begins_E1[e] < begins_E1[e + 1]]
         for expert in chosen:
             pairs_M = order_P[begins_E1[expert] : begins_E1[expert + 1]]
@@ -56,7 +56,7 @@ class TorchExperts:
         return _weighted_sum(outputs_PH.view(*expert_ids_Nk.shape, -1), weights_Nk).to(x_NH.dtype)
 
     def _inner(self, gate_up_MI: Tensor) -> Tensor:
-        """An expert's inner state of its product [gate, up]; see `experts.ExpertActivation`."""
+        """Return an expert's inner state from its product [gate, up]; see `moe.ExpertActivation`."""
         if self._activation != "swiglu_clamped":
             return self._gate(gate_up_MI, self._activation)
         assert self._limit is not None, "a clamp has a limit"
@@ -66,7 +66,6 @@ class TorchExperts:
 
 
 def _products(weight_EOH: Tensor, bias_EO: Tensor | None) -> list[Linear]:
-    """A product for each expert."""
     biases = [None] * len(weight_EOH) if bias_EO is None else bias_EO.unbind()
     return [Linear(weight_OH, bias_O) for weight_OH, bias_O in zip(weight_EOH, biases, strict=True)]
 

@@ -1,7 +1,7 @@
-"""Routers as `experts.Router` says, in PyTorch's operators: alike on a CPU and a GPU, and on every rank.
+"""The definition of MoE routing, in PyTorch: identical on CPU and GPU, and on every rank.
 
-Every row is routed by itself. Of equal scores the expert with the lower number is first. Nothing asks the
-host for a value. Sources: transformers' modeling_{qwen3_moe,gpt_oss,gemma4,deepseek_v3}.py.
+Every row is routed independently. Ties go to the lower expert id. No host synchronization. Sources:
+transformers' modeling_{qwen3_moe,gpt_oss,gemma4,deepseek_v3}.py.
 
 Legend: N rows, E experts, k chosen per row, G groups, H hidden.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from ..backend import Projection
 from ..layers.moe import MoeRouter, RouterWeights
 
-_NO_DIVISION_BY_ZERO = 1e-20  # beside the sum of sigmoids
+_NO_DIVISION_BY_ZERO = 1e-20  # added to the sum of sigmoids
 
 
 class TorchRoute:
-    """`experts.Route`.
+    """The router of a layer.
 
     Args:
-        project: the product with the router's weight and bias, a row's bits independent of other rows where
-            its backend's products are.
+        project: projection with the router's weight and bias; a row's bits are independent of other rows if
+            the backend's products are.
     """
 
     __slots__ = ("_project", "_weights")
@@ -43,7 +43,7 @@ def choose(
     correction_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which experts, int32 [N, k], the best first, and how much of each, fp32 [N, k]."""
+    """Return chosen experts, int32 [N, k], best first, and their weights, fp32 [N, k]."""
     logits_NE = logits_NE.float()
     scores_NE = logits_NE if rule.choose_first else _scores(logits_NE, rule)
     best_NE = scores_NE if correction_E is None else scores_NE + correction_E
@@ -67,12 +67,12 @@ def _scores(logits: Tensor, rule: MoeRouter) -> Tensor:
 
 
 def _highest(scores_NE: Tensor, count: int) -> Tensor:
-    """Their places, the highest first, of equals the lowest place: `topk` promises no order of equals."""
+    """Return the indices of the highest scores, descending, ties to the lowest, unlike `topk`."""
     return scores_NE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _in_best_groups(scores_NE: Tensor, rule: MoeRouter) -> Tensor:
-    """The scores; minus infinity outside the groups whose two best have the highest sums."""
+    """Set scores to -inf outside the groups whose two best scores have the highest sums."""
     scores_NGE = scores_NE.unflatten(1, (rule.groups, -1))
     two_best_NG2 = scores_NGE.sort(dim=-1, descending=True).values[..., :2]
     groups = _highest(two_best_NG2.sum(dim=-1), rule.top_groups)

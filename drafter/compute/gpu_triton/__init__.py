@@ -1,1 +1,1 @@
-"""Triton kernels of a pass."""
+"""Triton kernels of a pass. Start with `backend.py`."""

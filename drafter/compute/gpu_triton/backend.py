@@ -1,11 +1,11 @@
-"""A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
+"""`TritonBackend`: `TorchBackend`'s operators in fused kernels.
 
-Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
-products are ours (`drafter/compute/gpu_triton/linear/projections.py`) they add residuals, norm and gate by
-themselves; where they are PyTorch's, one launch adds the residual and norms it (twice), one makes the gated
-product. Routed experts are a product and a choice (`drafter/compute/gpu_triton/moe/topk_routing.py`), then
-four launches (`drafter/compute/gpu_triton/moe/moe.py`). Per pass and kind of layers: one lists attention's
-work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at load
+Per layer: four GEMMs, one launch that norms and rotates q and k and writes K/V, one that attends. Manta's own
+GEMM kernels (`drafter/compute/gpu_triton/linear/projections.py`) fuse residual, norm and gate; with PyTorch's
+GEMMs one launch adds the residual and norms it (twice), one applies the gate. Routed experts take a
+projection and a selection (`drafter/compute/gpu_triton/moe/topk_routing.py`), then four launches
+(`drafter/compute/gpu_triton/moe/moe.py`). Per pass and kind of layers, one launch builds attention's work
+list. There is no host synchronization, so a CUDA graph may contain everything. Chosen at load
 (`actors/targets/loading/operator_factory.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
@@ -64,14 +64,14 @@ from .moe.topk_routing import TritonRoute
 
 
 class PagedAttention(Protocol):
-    """What attends: `SplitAttention`, or what stands in its place (`flash_attention.FlashAttention`)."""
+    """An attention implementation: `SplitAttention`, or `flash_attention.FlashAttention`."""
 
     def reserve(self, v_head_dim: int) -> None:
-        """Once per layer, at load: memory that all its steps use."""
+        """Allocate workspaces; called once per layer, at load."""
         ...
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> Any:  # Any: it is handed to `__call__` alone
-        """Once per pass: what layers of a kind share."""
+        """Return what layers of a kind share; called once per pass."""
         ...
 
     def __call__(
@@ -84,12 +84,12 @@ class PagedAttention(Protocol):
         scale: float,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
+        """Attend; see `paged_attention.verify_attention`. `prepared` comes from `prepare`."""
         ...
 
 
 class SplitAttention:
-    """`attention.verify_attention` and its workspaces, one per size of values: layers take turns.
+    """`paged_attention.verify_attention` with its workspaces, one per value size, shared by all layers.
 
     Args:
         batch_invariant: see `AttentionWorkspace`.
@@ -122,7 +122,7 @@ class SplitAttention:
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """What this machine or a model lacks for Triton's kernels."""
+    """Return why this machine or model cannot use Triton's kernels; None if it can."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
@@ -132,15 +132,15 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 
 
 class TritonBackend(OperatorBackend):
-    """See the module's text. On a GPU a product is whosever is faster; in the interpreter PyTorch's.
+    """Makes operators in Triton; GEMMs are the faster of Triton's and PyTorch's.
 
     Args:
         device: of the workspaces.
-        attend: what attends; by default our own kernel.
-        batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
-            tiles of one height, attention is as `AttentionWorkspace` says, and latents stay absorbed.
-        quantised: weights of products are e4m3 (`drafter/compute/gpu_triton/linear/fp8_linear.py`), but
-            heads', routers' and experts'.
+        attend: attention implementation; by default `SplitAttention`.
+        batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
+            attention is as in `AttentionWorkspace`, and MLA stays absorbed.
+        quantised: weights of projections are e4m3 (`drafter/compute/gpu_triton/linear/fp8_linear.py`),
+            except those of heads, routers and experts.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -204,7 +204,7 @@ class TritonBackend(OperatorBackend):
         return _TritonAttention(shape, self._attend)
 
     def _room_to_expand(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
-        """Which layers alike share; None where prompts stay absorbed."""
+        """Return the workspace that layers of equal shape share; None if prompts stay absorbed."""
         fewest = parts.fewest_expanded
         if self._batch_invariant or not shape.causal or shape.window is not None or fewest is None:
             return None
@@ -242,7 +242,7 @@ class TritonBackend(OperatorBackend):
     ) -> tuple[Tensor, Tensor | PendingNorm]:
         if out_norm is None and scalar is None and isinstance(project, LayerProjection):
             return project.added(x_NI, residual_NH, norm)
-        y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
+        y_NH = project(x_NI, None)  # possibly all-reduced over ranks before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
         return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)
@@ -258,7 +258,7 @@ class TritonBackend(OperatorBackend):
 
 
 class _Pass:
-    """A pass's rows, and what attention has prepared for layers of a kind: when the first of them asks."""
+    """A pass's rows, and attention's preparations and expansions, computed on first use."""
 
     __slots__ = ("_attend", "_expansions", "_prepared", "rows")
 
@@ -322,7 +322,7 @@ class _TritonAttention:
 
 
 class _TritonLatentAttention:
-    """Absorbed, but for long prompts where there is room to expand them."""
+    """MLA: absorbed, except for long prompts if there is a workspace to expand them."""
 
     __slots__ = ("_batch_invariant", "_room", "_shape")
 

@@ -1,7 +1,7 @@
-"""The `flash_attn` package (FlashAttention 2) in our kernel's place: optional, imported only if chosen.
+"""Attention by the `flash_attn` package (FlashAttention 2): optional, imported only if chosen.
 
-Not for gpt-oss (no sinks), fp32 or batch invariance; and no context is split while blocks are verified, so
-that few long requests leave most of a GPU idle. A `backend.PagedAttention`.
+Not for gpt-oss (no sinks), fp32 or batch invariance; and contexts are not split when blocks are verified, so
+a few long requests leave most of a GPU idle. A `backend.PagedAttention`.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size.
 """
@@ -25,7 +25,7 @@ _MAX_HEAD_DIM = 256
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
-    """What the package, this machine or a model lacks."""
+    """Return why the package, this machine or this model cannot be used; None if they can."""
     try:
         _load()
     except ImportError as error:
@@ -50,7 +50,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What the package wants to know of a pass, for layers of one kind.
+    """A pass's arguments of the package, for layers of one kind.
 
     Attributes:
         cu_keys: int32 [B + 1], keys before each request.
@@ -69,7 +69,7 @@ class FlashAttention:
         self._attend = _load()
 
     def reserve(self, v_head_dim: int) -> None:
-        """Nothing: the package takes what it needs as it goes."""
+        """Do nothing: the package allocates on demand."""
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared:
         cu_keys = F.pad(rows.kv_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
@@ -85,17 +85,17 @@ class FlashAttention:
         scale: float,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        """See `attention.verify_attention`: [N, Q * D], zeros for padding."""
+        """Attend; see `paged_attention.verify_attention`. Returns [N, Q * D], zeros for padding."""
         assert sinks_Q is None, "refused before a weight was read"
         kind, window = prepared.kind, prepared.kind.window
-        beside = -1 if window is None else window - 1  # the package counts neighbours, -1 for all
+        beside = -1 if window is None else window - 1  # the package counts neighbors, -1 for unlimited
         out_NQD = self._attend(
             q_NQD,
             k_PSKD,
             v_PSKF,
             cu_seqlens_q=rows.cu_rows,
-            cu_seqlens_k=prepared.cu_keys,  # with a block table only the differences count
-            # At 1 it takes row b for request b's, whatever cu_seqlens_q says; padding has none.
+            cu_seqlens_k=prepared.cu_keys,  # with a block table only the differences matter
+            # At 1 the package would use row b as request b's and ignore cu_seqlens_q; padding has none.
             max_seqlen_q=max(rows.max_rows, 2),
             max_seqlen_k=rows.page_table.shape[1] * k_PSKD.shape[1],
             softmax_scale=scale,

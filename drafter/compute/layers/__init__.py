@@ -1,1 +1,1 @@
-"""Definitions of layers, without a way to compute them. Start with `linear.py`."""
+"""Definitions of layers: shapes and weights, independent of a backend. Start with `linear.py`."""

@@ -1,12 +1,12 @@
-"""What a layer with a gated delta rule is made of; a backend makes what computes it at load, as of attention.
+"""Shape and weights of a gated delta rule layer (Gated DeltaNet, arXiv 2412.06464); backends compute it.
 
-    one product --> [q, k, v | z | b | a] --conv--> rule(q, k, v, g(a), beta(b)) --norm, gate(z)--> [N, V * F]
+    projection --> [q, k, v | z | b | a] --conv--> rule(q, k, v, g(a), beta(b)) --norm, gate(z)--> [N, V * F]
 
-The product before it and the one behind are the block's own, as they are attention's. The meaning is
-`compute/eager/gated_delta_net.py`'s, the memory `drafter/compute/memory/recurrent_state_cache.py`'s.
+The projections before and after are the block's, as with attention. `compute/eager/gated_delta_net.py`
+defines the layer, `drafter/compute/memory/recurrent_state_cache.py` its memory.
 
-Legend: N rows, O outputs of the product, C channels (q, k and v), T taps, V value heads, F value dim, G = V *
-F.
+Legend: N rows, O outputs of the projection, C channels (q, k and v), T taps, V value heads, F value dim, G =
+V * F.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..memory.recurrent_state_cache import DeviceStateRows, StateMemory, StateRo
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetShape:
-    """One layer's rule, on one rank; tensors are fp32 and contiguous.
+    """One layer's delta rule, on one rank; tensors are fp32 and contiguous.
 
     Attributes:
         kernel_CT: of the convolution; the last tap is a row's own.
-        rate_V: below 0; a row's g is rate * softplus(a + dt_bias).
-        norm_F: weight of the heads' RMSNorm behind the rule.
+        rate_V: negative; a row's g is rate * softplus(a + dt_bias).
+        norm_F: weight of the heads' RMSNorm after the rule.
         eps: of that norm.
     """
 
@@ -41,7 +41,7 @@ class DeltaNetShape:
 
 
 class DeltaNetInputs(NamedTuple):
-    """A layer's product, told apart: views of it."""
+    """A layer's projection, split into views."""
 
     x_NC: Tensor
     z_NG: Tensor
@@ -57,6 +57,6 @@ def tell_apart(mixed_NO: Tensor, kind: RecurrentStateSpec) -> DeltaNetInputs:
 def states_of(
     states: StateRows | DeviceStateRows | None, cache: PagedKVCache
 ) -> tuple[StateRows, StateMemory]:
-    """Whose rows they are, where the host lays them out, and the memory."""
+    """Return a host-driven pass's rows by request, and the memory."""
     assert isinstance(states, StateRows) and cache.states is not None, "rows and memory of such a model"
     return states, cache.states

@@ -1,8 +1,8 @@
-"""The few layers that target and drafter are made of: Linear, RMSNorm, gated MLP.
+"""Basic layers of target and drafter: Linear, RMSNorm, gated activation.
 
-Plain callables over tensors, not nn.Modules: nothing here is trained, and every framework call costs
-microseconds at batch 1. Weights come in once and are laid out for speed there. Made by whoever loads
-a model; called by `drafter/compute/blocks/transformer_block.py` and the backends.
+Plain callables over tensors, not nn.Modules: nothing is trained here, and every framework call costs
+microseconds at batch 1. Weights are repacked for speed on construction. Used by
+`drafter/compute/blocks/transformer_block.py` and the backends.
 
 Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim; P parts, L layers, R
 rows of a block of a weight.
@@ -19,22 +19,22 @@ from torch.nn import functional as F
 Activation = Literal["silu", "gelu_tanh"]
 
 _PACKABLE = (torch.float32, torch.bfloat16)
-_ROWS_HINT = 16  # rows of a verified block: what the packed layout is tuned for
-_SUMMED_ALIKE = 1024  # inputs up to which oneDNN adds up one row of fp32 as it does several
+_ROWS_HINT = 16  # rows of a verified block, for which the packed layout is tuned
+_SUMMED_ALIKE = 1024  # inputs up to which oneDNN sums one row of fp32 in the order of several
 
 
 def in_fp32(x: Tensor) -> Tensor:
-    """In fp32; fp64 as it is, in which definitions judge other backends' results."""
+    """Convert to fp32; keep fp64, in which definitions check other backends' results."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 class Linear:
     """y = x W^T (+ bias) (+ residual), for W [O, H].
 
-    On a CPU the weight is reordered once into oneDNN's blocked layout: twice as fast at 16 rows, and in fp32
-    a row's result is bitwise the same whatever the number of rows (tests/test_drafter_layers.py): a row of
-    many inputs that comes alone is computed twice, since it would be summed in another order. The plain
-    weight is dropped then. Anywhere else this is `F.linear`.
+    On a CPU the weight is reordered once into oneDNN's blocked layout, and the plain weight is dropped: twice
+    as fast at 16 rows, and in fp32 a row's result is bitwise the same for any number of rows
+    (tests/test_drafter_layers.py): a single row of many inputs is computed twice, since it would be summed in
+    another order. Elsewhere this is `F.linear`.
     """
 
     __slots__ = ("_bias", "_never_alone", "_packed", "_weight", "dtype", "in_features", "out_features")
@@ -64,7 +64,7 @@ class Linear:
 
 
 class BlockLinear:
-    """`Linear` of a weight whose blocks of rows may lie apart: O = P * L * R, and nothing is copied."""
+    """`Linear` of a weight O = P * L * R whose blocks of rows may be strided; nothing is copied."""
 
     __slots__ = ("_bias_O", "_weight_PLRH")
 
@@ -84,7 +84,7 @@ class BlockLinear:
 
 
 def linear_of_blocks(weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Linear | BlockLinear:
-    """The product with a weight of blocks, where they lie; in a layout of its own where `Linear` has one."""
+    """Return the projection with a blocked weight; repacked where `Linear` repacks, otherwise not copied."""
     if _can_pack(weight_PLRH):
         return Linear(weight_PLRH.flatten(0, 2), bias_O)
     return BlockLinear(weight_PLRH, bias_O)
@@ -101,7 +101,7 @@ def _can_pack(weight: Tensor) -> bool:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once.
 
-    The weight may be fp32 where `x` is not (Gemma's 1 + w has no room in bf16).
+    The weight may be fp32 where `x` is not (Gemma's 1 + w is not representable in bf16).
     """
 
     __slots__ = ("_shape", "eps", "weight_H")
@@ -118,9 +118,9 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """RMSNorm per head, heads with different weights: q and k of a layer at once, or k of all layers.
+    """RMSNorm per head with per-head weights: q and k of a layer at once, or k of all layers.
 
-    Rounded before the weight, too, unless that is fp32 where `x` is not.
+    Also rounds before the weight, unless that is fp32 where `x` is not.
     """
 
     __slots__ = ("_eps", "_shape", "_weight_JD")
@@ -138,14 +138,14 @@ class HeadNorm:
 
 
 def scaled_logits(z_XV: Tensor, multiplier: float, cap: float | None) -> Tensor:
-    """A head's product as its model wants it: cap tanh(multiplier z / cap); None caps nothing."""
+    """Return cap * tanh(multiplier * z / cap), the final logits; a cap of None is none."""
     if multiplier != 1.0:
         z_XV = z_XV * multiplier
     return z_XV if cap is None else torch.tanh(z_XV / cap).mul_(cap)
 
 
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
-    """A gated MLP's inner product: activation(first half) * second half of the last dimension."""
+    """Return activation(first half) * second half of the last dimension."""
     gate_NI, up_NI = gate_up_NI.chunk(2, dim=-1)
     act_NI = F.silu(gate_NI) if activation == "silu" else F.gelu(gate_NI, approximate="tanh")
     return act_NI.mul_(up_NI)

@@ -1,22 +1,22 @@
-"""Latent attention (DeepSeek's MLA): what a layer has beyond `backend.AttentionShape`, as a backend gets it.
+"""Weights of multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434), and its two forms.
 
-A token leaves one vector for all heads: its *latent* c, of which heads make keys and values by products of
-their own, and a key r that is rotated and the same in all heads.
+A token leaves one vector for all heads: its *latent* c, which per-head projections turn into keys and values,
+and a rotated key r that all heads share.
 
     u ─▶ q_down, norm, q_up ─▶ of each head  q = [q_n, rotated q_r]
-    u ─▶ kv_down ─▶ c = norm(..), r rotated           cached: [c, r], one vector a token
+    u ─▶ kv_down ─▶ c = norm(..), r rotated           cached: [c, r], one vector per token
     k_h = [K_h c, r],  v_h = V_h c                     K_h, V_h: rows of kv_up
 
 *Expanded*, attention is that of q and k_h. *Absorbed*, q_n (K_h c) is (q_n K_h) c, and the sum over p V_h c
-is V_h of the sum over p c: so it is attention of [q_n K_h, q_r] over one K/V head whose keys are the cached
-vectors and whose values are their first C, and V_h multiplies behind it. That reads a token once for all
-heads, which is what decoding waits for. Many rows of one request are less work expanded
-(`MLALayer.fewest_expanded`), in other last bits: so a GPU computes prompts where bits are not promised, and
-nobody else does (docs/decisions/latent-attention.md, expanded-latents.md).
+is V_h times the sum over p c. So it is attention of [q_n K_h, q_r] over one K/V head whose keys are the
+cached vectors and whose values are their first C, followed by V_h. That reads a token once for all heads,
+which is what bounds decoding. Many rows of one request are less work expanded (`MLALayer.fewest_expanded`),
+with other last bits: so only a GPU does it, for prompts, without batch invariance
+(docs/decisions/latent-attention.md, expanded-latents.md).
 
-`AttentionShape` has the sizes of that form. Made by the target's decoder.
+`AttentionShape` has the sizes of the absorbed form. Made by the target's decoder.
 
-Legend: J heads, E head dim of what is not rotated, F of values, U = E + F, C values of a latent.
+Legend: J heads, E unrotated head dim, F of values, U = E + F, C values of a latent.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from .linear import RMSNorm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLALayer:
-    """Norms and products of a layer's latent attention, on one rank.
+    """Norms and projections of a layer's MLA, on one rank.
 
     Attributes:
-        q_norm, q_up: of queries behind their bottleneck; None where the block's first product makes queries.
+        q_norm, q_up: for queries with a low-rank projection; None if the block's first projection makes
+            queries.
         kv_norm: of the latent.
         kv_up_JUC: of each head K_h, then V_h.
         v_dim: F.
@@ -52,7 +53,7 @@ class MLALayer:
 
     @property
     def nope_dim(self) -> int:
-        """Of a head's queries and keys, what is not rotated."""
+        """Unrotated dimensions of a head's queries and keys."""
         return self.kv_up_JUC.shape[1] - self.v_dim
 
     @property
@@ -61,20 +62,19 @@ class MLALayer:
 
     @property
     def fewest_expanded(self) -> int | None:
-        """Rows of a request in a pass from which expanded is less work, however long its context; None: from
-        no number on.
+        """Rows of a request in a pass from which expansion is less work, for any context; None: never.
 
-        A row and a key of its context take 2 C + R multiplications a head absorbed, and U + R expanded,
-        which takes U C of a key before, once a pass.
+        A row and a key of its context take 2 C + R multiplications per head absorbed, and U + R expanded,
+        which also takes U C per key once a pass.
         """
         unit = self.kv_up_JUC.shape[1]
         saved = 2 * self.rank - unit
         return unit * self.rank // saved + 1 if saved > 0 else None
 
     def k_up(self) -> Tensor:
-        """K [J, E, C] of all heads, where it lies."""
+        """Return K [J, E, C] of all heads, a view."""
         return self.kv_up_JUC[:, : self.nope_dim]
 
     def v_up(self) -> Tensor:
-        """V [J, F, C] likewise."""
+        """Return V [J, F, C] of all heads, a view."""
         return self.kv_up_JUC[:, self.nope_dim :]

@@ -1,8 +1,8 @@
-"""Routed feed-forwards: a few of many small gated MLPs for each row. What they are, not how they compute.
+"""Routed experts (MoE): a few of many small gated MLPs for each row. Definitions, independent of a backend.
 
-    Router         the rule: which experts a row goes to, and how much of each; as RopeConfig is rotation's
-    RouterWeights  the rule and its tensors; computed by `compute/eager/moe_routing.py`, alike on every rank
-    ExpertWeights  one rank's experts of one layer, as a backend gets them, once, at load
+    MoeRouter      the rule: which experts a row goes to, with which weights
+    RouterWeights  the rule and its tensors; computed by `compute/eager/moe_routing.py`, equally on all ranks
+    ExpertWeights  one rank's experts of one layer, as a backend gets them, at load
     Experts        what `Backend.experts` makes of them: y = sum of w_j expert_j(x) in the order of choice
 
 Read from config.json by the target's families; made by its decoder; called by
@@ -22,25 +22,25 @@ from torch import Tensor
 from ..quantization.packed_4bit import Packed
 from .linear import RMSNorm
 
-# Of experts alone: `swiglu_clamped` is (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit) and
-# g = min(gate, limit).
+# Only experts have `swiglu_clamped` (gpt-oss): (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit), g =
+# min(gate, limit).
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeRouter:
-    """Which experts a row goes to, and how much of each.
+    """Which experts a row goes to, and their weights.
 
     Attributes:
-        score: of the logits, in fp32.
-        choose_first: the choice is by logits, and the score is over the chosen alone (gpt-oss).
-        renormalize: the chosen weights are divided by their sum (sigmoid: + 1e-20).
-        bias: of the product that makes logits.
-        correction: a bias per expert that is added to the score for the choice, not for the weight.
-        groups, top_groups: experts stand in groups, and only these many groups' are chosen from; a group
-            scores the sum of its two best.
-        scale: of the weights.
-        normed_input: logits are of rms(x) * w of the raw residual, not of what the experts get (Gemma 4).
+        score: function of the logits, in fp32.
+        choose_first: choose by logits, then score only the chosen (gpt-oss).
+        renormalize: divide the chosen weights by their sum (sigmoid: + 1e-20).
+        bias: whether the projection to logits has one.
+        correction: a bias per expert, added to the score for the choice, not for the weight.
+        groups, top_groups: experts are divided into groups, and chosen only from the best `top_groups`; a
+            group's score is the sum of its two best.
+        scale: factor on the weights.
+        normed_input: logits are of rms(x) * w of the raw residual, not of the experts' input (Gemma 4).
         expert_scale: weights are multiplied by a factor per expert, last.
     """
 
@@ -60,13 +60,13 @@ class MoeRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterWeights:
-    """A router's tensors, whole on every rank.
+    """A router's tensors, complete on every rank.
 
     Attributes:
-        weight_EH: of the logits; rows are cast to its dtype, so that a router in fp32 stays in fp32.
-        bias_E: as the weight.
+        weight_EH: projection to logits; rows are cast to its dtype, so an fp32 router computes in fp32.
+        bias_E: of the weight's dtype.
         correction_E, expert_scale_E: fp32.
-        norm: of the raw residual, where the rule says `normed_input`.
+        norm: of the raw residual, if the rule has `normed_input`.
     """
 
     rule: MoeRouter
@@ -85,9 +85,9 @@ class ExpertWeights:
         gate_up: [E, 2 I, H], gate rows, then up rows; it and `down` may be packed.
         down: [E, H, I].
         gate_up_bias_EI: [E, 2 I] in the order of `gate_up`.
-        down_bias_EH: inside the weighted sum; zero but on one rank where the inner size is split.
+        down_bias_EH: part of the weighted sum; zero on all but one rank if the inner size is split.
         limit: of `swiglu_clamped`.
-        first_expert: the model's number of this rank's first; rows that chose others get nothing for them.
+        first_expert: id in the model of this rank's first; other ranks' experts contribute 0.
     """
 
     gate_up: Tensor | Packed
@@ -103,11 +103,11 @@ class ExpertWeights:
         return self.down.device
 
     def dequantised(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same with no weight packed: for backends whose products take none."""
+        """Return a copy with dequantized weights, for backends that take no packed ones."""
         return replace(self, gate_up=_plain(self.gate_up, dtype), down=_plain(self.down, dtype))
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
-        """`gate_up` and `down`, for whoever is never given packed ones."""
+        """Return `gate_up` and `down`, which must not be packed."""
         assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they come dequantised"
         return self.gate_up, self.down
 
@@ -120,24 +120,25 @@ class Route(Protocol):
     """A router, ready to run."""
 
     def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts, int32 [N, k], the best first, and how much of each, fp32 [N, k].
+        """Return experts, int32 [N, k], best first, and their weights, fp32 [N, k].
 
         Args:
-            normed_NH: what the experts get.
-            residual_NH: what it is the norm of.
+            normed_NH: the experts' input.
+            residual_NH: the residual that it is the norm of.
         """
         ...
 
 
 class Experts(Protocol):
-    """One rank's experts of one layer, laid out."""
+    """One rank's experts of one layer, ready to run."""
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """y [N, H] in the dtype of `x`: a row's k contributions, those of this rank, added in fp32 in the
-        order of k, so that its bits do not depend on other rows.
+        """Return y [N, H] in the dtype of `x`: the sum of a row's contributions from this rank's experts.
+
+        They are added in fp32 in the order of k, so that a row's bits do not depend on other rows.
 
         Args:
-            expert_ids_Nk: int32, in the model's numbers.
+            expert_ids_Nk: int32, ids in the model.
             weights_Nk: fp32.
         """
         ...

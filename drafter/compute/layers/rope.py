@@ -1,12 +1,12 @@
-"""Rotary positions: what a config.json asks for, its tables, and the rotation of a step's rows.
+"""Rotary position embeddings (RoPE, arXiv 2104.09864): configuration, tables, and the rotation of rows.
 
-The pairs of a head are c, c + D/2, whatever the checkpoint rotates. Where that is only the first R dimensions
-with pairs c, c + R/2, or where pairs are 2c, 2c + 1, the rows of its query and key projections, and its head
-norms, are put into another order when they are loaded (`RopeConfig.arranged`): scores stay what they are, and
-no backend knows of it.
+Pairs of a head's dimensions are always c, c + D/2, regardless of the checkpoint. If a checkpoint rotates only
+the first R dimensions with pairs c, c + R/2, or has pairs 2c, 2c + 1, the rows of its query and key
+projections and its head norms are permuted at load (`RopeConfig.arranged`): scores do not change, and
+backends need not know.
 
-    checkpoint   | a a a | b b b | . . . . . . |        a with b of R, the rest passes
-    loaded       | a a a . . . | b b b . . . |          the pairs that pass have cosine 1 and sine 0
+    checkpoint   | a a a | b b b | . . . . . . |        a with b of R, the rest is not rotated
+    loaded       | a a a . . . | b b b . . . |          unrotated pairs have cosine 1 and sine 0
 
 Legend: N rows, J heads (of any kind), D head dim, T positions, C = D / 2 pairs.
 """
@@ -40,7 +40,7 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """Tables of Hugging Face's rotary layout (the two halves of a head are pairs), in the model's dtype."""
+    """Tables in Hugging Face's rotary layout (the two halves of a head are pairs), in the model's dtype."""
 
     __slots__ = ("cos_TD", "sin_TD")
 
@@ -56,7 +56,7 @@ class RotaryEmbedding:
         self.sin_TD = torch.cat((-sin_TC, sin_TC), dim=-1).to(dtype)  # signed: rotate_half is a roll then
 
     def at(self, positions_N: Tensor) -> Rotation:
-        """The rotation of these absolute positions; built once per step, shared by all layers."""
+        """Return the rotation for these absolute positions; built once per step, shared by all layers."""
         return Rotation(
             self.cos_TD.index_select(0, positions_N).unsqueeze(1),
             self.sin_TD.index_select(0, positions_N).unsqueeze(1),
@@ -65,13 +65,13 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """What `rope_theta`, `rope_scaling` or `rope_parameters` of a config.json say.
+    """The settings of `rope_theta`, `rope_scaling` or `rope_parameters` of a config.json.
 
     Attributes:
         head_dim: dimensions of a head.
         theta: base of the frequencies.
         kind: "default", "linear", "llama3", "yarn" or "proportional".
-        scaling: the remaining keys, as written in the checkpoint; what follows from others is filled in.
+        scaling: the remaining keys, as in the checkpoint, with derived values filled in.
         rotary_dim: leading dimensions of a head that are rotated, in pairs c, c + rotary_dim / 2; 0 is all.
         interleaved: the pairs are 2c, 2c + 1 instead.
     """
@@ -93,21 +93,21 @@ class RopeConfig:
         layer_type: str | None = None,
         default_theta: float = 10000.0,
     ) -> RopeConfig:
-        """Read from a parsed config.json; both of transformers' spellings are known.
+        """Read from a parsed config.json, in either of transformers' spellings.
 
         Args:
-            file: where the values came from, for the message.
-            layer_type: "full_attention" or "sliding_attention" of a family whose rotations differ by it; None
-                where one serves all layers. With a type, settings that the file does not write for each type
-                are those of full layers: sliding ones have `rope_local_base_freq`, and no scaling.
-            default_theta: where the file has none (for this type of layers).
+            file: source of the values, for messages.
+            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type; None if one
+                serves all layers. With a type, settings that the file does not give per type apply to full
+                layers: sliding ones have `rope_local_base_freq`, and no scaling.
+            default_theta: used if the file has none (for this type of layers).
         """
         found = read_rope(config, head_dim, file, layer_type)
         return cls(head_dim, found.theta or default_theta, found.kind, found.scaling, found.rotary_dim)
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosines and sines of what is rotated; 1 but for yarn."""
+        """Factor on cosines and sines of rotated pairs; 1 except with YaRN (arXiv 2309.00071)."""
         if self.kind != "yarn":
             return 1.0
         explicit = self.scaling.get("attention_factor")
@@ -121,14 +121,14 @@ class RopeConfig:
 
     @property
     def max_positions(self) -> int:
-        """How long a sequence yarn makes these frequencies for; 0 where it is not used."""
+        """Length of sequences for which YaRN extends these frequencies; 0 without YaRN."""
         if self.kind != "yarn":
             return 0
         return int(float(self.scaling["factor"]) * self.scaling["original_max_position_embeddings"])
 
     @property
     def score_scale(self) -> float:
-        """Factor on scores, which DeepSeek's attention has where `mscale_all_dim` is set; others have 1."""
+        """Factor on attention scores: DeepSeek's, where `mscale_all_dim` is set; otherwise 1."""
         mscale = self.scaling.get("mscale_all_dim")
         if self.kind == "default" or not mscale:
             return 1.0
@@ -139,7 +139,7 @@ class RopeConfig:
         return self.rotary_dim or self.head_dim
 
     def permutation(self) -> Tensor | None:
-        """Which row of a checkpoint's head is row i here, int64 [D]; None where none moves."""
+        """Return each row's index in a checkpoint's head, int64 [D]; None for the same order."""
         if self._rotated == self.head_dim and not self.interleaved:
             return None
         rotated, passing = torch.arange(self._rotated), torch.arange(self._rotated, self.head_dim)
@@ -147,10 +147,10 @@ class RopeConfig:
         return torch.cat((low, passing[: len(passing) // 2], high, passing[len(passing) // 2 :]))
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Query or key rows of a checkpoint in the order that its tables here want.
+        """Permute a checkpoint's query or key rows for these tables.
 
         Args:
-            rows: weight [J * D, H], bias [J * D] or norm [D] of whole heads, after a row cut if there is one.
+            rows: weight [J * D, H], bias [J * D] or norm [D] of whole heads, after slicing by rank.
         """
         order_D = self.permutation()
         if order_D is None:
@@ -158,13 +158,13 @@ class RopeConfig:
         return rows.unflatten(0, (-1, self.head_dim))[:, order_D.to(rows.device)].flatten(0, 1)
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair of dimensions, fp32 [C]; 0 for those that pass."""
+        """Return radians per position of each pair of dimensions, fp32 [C]; 0 for unrotated pairs."""
         period = self.theta ** (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated)
         frequency = self._yarn(period) if self.kind == "yarn" else self._scaled(1.0 / period)
         return torch.cat((frequency, torch.zeros((self.head_dim - self._rotated) // 2)))
 
     def scales(self) -> Tensor:
-        """Factor on cosine and sine of each pair, fp32 [C]: `attention_scale`, and 1 for those that pass."""
+        """Return each pair's factor on cosine and sine, fp32 [C]: `attention_scale`, 1 if unrotated."""
         scale_C = torch.ones(self.head_dim // 2)
         scale_C[: self._rotated // 2] = self.attention_scale
         return scale_C
@@ -174,13 +174,14 @@ class RopeConfig:
             return frequency / float(self.scaling["factor"])
         if self.kind == "llama3":
             return self._llama3(frequency)
-        if self.kind == "proportional":  # exponents of the whole head, but only the first ones turn
+        if self.kind == "proportional":  # exponents of the whole head, but only the first pairs are rotated
             share = float(self.scaling["partial_rotary_factor"])
             frequency[int(share * self.head_dim // 2) :] = 0.0
             return frequency / float(self.scaling.get("factor") or 1.0)
         return frequency
 
     def _llama3(self, frequency: Tensor) -> Tensor:
+        """Scale frequencies as Llama 3.1 does (transformers' `_compute_llama3_parameters`)."""
         factor = float(self.scaling["factor"])
         low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
         turns = float(self.scaling["original_max_position_embeddings"]) * frequency / (2 * math.pi)
@@ -188,6 +189,7 @@ class RopeConfig:
         return (1 - smooth) * frequency / factor + smooth * frequency
 
     def _yarn(self, period: Tensor) -> Tensor:
+        """Interpolate frequencies "by parts" (YaRN, arXiv 2309.00071, section 3.2; as in transformers)."""
         length, rotated = float(self.scaling["original_max_position_embeddings"]), self._rotated
 
         def dimension(turns: float) -> float:
@@ -205,4 +207,5 @@ class RopeConfig:
 
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's attention scaling 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), with `mscale`."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,1 +1,1 @@
-"""K/V caches and recurrent states in memory."""
+"""K/V caches and recurrent states in memory. Start with `kv_cache.py`."""

@@ -1,21 +1,20 @@
 """Paged K/V memory of one model: keys and values of all its layers, by page id.
 
-Not the bookkeeping: who has which page is `cluster/kv_cache/kv_cache_manager.py`'s business. The drafter's
-cache uses the target's page ids in memory of its own, or ids of its own. Read by
-`compute/eager/attention.py`, written by models.
+`cluster/kv_cache/kv_cache_manager.py` allocates the pages. The drafter's cache uses the target's page ids in
+its own memory, or its own ids. Read by attention, written by models.
 
-A page holds some tokens of one page group's layers. The memory has *planes*; groups use the same planes with
-pages of their own, so that any page can be any group's. A plane is as wide as the widest layer needs, and
+A page holds tokens of one page group's layers. The memory has *planes*; groups use the same planes with
+different pages, so any page can belong to any group. A plane is as wide as the widest layer needs, and
 narrower layers share one (`cluster/pages/kv_cache_groups.py`, with a drawing):
 
     kv [A, P + 1, S, W]            a token's values in a plane
     layer i                        plane `places[i].plane`, by the page table of group `places[i].group`;
-                                   of W its own w values, behind those of `places[i].part` layers like it
-    its w values                   keys of all heads [K, D], then values [K, F]; or keys alone, whose first
-                                   F are the values (latent attention)
+                                   of W its own w values, after those of `places[i].part` equal layers
+    its w values                   keys of all heads [K, D], then values [K, F]; or only keys, whose first
+                                   F are the values (MLA)
 
-A row's K and V are written at its *slot* = page id * page_size + offset. One page more than `num_pages`
-exists: rows whose K/V are not wanted (rejected drafts, padding) go to `skip_slot`, its first slot, so that
+A row's K and V are written at its *slot* = page id * page_size + offset. There is one more page than
+`num_pages`: discarded rows (rejected drafts, padding) are written to `skip_slot`, its first slot, so that
 shapes stay fixed.
 
 Legend: A planes, L layers, P pages, S page size, K kv heads, D head dim, F head dim of values, w values of a
@@ -34,17 +33,17 @@ from .recurrent_state_cache import StateMemory
 
 
 def skip_slot(num_pages: int, page_size: int) -> int:
-    """The slot that swallows what nobody may see."""
+    """Return the slot for discarded rows."""
     return num_pages * page_size
 
 
 class PagedKVCache:
-    """Keys and values of a model's layers in `num_pages` pages (plus the one that swallows).
+    """Keys and values of a model's layers in `num_pages` pages, plus one for discarded rows.
 
     Args:
         places: of each layer; or the number of layers that all share one group.
         geometry: of all layers, or of each.
-        states: what the model's other layers keep; None where all have K/V.
+        states: recurrent states of the model's other layers; None if all have K/V.
     """
 
     def __init__(
@@ -98,19 +97,19 @@ class PagedKVCache:
         return skip_slot(self.num_pages, self.page_size)
 
     def group(self, layer: int) -> int:
-        """The page group that a layer's pages are of."""
+        """Return the page group of a layer."""
         return self._groups[layer]
 
     def pages(self, layer: int) -> Tensor:
-        """[P + 1, S, w] of a layer."""
+        """Return a layer's pages [P + 1, S, w]."""
         return self._layer_pages[layer]
 
     def heads(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [P + 1, S, K, D] and values [P + 1, S, K, F] of a layer."""
+        """Return keys [P + 1, S, K, D] and values [P + 1, S, K, F] of a layer."""
         return self._heads[layer]
 
     def slots(self, layer: int, count: int = 1) -> Tensor:
-        """[count, slots, w] of some layers alike that follow each other in one group."""
+        """Return slots [count, slots, w] of `count` equal, consecutive layers of one group."""
         return self._slots_1Nw[layer] if count == 1 else self._slots(layer, count)
 
     def _slots(self, layer: int, count: int) -> Tensor:
@@ -118,36 +117,36 @@ class PagedKVCache:
         return self._pages_APSw[layer][plane : plane + count].flatten(1, 2)
 
     def planes(self, layer: int, count: int) -> Tensor:
-        """[count, P + 1, S, 2, K, D] of the same, whose values are as long as their keys."""
+        """Return [count, P + 1, S, 2, K, D] of equal layers with values as long as keys."""
         plane, all_planes = self.places[layer].plane, self._pairs_APS2KD[layer]
         assert all_planes is not None, "only keys and values of one size are one tensor"
         return all_planes[plane : plane + count]
 
     def all_planes(self, layer: int) -> Tensor | None:
-        """[A, P + 1, S, 2, K, D]: this part of every plane; None where values are shorter than keys."""
+        """Return [A, P + 1, S, 2, K, D], this part of every plane; None if values are shorter."""
         return self._pairs_APS2KD[layer]
 
     def write(self, layer: int, slots_N: Tensor, kv_Nw: Tensor) -> None:
-        """Write rows of one layer. `slots` int64; unwanted rows carry `skip_slot`.
+        """Write rows of one layer. `slots` int64; discarded rows carry `skip_slot`.
 
-        What is no number becomes 0. Other requests gather these rows and hide them by a mask that is added,
-        and neither NaN + -inf nor 0 x NaN is hidden.
+        NaNs and infinities become 0: other requests gather these rows and hide them with an additive mask,
+        which NaN + -inf and 0 x NaN would defeat.
         """
         self._slots_1Nw[layer][0].index_copy_(0, slots_N, kv_Nw.nan_to_num(0.0, 0.0, 0.0))
 
     def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
-        """Write rows of some layers that follow each other in one group; as `write` does."""
+        """Write rows of consecutive layers of one group, as `write` does."""
         kv_LN2KD = kv_LN2KD.nan_to_num(0.0, 0.0, 0.0)
         self.planes(first, len(kv_LN2KD)).flatten(1, 2).index_copy_(1, slots_N, kv_LN2KD)
 
     @staticmethod
     def bytes_per_page(num_planes: int, page_size: int, width: int, dtype: torch.dtype) -> int:
-        """Memory of one page over all planes, keys and values, of so many values each token."""
+        """Return the bytes of one page over all planes, with `width` values per token and plane."""
         return num_planes * page_size * width * dtype.itemsize
 
 
 def _pairs(kv_APSw: Tensor, kind: KVCacheSpec) -> Tensor | None:
-    """[A, P + 1, S, 2, K, D] where values are as long as keys."""
+    """Return a view [A, P + 1, S, 2, K, D]; None if values are shorter than keys or part of them."""
     if kind.head_dim != kind.v_head_dim or kind.v_in_k:
         return None
     return kv_APSw.unflatten(-1, (2, kind.num_kv_heads, kind.head_dim))

@@ -1,19 +1,19 @@
 """Memory of recurrent layers: states, convolution windows, and the records of drafts, by slot.
 
-Beside K/V in pages. A slot here is what `cluster/kv_cache/recurrent_state_manager.py` calls a state: it is
-that module's business who has which, and `drafter/step/recurrent_states.py`'s where each stands. A slot is
-written by the layers themselves, in every pass that has rows of its request:
+A slot here is a state of `cluster/kv_cache/recurrent_state_manager.py`, which assigns them to requests;
+`drafter/step/recurrent_states.py` counts the tokens in each. Layers write a slot in every pass that has rows
+of its request:
 
     rows of a request in a pass      known tokens | drafts
-    what they leave in its slot      the state    | records
+    written to its slot              the state    | records
 
-Known tokens stand: the state behind the last of them is written. Drafts leave records, of which
-the next pass folds the first `pending_R` into the state, before its own rows: as many as stood. So a pass
-reads and writes a state once, and a rejected draft leaves nothing. A slot begins with zeros (`reset`) or as
-another's copy, records and all (`copy`): whoever reads a slot says how many of its records are folded.
+Known tokens are final, so the state after the last of them is written. Drafts leave records; the next pass
+folds the first `pending_R` of them, the accepted ones, into the state before its own rows. So a pass reads
+and writes a state once, and a rejected draft has no effect. A slot starts with zeros (`reset`) or as a copy
+of another, records included (`copy`): readers specify how many records to fold.
 
-Legend: L layers, Z slots, P most drafts, K key heads, V value heads, D key dim, F value dim, C channels,
-W = taps - 1, R requests of a pass, B sequences that begin.
+Legend: L layers, Z slots, P most drafts, K key heads, V value heads, D key dim, F value dim, C channels, W =
+taps - 1, R requests of a pass, B sequences that begin.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Ints = NDArray[np.int64]
 
 
 class Save(NamedTuple):
-    """A state that is copied on its way through a pass.
+    """A copy of a state at a point within a pass.
 
     Attributes:
-        request: the how manieth of the pass.
-        num_rows: of its rows, none of them a draft, that the copy has seen.
-        slot: where it goes; nobody else's.
+        request: index in the pass.
+        num_rows: number of its rows, none of them a draft, that the copy includes.
+        slot: target slot, not used by any request.
     """
 
     request: int
@@ -48,14 +48,14 @@ class Save(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Whose rows a pass has, for layers with states; on the host, in the order of rows.
+    """A pass's rows by request, for layers with states; on the host, in the order of rows.
 
     Attributes:
         slots_R: distinct.
-        num_rows_R: rows of each request, one at least.
+        num_rows_R: rows of each request, at least one.
         num_drafts_R: how many of them, the last ones, are drafts.
-        pending_R: how many drafts of the slot's records stood and are not folded yet.
-        saves: by request, then by rows. Behind drafts that stood `StateMemory.copy` does it, later.
+        pending_R: how many records of the slot are accepted and not folded yet.
+        saves: by request, then by rows. After accepted drafts `StateMemory.copy` saves instead, later.
     """
 
     slots_R: Ints
@@ -65,26 +65,26 @@ class StateRows:
     saves: tuple[Save, ...] = ()
 
     def requests(self) -> Iterator[tuple[int, int, int, int]]:
-        """The four numbers of each."""
+        """Return an iterator over each request's four numbers."""
         numbers = (self.slots_R, self.num_rows_R, self.num_drafts_R, self.pending_R)
         return zip(*(x.tolist() for x in numbers), strict=True)
 
 
-MAX_SAVES = 3  # of a request in a pass, where devices keep them in tables
+MAX_SAVES = 3  # of a request in a pass; the size of device tables
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStateRows:
-    """The same where a device drives steps: tensors on it, int32, whose values the host does not know.
+    """`StateRows` for device-driven steps: int32 tensors whose values the host does not know.
 
     Attributes:
         slots_R: distinct among requests that have rows.
-        cu_rows_R1: rows before each request's; those behind the last are padding.
-        num_drafts_R, pending_R: as of `StateRows`.
+        cu_rows_R1: rows before each request's; those after the last are padding.
+        num_drafts_R, pending_R: see `StateRows`.
         first_R: absolute position of each request's first row.
-        saves_2RM: of each request M = `MAX_SAVES` positions, and the slots that get its state there if its
-            known rows pass them; where there are fewer, positions are 0. None: nobody's.
-        max_rows, max_drafts: no request has more.
+        saves_2RM: for each request M = `MAX_SAVES` positions, and the slots that get its state there if its
+            known rows pass them; unused positions are 0. None: no saves.
+        max_rows, max_drafts: upper bounds over requests.
     """
 
     slots_R: Tensor
@@ -98,7 +98,7 @@ class DeviceStateRows:
 
     @classmethod
     def of(cls, rows: StateRows, first_R: Ints, device: torch.device | str) -> DeviceStateRows:
-        """What the host knows, on a device."""
+        """Copy host rows to a device."""
         saves_2RM = np.zeros((2, len(first_R), MAX_SAVES), dtype=np.int32)
         count_R = [0] * len(first_R)
         for request, num_rows, slot in rows.saves:
@@ -121,13 +121,13 @@ class DeviceStateRows:
 
 
 class StateMemory:
-    """See the module's text.
+    """States, windows and records of all recurrent layers, by slot.
 
     Args:
-        num_layers: recurrent ones.
+        num_layers: number of recurrent layers.
         geometry: of each of them, on this rank.
-        max_drafts: of a request in a step.
-        dtype: of the model: windows have it. States and records are fp32.
+        max_drafts: per request and step.
+        dtype: the model's, used for windows. States and records are fp32.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class StateMemory:
         self.x_LZPC = zeros(max_drafts, kind.channels, dtype=dtype)
 
     def reset(self, slots_B: Ints) -> None:
-        """Before a sequence's first row."""
+        """Zero slots before a sequence's first row."""
         where_B = torch.from_numpy(slots_B).to(self.states_LZVDF.device)
         for part in (self.states_LZVDF, self.windows_LZWC):
             part.index_fill_(1, where_B, 0.0)
 
     def copy(self, sources_B: Ints, targets_B: Ints) -> None:
-        """Slots with their records; all sources are read before a target is written."""
+        """Copy slots with their records; all sources are read before a target is written."""
         source_B, target_B = (
             torch.from_numpy(x).to(self.states_LZVDF.device) for x in (sources_B, targets_B)
         )
@@ -168,7 +168,7 @@ class StateMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All, by layer, then by slot: states, windows, and records k, u, g and x."""
+        """All tensors, by layer, then by slot: states, windows, and records k, u, g and x."""
         records = (self.k_LZPKD, self.u_LZPVF, self.g_LZPV, self.x_LZPC)
         return self.states_LZVDF, self.windows_LZWC, *records
 
@@ -176,6 +176,6 @@ class StateMemory:
     def bytes_per_slot(
         num_layers: int, geometry: RecurrentStateSpec, max_drafts: int, dtype: torch.dtype
     ) -> int:
-        """Records included."""
+        """Return the bytes of a slot in all layers, records included."""
         size = dtype.itemsize
         return num_layers * (geometry.state_bytes(size) + max_drafts * geometry.record_bytes(size))

@@ -1,1 +1,1 @@
-"""4-bit weights."""
+"""4-bit weights. Start with `packed_4bit.py`."""

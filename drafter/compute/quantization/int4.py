@@ -1,9 +1,9 @@
-"""INT4 with a scale for each group of 32: how Kimi K2's experts are published (compressed-tensors).
+"""INT4 with a scale per group of 32, the format of Kimi K2's published experts (compressed-tensors).
 
-4.5 bits a weight: (code - 8) times the scale of its group, in bf16. Words of eight codes, the first lowest,
-are read as bytes, and then lie as `mxfp4.py`'s do: byte j of a group holds elements 2j (low) and 2j + 1
-(high). Not a product: `drafter/compute/layers/moe.py` multiplies with the dequantised tensor, a backend with
-packed products reads the bytes.
+4.5 bits per weight: (code - 8) times the bf16 scale of its group. Words of eight codes, the first lowest, are
+viewed as bytes, which gives the layout of `mxfp4.py`: byte j of a group holds elements 2j (low) and 2j + 1
+(high). `drafter/compute/layers/moe.py` multiplies with the dequantized tensor, backends with packed GEMMs
+read the bytes.
 
     NAME_packed   int32 [O, I / 8]        NAME_scale   [O, I / 32]        NAME_shape   [2], O and I again
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .packed_4bit import BLOCK, Packed
 
-ZERO = 8  # the code that stands for 0
-WORD = 8  # codes of a word
+ZERO = 8  # the code of 0
+WORD = 8  # codes per word
 
 
 class Int4(Packed):
-    """Scales are of the model's dtype. In 16 bits weights are rounded once."""
+    """INT4 weights; scales are of the model's dtype. Dequantized 16-bit weights are rounded once."""
 
     __slots__ = ()
 
@@ -36,6 +36,6 @@ class Int4(Packed):
 
 
 def bytes_of_words(words_OW: Tensor) -> Tensor:
-    """A checkpoint's int32 [O, I / 8], or some columns of it -> uint8 [O, I / 32, 16]."""
+    """View int32 [O, I / 8] of a checkpoint, or some columns of it, as uint8 [O, I / 32, 16]."""
     assert words_OW.dtype is torch.int32, "words of eight codes"
     return words_OW.contiguous().view(torch.uint8).unflatten(1, (-1, BLOCK // 2))

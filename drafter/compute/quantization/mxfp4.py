@@ -1,8 +1,8 @@
-"""MXFP4: weights of four bits, in blocks of 32 that share a power of two (OCP Microscaling Formats, v1.0).
+"""MXFP4: 4-bit weights in blocks of 32 that share a power of two (OCP MX specification v1.0).
 
-How gpt-oss's experts are published: 4.25 bits a weight. A value is a point of `GRID` (E2M1) times 2^(scale -
-127) of its block. Not a product: `drafter/compute/layers/moe.py` multiplies with the dequantised tensor, a
-backend with packed products reads the bytes as they lie here.
+The format of gpt-oss's published experts: 4.25 bits per weight. A value is an element of `GRID` (E2M1) times
+2^(scale - 127) of its block. `drafter/compute/layers/moe.py` multiplies with the dequantized tensor, backends
+with packed GEMMs read the bytes.
 
     byte j of a block    | element 2j + 1 | element 2j |      high nibble, low nibble
 
@@ -22,8 +22,10 @@ _BIAS = 127  # of a scale's exponent
 
 
 class MXFP4(Packed):
-    """Scales are uint8, biased exponents; 255 stands for no number. Weights are exact in bf16, too, and in
-    fp16 where their exponent fits."""
+    """MXFP4 weights; scales are uint8, biased exponents; 255 is NaN.
+
+    Dequantized weights are exact in bf16, and in fp16 if the exponent fits.
+    """
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""Weights of four bits, two to a byte, in blocks of 32 that share a scale: what MXFP4 and INT4 share.
+"""4-bit weights, two per byte, in blocks of 32 that share a scale: what MXFP4 and INT4 have in common.
 
-What codes and scales mean is each format's own (`mxfp4.py`, `int4.py`). `drafter/compute/layers/moe.py`
-computes with them.
+Each format defines codes and scales (`mxfp4.py`, `int4.py`). `drafter/compute/layers/moe.py` computes with
+them.
 
 Legend: E experts, O outputs, I inputs, B = I / 32 blocks of a row, J = 16 bytes of a block.
 """
@@ -36,7 +36,7 @@ class Packed(ABC):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[E, O, I] of the weights."""
+        """Shape [E, O, I] of the weights."""
         experts, outputs, blocks = self.scales_EOB.shape
         return experts, outputs, blocks * BLOCK
 
@@ -45,9 +45,9 @@ class Packed(ABC):
         return self.blocks_EOBJ.device
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weights [E, O, I]: exact in fp32, and in 16 bits as the format says."""
+        """Return the weights [E, O, I]: exact in fp32; for 16 bits see the format."""
         weights_EOI = torch.empty(self.shape, dtype=dtype, device=self.device)
-        # Expert by expert: what is in between is four times as large as the result.
+        # Expert by expert, because intermediates are four times as large as the result.
         for weights_OI, blocks_OBJ, scales_OB in zip(
             weights_EOI, self.blocks_EOBJ, self.scales_EOB, strict=True
         ):
@@ -58,9 +58,9 @@ class Packed(ABC):
     @staticmethod
     @abstractmethod
     def _is_scale(dtype: torch.dtype) -> bool:
-        """Whether scales may be stored so."""
+        """Return whether the format's scales have this dtype."""
 
     @staticmethod
     @abstractmethod
     def _values(codes_OBJ2: Tensor, scales_OB: Tensor) -> Tensor:
-        """One expert's weights, fp32 [O, B, J, 2], of uint8 codes 0 to 15."""
+        """Return one expert's weights, fp32 [O, B, J, 2], from uint8 codes 0 to 15."""

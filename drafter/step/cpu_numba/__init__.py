@@ -1,1 +1,1 @@
-"""A step's rows, choice and verdict, compiled on a CPU; `step_ops.py` is the way in."""
+"""The step's operators in Numba for CPUs. Start with `step_ops.py`."""

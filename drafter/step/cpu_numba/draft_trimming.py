@@ -1,6 +1,6 @@
-"""How many drafts of each request are verified, as in `../trimming.py`, in one call.
+"""Numba version of `../sampling/draft_trimming.py`: how many drafts of each request are verified.
 
-Worths are those of the definition to a few units in the last place. Called by
+Worths equal the definition's to a few units in the last place. Called by
 `actors/targets/runners/cpu_runner.py`.
 
 Legend: R requests, K most drafts of a request, N rows of the target's pass, S drafts of all requests.
@@ -22,7 +22,7 @@ _ONE = np.float32(1)
 
 
 def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
-    """Return how many drafts of each request are verified, int32 [R]. Margins are fp32 [R, K]."""
+    """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
     trim = plan.trim
     assert trim is not None, "asked where drafts are cut"
     return _trim(
@@ -53,7 +53,7 @@ def _trim(
             survival *= _chance(margins_RK[r, k], bias_R[r] + bias_K[k], slope_K[k])
             worth_S[s], request_S[s] = -weights_R[r] * survival, r
             s += 1
-    order_S = np.argsort(worth_S, kind="mergesort")  # stable: of equal drafts the first request's come first
+    order_S = np.argsort(worth_S, kind="mergesort")  # stable: among equals the first request's come first
     count = min(max(num_rows - num_other_rows, 0), num_drafts)
     if num_rows < 0:
         count, worth, best = 0, weights_R.sum(), np.float32(-np.inf)
@@ -72,7 +72,7 @@ def _trim(
 
 @elements
 def _chance(margin, bias, slope):
-    """The chance that a draft is accepted if those before it are."""
+    """Return the probability that a draft is accepted if those before it are."""
     if np.isnan(margin):
         return np.float32(0)
     return _ONE / (_ONE + np.exp(-(bias + slope * np.log(_ONE + min(margin, MOST_MARGIN)))))

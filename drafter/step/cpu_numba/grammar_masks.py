@@ -1,4 +1,4 @@
-"""Grammars' masks on logits, as `../masks.py` means them, in one loop. Called by `sampler.py`.
+"""Numba version of `../sampling/grammar_masks.py`: applies token bitmasks to logits.
 
 Legend: N rows, V vocabulary, M rows with a mask, W words of a mask.
 """
@@ -20,7 +20,7 @@ _NOTHING = np.float32(-np.inf)
 
 
 def mask_tokens(logits_NV: Tensor, masks: RowMasks) -> Tensor:
-    """Of fp32 or bf16."""
+    """Set disallowed tokens of fp32 or bf16 logits to -inf, in place if contiguous; see the definition."""
     logits_NV = logits_NV.contiguous()
     _mask_tokens(
         logits_NV.data_ptr(),
@@ -42,7 +42,7 @@ def _mask_tokens(logits, rows, bits, end_id, num_rows, vocab_size, num_words, li
     for m in range(num_rows):
         row_V = carray(pointer(logits + rows_M[m] * vocab_size * size_of(like), like), (vocab_size,))
         is_empty = True
-        for w in range(num_words):  # most words forbid all of their tokens, or allow them
+        for w in range(num_words):  # most words are all zeros or all ones
             word, begin, end = bits_MW[m, w], 32 * w, min(32 * (w + 1), vocab_size)
             if word == 0:
                 for v in range(begin, end):

@@ -1,7 +1,7 @@
-"""The choice of a token per row and its margin, as `../choice.py` means them, in one loop.
+"""Numba version of `../sampling/gumbel_argmax.py`: argmax and margin of each row, with or without noise.
 
-PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
-vocabulary] of int64. With noise these are the two best of `selector_candidates.py`. Called by `sampler.py`.
+PyTorch is slow at the argmax of bf16, and needs twenty operators over int64 [rows, vocabulary] to make the
+noise. With noise the result is the best two of `selector_candidates.py`. Called by `sampler.py`.
 
 Legend: M rows, V vocabulary.
 """
@@ -26,7 +26,7 @@ _INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.ui
 
 
 def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Of fp32 or bf16."""
+    """Return ids (int64) and margins (fp32) of fp32 or bf16 logits, [N] each."""
     logits_NV = logits_NV.contiguous()
     num_rows, vocab_size = logits_NV.shape
     ids_N, margins_N = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
@@ -42,7 +42,10 @@ def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_numbers(logits_NV: Tensor) -> Tensor:
-    """Of fp32 or bf16, by their bits: those of NaN and infinity have no larger ones of their sign."""
+    """Return whether each row of fp32 or bf16 logits is free of NaN and +inf, bool [N].
+
+    Compares bit patterns: among values of one sign, those of infinity and NaN are the largest.
+    """
     logits_NV = logits_NV.contiguous()
     num_rows, vocab_size = logits_NV.shape
     found_N = torch.empty(num_rows, dtype=torch.bool)
@@ -54,7 +57,7 @@ def are_numbers(logits_NV: Tensor) -> Tensor:
 
 
 def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
-    """Of fp32 or bf16."""
+    """Return ids (int64) and margins (fp32) of z + T g for fp32 or bf16 logits, [M] each."""
     logits_MV = logits_MV.contiguous()
     num_rows, vocab_size = logits_MV.shape
     ids_M, margins_M = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
@@ -107,7 +110,7 @@ def _argmax(logits, ids, margins, num_rows, vocab_size, like):
 
 @elements
 def _argmax_row(row, vocab_size, like):
-    """Sixteen at a time, then the rest one by one."""
+    """Return id and margin of a row: sixteen lanes at a time, then the remaining columns one by one."""
     row_V = carray(pointer(row, like), (vocab_size,))
     place, best, second = top_two(row, vocab_size // 16, like)
     for v in range(vocab_size // 16 * 16, vocab_size):

@@ -1,6 +1,6 @@
-"""The keyed noise of `../noise.py` in compiled loops: the same integers, and logarithms of our own.
+"""Numba version of `../inputs/gumbel_noise.py`: the same integers, with polynomial logarithms.
 
-These are polynomials, within about one unit in the last place, as on a GPU
+The logarithms are precise to about one unit in the last place, as on a GPU
 (`step/gpu_triton/sampling/gumbel_noise.py`). Used by `gumbel_argmax.py`, `selector_candidates.py` and
 `selector_walk.py`.
 """
@@ -17,12 +17,12 @@ from ...compute.cpu_numba.element_ops import elements, inlined
 from ..inputs.gumbel_noise import FACTOR_1, FACTOR_2
 
 _FACTOR_A, _FACTOR_B, _SHIFT = np.uint32(FACTOR_1), np.uint32(FACTOR_2), np.uint32(15)
-ROUNDING = np.float32(1e-4)  # more than a bound of g may lose by it
+ROUNDING = np.float32(1e-4)  # bound on the rounding error of an upper bound of g
 
 
 @elements
 def mixed_tokens(vocab_size):
-    """The part of the hash that no row changes, uint32 [V]."""
+    """Return the row-independent part of the hash, uint32 [V]."""
     mixed_V = np.empty(vocab_size, np.uint32)
     for v in range(vocab_size):
         mixed_V[v] = _mix(np.uint32(v))
@@ -31,7 +31,10 @@ def mixed_tokens(vocab_size):
 
 @inlined
 def most_gumbel(bits):
-    """No g of these bits is above it: g <= -log(u) <= -log(2) (e + f), u = 2^e (1 + f); some for rounding."""
+    """Return an upper bound of g for these bits, without a logarithm.
+
+    With u = 2^e (1 + f): g <= -log(u) <= -log(2) (e + f), plus `ROUNDING`.
+    """
     u = np.float32(bits) * np.float32(2.0**-32) + np.float32(2.0**-33)
     log2_u = np.float32(np.float32(u).view(np.int32)) * np.float32(2.0**-23) - np.float32(127)
     return ROUNDING - np.float32(0.6931471805) * log2_u
@@ -39,7 +42,10 @@ def most_gumbel(bits):
 
 @inlined
 def negative_gumbel(key_0, key_1, token):
-    """log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32; 32-bit products wrap to the same low bits."""
+    """Return log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32.
+
+    32-bit products wrap to the same low bits as the definition's 64-bit ones.
+    """
     bits = hash_of(_mix(token), key_0, key_1)
     minus_u = np.float32(bits) * np.float32(-(2.0**-32)) - np.float32(2.0**-33)
     minus_u = max(minus_u, np.float32(-1.0 + 2.0**-24))
@@ -48,7 +54,7 @@ def negative_gumbel(key_0, key_1, token):
 
 @inlined
 def hash_of(mixed, key_0, key_1):
-    """A token's 32 random bits, of the token mixed and a row's keys."""
+    """Return the 32 random bits of a token from its mixed id and the row's keys."""
     bits = _times(_xor(mixed, key_0), _FACTOR_A)
     bits = _times(_xor(_fold(bits, _SHIFT), key_1), _FACTOR_B)
     return _fold(bits, _SHIFT)
@@ -61,12 +67,11 @@ def _mix(x):
     return _fold(x, _SHIFT)
 
 
-# Numba widens integers to 64 bits before it computes, at half the lanes: so the operations themselves.
+# Numba widens integers to 64 bits, which halves the SIMD lanes; so these intrinsics emit 32-bit operations.
 
 
 @intrinsic
 def _times(context, x, factor):
-    """x * factor mod 2^32."""
     return x(x, factor), lambda context, builder, signature, args: builder.mul(*args)
 
 
@@ -77,8 +82,6 @@ def _xor(context, x, y):
 
 @intrinsic
 def _fold(context, x, shift):
-    """x ^ (x >> shift)."""
-
     def generate(context, builder, signature, args):
         return builder.xor(args[0], builder.lshr(*args))
 
@@ -87,14 +90,14 @@ def _fold(context, x, shift):
 
 @inlined
 def _log(x):
-    """Natural logarithm of normal positive fp32 numbers."""
+    """Return the natural logarithm of a normal positive fp32 number."""
     exponent = _exponent(x)
     return _log_near_one(_fraction(x, exponent) - np.float32(1), exponent)
 
 
 @inlined
 def _log1p(x):
-    """log(1 + x) for -1 < x <= 0, as precise near 0 as x itself."""
+    """Return log(1 + x) for -1 < x <= 0, as precise near 0 as x itself."""
     exponent = _exponent(np.float32(1) + x)
     f = _fraction(np.float32(1) + x, exponent) - np.float32(1)
     return _log_near_one(x if exponent == 0 else f, exponent)
@@ -102,7 +105,7 @@ def _log1p(x):
 
 @inlined
 def _exponent(x):
-    """e of x = fraction * 2^e, with sqrt(1/2) <= fraction < sqrt(2)."""
+    """Return e of x = fraction * 2^e, with sqrt(1/2) <= fraction < sqrt(2)."""
     return np.int32(np.int32(np.float32(x).view(np.int32) - np.int32(0x3F3504F3)) >> np.int32(23))
 
 
@@ -113,7 +116,7 @@ def _fraction(x, exponent):
 
 @inlined
 def _log_near_one(f, exponent):
-    """log(1 + f) + exponent * log(2): the polynomial of Cephes' logf, log(2) in two parts."""
+    """Return log(1 + f) + exponent * log(2), with the polynomial of Cephes' logf and log(2) in two parts."""
     p = np.float32(7.0376836292e-2)
     p = p * f - np.float32(1.1514610310e-1)
     p = p * f + np.float32(1.1676998740e-1)

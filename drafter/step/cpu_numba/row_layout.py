@@ -1,9 +1,9 @@
-"""Where a step's rows stand, and which tokens they carry: the integers of `../rows.py`, in one call each.
+"""Numba version of `../inputs/row_layout.py`: positions, K/V slots and tokens of a step's rows.
 
 Called by `request_states.py` and `dflash/proposer.py`.
 
-Legend: N rows, X rows a token is chosen of, R requests, W values of a request, S slots, P pages of a request,
-T tokens, G page groups.
+Legend: N rows, X sampled rows, R requests, W values of a request, S slots, P pages of a request, T tokens, G
+page groups.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -39,12 +39,12 @@ def lay_out_rows(
 
 
 def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor) -> None:
-    """The last column of `tokens` stays as it is."""
+    """Write each request's first `counts` values, except negative ones, from position `begin` on."""
     _write_tokens(tokens_ST.numpy(), slots_R, begin_R, counts_R, values_RW.numpy())
 
 
 def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
-    """Of int64 or fp32."""
+    """Scatter int64 or fp32 values [X] to requests [R, W]; see the definition."""
     assert counts_R.dtype == torch.int64, "read by address"
     values_X, counts_R = values_X.contiguous(), counts_R.contiguous()
     num_requests, nothing = len(counts_R), _NOTHING[values_X.dtype]

@@ -1,7 +1,7 @@
-"""The candidates of a row, as in `../candidates.py`, in one pass over the row. Called by `selector.py`.
+"""Numba version of `../sampling/selector_candidates.py`: a row's candidates, in one pass over the row.
 
-The best so far are kept sorted. With noise, most scores are never computed: a bound that needs no logarithm
-tells which tokens may be among the best. Of equal scores the lowest ids are taken.
+The best tokens so far are kept sorted. With noise, most scores are never computed: an upper bound without a
+logarithm excludes most tokens. Ties go to the lowest ids. Called by `selector.py`.
 
 Legend: X rows, V vocabulary, K candidates of a row, M rows with temperature > 0, C tokens of a run.
 """
@@ -31,7 +31,7 @@ _MOST_IF_CUT = ROUNDING - _CUT
 
 
 def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
-    """Logits are fp32 or bf16."""
+    """Return logits (fp32) and ids (int64) [X, K] of each row's candidates from fp32 or bf16 logits."""
     logits_XV = logits_XV.contiguous()
     num_rows, vocab_size = logits_XV.shape
     assert top_k <= vocab_size, "as many candidates as there are tokens"
@@ -84,7 +84,7 @@ def _candidates(
 
 @elements
 def _find(row, row_V, like, score_K, best_K):
-    """Find the largest scores and their ids, the best first."""
+    """Find the largest values of a row and their ids, best first."""
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
     score_K[:], best_K[:] = NOTHING, 0
@@ -100,9 +100,9 @@ def _find(row, row_V, like, score_K, best_K):
 
 @elements
 def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
-    """Find the largest of z + T g, noise = (T, two keys); below the floor with the least g.
+    """Find the largest z + T g of a row, with noise = (T, two keys); values below the floor get the least g.
 
-    Tokens with the highest bounds are looked at first: then few of the others are left to look at.
+    Tokens with the highest bounds are scored first, so that few of the others remain.
     """
     vocab_size, (scale, key_0, key_1) = len(row_V), noise
     for v in range(vocab_size):
@@ -126,7 +126,7 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
 
 @elements
 def _put_in(score, token, score_K, best_K, num_best):
-    """Insert behind better scores, and behind equal scores of lower ids; the last one falls out."""
+    """Insert by score (descending), then id, dropping the last if full; return the new length."""
     k = len(best_K) - 1
     if num_best < len(best_K):
         k = num_best

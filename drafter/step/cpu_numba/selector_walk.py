@@ -1,7 +1,7 @@
-"""The walk over candidates, as `../paths.py` means it, in one call for all requests.
+"""Numba version of `../sampling/selector_walk.py`: the walk over candidates, for all requests in one call.
 
-Row after row, behind the one token that was chosen before: of the pairs that the definition scores it looks
-at one in sixteen. Called by `selector.py`.
+Each row is scored after the one token chosen before it, so with 16 candidates a sixteenth of the definition's
+pairs is computed. Called by `selector.py`.
 
 Legend: X mask rows, V vocabulary, E rank, R requests, W drafts, K candidates of a row, M rows with
 temperature > 0.
@@ -31,7 +31,7 @@ _NOTHING = np.float32(-np.inf)
 def walk(
     z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
 ) -> Proposals:
-    """Gates and codebooks in fp32 or bf16."""
+    """Return drafts and margins [R, W]; gates and codebooks may be fp32 or bf16."""
     num_requests, width, batch = len(block.counts_R), block.max_count, block.sampling
     drafts_RW = torch.empty(num_requests, width, dtype=torch.int64)
     margins_RW = torch.empty(num_requests, width)
@@ -101,7 +101,7 @@ def _walk(
                     score_K[k] -= temperature_M[m] * negative_gumbel(key_0, key_1, np.uint32(ids_XK[x, k]))
                 m += 1
             place, margin = _best(score_K)
-            if narrows and margin == np.inf:  # one alone is kept: sure as it is without filters
+            if narrows and margin == np.inf:  # only one candidate is kept: use the margin without filters
                 margin = _best(plain_K)[1]
             before = ids_XK[x, place]
             drafts_RW[r, w], margins_RW[r, w] = before, margin
@@ -110,7 +110,7 @@ def _walk(
 
 @elements
 def _score(z_K, ids_K, predecessor_E, gate_E, successor_VE, gated_E, score_K):
-    """Of a row's candidates behind one token, without noise; what is no number never wins."""
+    """Score a row's candidates after one token, without noise; NaN becomes -inf and never wins."""
     for e in range(len(gated_E)):
         gated_E[e] = float_of(predecessor_E[e]) * float_of(gate_E[e])
     for k in range(len(z_K)):
@@ -128,7 +128,7 @@ def _dot(row_E, gated_E):
 
 @elements
 def _best(score_K):
-    """The first place of the best, and how far the second is behind."""
+    """Return the first place of the best score, and its margin over the second best."""
     place, best, second = 0, score_K[0], _NOTHING
     for k in range(1, len(score_K)):
         if score_K[k] > best:
@@ -140,7 +140,10 @@ def _best(score_K):
 
 @elements
 def _filter(score_K, temperature, top_k, top_p, min_p):
-    """-inf where min-p, top-k or top-p cut, as of a row whose only tokens these are (`../filters.py`)."""
+    """Set candidates that min-p, top-k or top-p cut to -inf, as if the row held no other tokens.
+
+    See `../sampling/top_k_top_p.py`.
+    """
     scaled_K = score_K / temperature
     largest = scaled_K.max()
     if min_p > 0:

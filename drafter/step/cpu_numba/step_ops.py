@@ -1,7 +1,8 @@
-"""`LoopStepOperators`: `StepOperators` for CPUs, in compiled loops.
+"""`StepOperators` for CPUs, in compiled loops.
 
-A call of NumPy or PyTorch takes a microsecond or more, and a step of one request needs dozens of them. What
-has no loop here is computed by the definition. Chosen at load (`actors/targets/loading/operator_factory.py`).
+Each NumPy or PyTorch call takes a microsecond or more, and a step of one request needs dozens of them.
+Operators without a loop here are the definition's. Chosen at load
+(`actors/targets/loading/operator_factory.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from . import verification
 
 
 class LoopStepOperators(StepOperators):
-    """For state in the host's memory; logits are fp32 or bf16."""
+    """Operators for state in host memory; logits are fp32 or bf16."""
 
     lay_out_rows = staticmethod(rows.lay_out_rows)
     write_tokens = staticmethod(rows.write_tokens)

@@ -1,6 +1,6 @@
-"""The verdict of `../verification.py` in one call. Called by `actors/targets/runners/cpu_runner.py`.
+"""Numba version of `../sampling/verification.py`: accepts drafts.
 
-Legend: X verdicts, R requests, K most drafts, W = K + 1.
+Legend: X sampled rows, R requests, K most drafts, W = K + 1.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.

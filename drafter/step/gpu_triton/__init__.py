@@ -1,1 +1,1 @@
-"""A step's rows, states, choice and verdict on a GPU: Triton kernels."""
+"""A step on a GPU, in Triton kernels. Start with `request_states.py`."""

@@ -1,15 +1,15 @@
-"""Which drafts are verified, on a GPU: `trimmed` of `cluster/speculation/draft_trimming.py` for so many rows.
+"""Trims drafts on a GPU: `trimmed` of `cluster/speculation/draft_trimming.py` for a fixed number of rows.
 
-A graph's pass has so many rows, whatever they hold: beside the newest tokens the drafts of greatest worth get
-them, so that none is left empty while there is a draft. Between equals the earlier row wins, and worth never
-rises along a request: what stays of its drafts is a beginning. Rows are numbered as in the blocks that the
-drafter ran, and one program says which of them stay; the host reads nothing, and grids follow from shapes.
+A graph's pass has a fixed number of rows: each request's newest token gets one, and the drafts of greatest
+worth get the others, so no row is empty while a draft is left. Ties go to the earlier row. Worth never rises
+along a request, so the kept drafts are a prefix. Rows are numbered as in the blocks that the drafter ran, and
+one program selects the kept ones; the host reads nothing, and grids follow from shapes.
 
     rows of blocks    a   d1   d2   d3   b   d1   d2        cu_rows 0 4 7
-    worth            inf  .9   .5   .1  inf  .8   .7        room for 5 rows: those above .5
-    stays             x    x             x    x    x        cu_rows 0 2 5
+    worth            inf  .9   .5   .1  inf  .8   .7        5 rows: the threshold is .7
+    kept              x    x             x    x    x        cu_rows 0 2 5
 
-Where all fit, all stay. Called by `actors/targets/runners/target_pass.py` before rows are laid out.
+If all drafts fit, all are kept. Called by `actors/targets/runners/target_pass.py` before rows are laid out.
 
 Legend: R requests, N rows, K most drafts of the engine, D = W - 1 most of a request in this pass.
 """
@@ -30,18 +30,18 @@ from torch import Tensor
 from ....cluster.step.scheduler_output import Trim
 from .inputs.row_layout import DeviceStepRequests, Ints
 
-_REQUESTS = 128  # of one turn
-_ALIGNMENT = 4  # numbers: 16 bytes
+_REQUESTS = 128  # per iteration
+_ALIGNMENT = 4  # values: 16 bytes
 _MOST_MARGIN = tl.constexpr(1e6)  # as in `cluster/speculation/draft_trimming.py`
 
 
 @dataclass(frozen=True, slots=True)
 class TrimLists:
-    """What a plan says of its drafts' chances and worth; fp32 views of numbers that the host brings.
+    """A plan's acceptance parameters and request weights, as fp32 views of uploaded values.
 
     Attributes:
-        weights_R, bias_R: of requests, room included.
-        bias_K, slope_K: of positions.
+        weights_R, bias_R: per request, padded to capacity.
+        bias_K, slope_K: per draft position.
     """
 
     weights_R: Tensor
@@ -51,16 +51,16 @@ class TrimLists:
 
     @staticmethod
     def num_values(room: int, num_drafts: int) -> int:
-        """Numbers of `pack`: a multiple of 16 bytes."""
+        """Return the number of values of `pack`, a multiple of 16 bytes."""
         return 2 * room + 2 * (-(-num_drafts // _ALIGNMENT) * _ALIGNMENT)
 
     @staticmethod
     def pack(trim: Trim | None, requests_G: NDArray[np.intp], room: int, num_drafts: int) -> Ints:
-        """int32; zeros where nothing is cut.
+        """Pack the parameters as int32 words; zeros if nothing is trimmed.
 
         Args:
-            requests_G: places in the plan of those who take part.
-            room: requests, a multiple of 4.
+            requests_G: indices in the plan of the participating requests.
+            room: capacity in requests, a multiple of 4.
             num_drafts: K.
         """
         values = np.zeros(TrimLists.num_values(room, num_drafts), dtype=np.float32)
@@ -72,7 +72,7 @@ class TrimLists:
 
     @classmethod
     def over(cls, values: Tensor, room: int) -> TrimLists:
-        """Views of such numbers on the device."""
+        """Return views of packed values on the device."""
         numbers = values.view(torch.float32)
         return cls(*numbers[: 2 * room].view(2, -1).unbind(0), *numbers[2 * room :].view(2, -1).unbind(0))
 
@@ -85,12 +85,12 @@ def trim_drafts(
     num_drafts_R: Tensor,
     margins_RD: Tensor,
 ) -> DeviceStepRequests:
-    """The requests with the drafts that are verified, in a pass of `num_rows` rows.
+    """Return the requests with the drafts to verify in a pass of `num_rows` rows.
 
     Args:
-        drafted: with all drafts that were made; at least as many rows as requests are wanted.
-        margins_N: fp32, of the rows of their blocks; those of first rows, and of padding, are ignored.
-        num_drafts_R: int32, written: how many are verified.
+        drafted: requests with all their drafts; `num_rows` is at least their number.
+        margins_N: fp32, by row of the blocks; values of first rows and of padding are ignored.
+        num_drafts_R: int32, written: verified drafts per request.
         margins_RD: fp32, written: the margins of all drafts, nan where there is none.
     """
     num_requests, most = len(drafted.slots_R), drafted.max_drafts
@@ -117,7 +117,7 @@ def trim_drafts(
         num_rows,
         most,
         REQUESTS=_REQUESTS,
-        PLACES=triton.next_power_of_2(len(margins_N)),  # of the largest step: one kernel for all
+        PLACES=triton.next_power_of_2(len(margins_N)),  # of the largest step: one compiled kernel for all
         num_warps=8,
     )
     return replace(
@@ -168,7 +168,7 @@ def _trim_drafts(
             sure = tl.log(1 + tl.minimum(margin, _MOST_MARGIN))
             odds = request_bias + tl.load(biases + k) + tl.load(slopes + k) * sure
             chance = tl.where(margin >= 0, 1 / (1 + tl.exp(-odds)), 0.0)
-            survival *= chance  # one after the other: what is rounded so never rises
+            survival *= chance  # multiplied in order: rounding cannot make it rise
             tl.store(worths + first + 1 + k, weight * survival, mask=is_draft)
             tl.store(margins_home + requests * most + k, margin, mask=is_request)
     tl.debug_barrier()
@@ -179,9 +179,9 @@ def _trim_drafts(
     stays = is_row.to(tl.int32)
     if num_rows > room:
         worth = tl.load(worths + places, mask=is_row, other=-1.0)
-        order = worth.to(tl.int32, bitcast=True)  # of what is not negative, as the numbers themselves
+        order = worth.to(tl.int32, bitcast=True)  # non-negative floats order as their bits do
         least = 0
-        for bit in range(31):  # the greatest that so many rows reach
+        for bit in range(31):  # bisects the greatest threshold that `room` rows reach
             higher = least | (1 << (30 - bit))
             least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= room, higher, least)
         is_above, is_equal = order > least, (order == least) & is_row

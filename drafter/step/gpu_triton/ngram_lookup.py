@@ -1,9 +1,9 @@
-"""Prompt look-up as `../lookup.py` means it, on the device: one launch, and the host reads nothing.
+"""Triton version of `../sampling/ngram_lookup.py`: prompt look-up in one launch; the host reads nothing.
 
-A program goes back through its request's tokens from the end, many places at a time, and ends where it has
-found a run of the greatest length. What it proposes it leaves behind the known tokens, where `lay_out_rows`
-reads it. A pass has rows for as many drafts as were planned, found or not: where nothing is found they hold
-token 0, a draft like any other that falls. Called by `actors/targets/runners/draft_pass.py`.
+Each program scans its request's tokens backward in chunks and stops at a run of the greatest length. It
+writes the drafts after the known tokens, where `lay_out_rows` reads them. A pass has rows for all planned
+drafts, found or not; where nothing is found they hold token 0, which is verified like any draft. Called by
+`actors/targets/runners/draft_pass.py`.
 
 Legend: R requests.
 """
@@ -17,14 +17,14 @@ import triton.language as tl
 
 from .inputs.row_layout import DeviceStepRequests, SlotTables
 
-_PLACES = 1024  # looked at in one turn
+_PLACES = 1024  # scanned per iteration
 
 
 def look_up(requests: DeviceStepRequests, tables: SlotTables, shortest: int, longest: int) -> None:
-    """Draft for requests that lack their newest token alone.
+    """Write drafts for requests whose only row to compute is their newest token.
 
     Args:
-        shortest, longest: of the runs of tokens that are looked for.
+        shortest, longest: lengths of the token runs to match.
     """
     _look_up[len(requests.slots_R),](
         requests.slots_R,
@@ -51,7 +51,6 @@ def _look_up(
     PLACES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One request."""
     request = tl.program_id(0)
     drafts = tl.load(num_drafts + request)
     if drafts == 0:
@@ -61,7 +60,7 @@ def _look_up(
     end = tl.load(num_computed + slot) + 1  # known tokens
     best, begin, last = shortest - 1, end, end - 2
     while (last >= 0) & (best < longest):
-        places = last - tl.arange(0, PLACES)  # where a run ends
+        places = last - tl.arange(0, PLACES)  # end of a candidate run
         length = tl.zeros([PLACES], tl.int32)
         goes_on = places >= 0
         for n in range(longest):
@@ -70,12 +69,12 @@ def _look_up(
             goes_on = goes_on & (tl.load(tokens + places - n, mask=goes_on, other=-2) == mine)
             length += goes_on.to(tl.int32)
         found = tl.max(length, 0)
-        behind = tl.max(tl.where(length == found, places, -1), 0) + 1  # the last of the longest
+        behind = tl.max(tl.where(length == found, places, -1), 0) + 1  # last occurrence of the longest
         begin = tl.where(found > best, behind, begin)
         best = tl.maximum(found, best)
         last -= PLACES
     lanes = tl.arange(0, LANES)
     is_draft = lanes < drafts
-    place = begin + lanes % tl.maximum(end - begin, 1)  # a copy that reaches the end goes on in itself
+    place = begin + lanes % tl.maximum(end - begin, 1)  # a copy that reaches the end continues with itself
     token = tl.load(tokens + place, mask=is_draft & (begin < end), other=0)
     tl.store(tokens + end + lanes, token, mask=is_draft)

@@ -1,17 +1,16 @@
-"""Where recurrent states stand, where the device drives steps: the twin of
-`drafter/step/recurrent_states.py`.
+"""Tracks recurrent states on the GPU: the twin of `drafter/step/recurrent_states.py`.
 
-The host says who has which state and what is to be saved (both are in the plan), and asks for nothing: how
-many drafts stood, and so how many records the next pass folds, the device knows before the host does.
+The plan says which request has which state and what to save; the host reads nothing back. How many drafts
+were accepted, and so how many records the next pass folds into the state, is known to the device first.
 
-    a step   enter: who enters begins with zeros or a copy      launches of their own, in the plan's order
-             place: what of a slot's records is folded          one launch of each pass, in its graph
-             layers write states, records, and saves that known rows pass
-             save_stood: saves that drafts passed which stood   one launch, where the plan asks for any
+    per step  enter: an admitted request starts from zeros or a copy      separate launches, in plan order
+              place: how many of a slot's records are folded              one launch per pass, in its graph
+              layers write states, records, and the saves that known rows pass
+              save_stood: saves that accepted drafts passed               one launch, if the plan has saves
 
-Copies are rare beside the passes, which read and write all states in them, so they are no part of a graph.
-One follows the other: what the first is made of, the second may replace. Used by
-`actors/targets/runners/gpu_runner.py` and `target_pass.py`.
+Copies are rare compared to passes, which read and write every state, so they are not part of a graph. Copies
+run in order: the source of one may be overwritten by the next. Used by `actors/targets/runners/gpu_runner.py`
+and `target_pass.py`.
 
 Legend: S slots of requests, Z states, R requests of a pass, M saves of each, G requests by their places in
 the plan.
@@ -32,17 +31,17 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ...compute.memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
 from .inputs.row_layout import DeviceStepRequests, Ints, SlotTables
 
-_MOST_PROGRAMS, _BLOCK = 32, 1024  # that copy a layer's state; elements of a turn
+_MOST_PROGRAMS, _BLOCK = 32, 1024  # programs per layer that copy a state; elements per iteration
 _NO_SOURCE = -1
 
 
 def num_save_values(room: int) -> int:
-    """Integers of `pack_saves`."""
+    """Return the number of integers of `pack_saves`."""
     return 2 * room * MAX_SAVES
 
 
 def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -> Ints:
-    """[2, room, M]: positions and states of a pass's requests; position 0 is none."""
+    """Pack the positions and states of a pass's saves, int32 [2, room, M]; position 0 means none."""
     saves_2RM = np.zeros((2, room, MAX_SAVES), dtype=np.int32)
     if (saves := plan.saves) is None:
         return saves_2RM
@@ -59,10 +58,10 @@ def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -
 
 
 class DeviceRecurrent:
-    """See the module's text.
+    """Tracks the recurrent state of each request slot, and how many tokens each state has consumed.
 
     Args:
-        states_S: int32, whose is which; written with a plan's admissions.
+        states_S: int32, state of each slot; written with a plan's admissions.
     """
 
     def __init__(self, memory: StateMemory, states_S: Tensor, tables: SlotTables) -> None:
@@ -73,7 +72,7 @@ class DeviceRecurrent:
         self._programs = (programs, memory.num_layers)
 
     def enter(self, plan: SchedulerOutput) -> None:
-        """Whoever enters gets a state, which begins as zeros or as a copy."""
+        """Initialize the states of admitted requests with zeros or a copy."""
         for request in plan.admitted:
             entry = request.state
             if entry is not None and entry.source != entry.state:
@@ -83,10 +82,10 @@ class DeviceRecurrent:
                 )
 
     def place(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
-        """What layers do in a pass; from now on states stand behind its known rows.
+        """Return what layers do in a pass, and advance the states to the end of its known rows.
 
         Args:
-            saves_2RM: of a pass without drafts, as they are packed.
+            saves_2RM: saves of a pass without drafts, from `pack_saves`.
         """
         num_requests = len(requests.slots_R)
         lists_3R = torch.empty(
@@ -121,7 +120,7 @@ class DeviceRecurrent:
         )
 
     def save_stood(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
-        """Copy the states of requests that decode to where they are to be saved, if they have passed that."""
+        """Copy the states of decoding requests that passed a position to save."""
         _save_stood[len(slots_R) * MAX_SAVES, *self._programs](
             *self._of_parts(),
             self._stands_Z,
@@ -162,7 +161,6 @@ def _place(
     MAX_DRAFTS: tl.constexpr,
     SAVES: tl.constexpr,
 ):
-    """One request."""
     request = tl.program_id(0)
     count = tl.load(cu_rows + request + 1) - tl.load(cu_rows + request)
     if count == 0:
@@ -173,7 +171,7 @@ def _place(
     slot = tl.load(slots + request)
     state, first = tl.load(states + slot), tl.load(num_computed + slot)
     pending = first - tl.load(stands + state)
-    # A made-up step may be run again where it stood.
+    # A dummy step may repeat earlier rows: clamp at 0.
     tl.store(pendings + request, tl.minimum(tl.maximum(pending, 0), MAX_DRAFTS))
     tl.store(state_slots + request, state)
     tl.store(firsts + request, first)
@@ -239,7 +237,6 @@ def _save_stood(
     G: tl.constexpr,
     X: tl.constexpr,
 ):
-    """One of a request's saves: of the state before its drafts, and their records."""
     slot = tl.load(slots + tl.program_id(0) // SAVES)
     at = saves + tl.program_id(0)
     position, source = tl.load(at), tl.load(states_of_slots + slot)
@@ -255,7 +252,7 @@ def _save_stood(
 
 @triton.jit
 def _copy_parts(parts, sizes, source, target, SLOTS: tl.constexpr, BLOCK: tl.constexpr, AXIS: tl.constexpr):
-    """States and windows, then records of drafts (k, u, g, x), of which there are none without a source."""
+    """Copy states and windows, and, if there is a source, records of drafts (k, u, g, x)."""
     for part in tl.static_range(2):
         _copy(parts[part], source, target, SLOTS, BLOCK, sizes[part], AXIS)
     if source >= 0:
@@ -273,7 +270,7 @@ def _copy(
     SIZE: tl.constexpr,
     AXIS: tl.constexpr,
 ):
-    """This program's share of a slot's `SIZE` elements of a layer; zeros without a source."""
+    """Copy this program's share of a slot's `SIZE` elements of a layer; write zeros without a source."""
     first = tl.program_id(AXIS + 1).to(tl.int64) * SLOTS
     to, from_ = (first + target) * SIZE, (first + source) * SIZE
     for begin in range(tl.program_id(AXIS) * BLOCK, SIZE, tl.num_programs(AXIS) * BLOCK):

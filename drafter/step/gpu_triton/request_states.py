@@ -1,13 +1,12 @@
-"""What a GPU worker knows of the running requests, all of it on the device.
+"""Request state on a GPU worker, kept entirely on the device.
 
-The twin of `drafter/step/request_states.py`, whose indices come from the host: here the host says only who
-takes part and with how many rows (`rows.StepRequests`); positions, tokens and slots are found by kernels, so
-that a step can be launched before the host knows what the last one brought: `num_computed` advances with
-every step.
+The twin of `drafter/step/request_states.py`, which makes indices on the host. Here the host only says which
+requests take part and with how many rows (`row_layout.DeviceStepRequests`); kernels derive positions, tokens
+and slots. So a step can be launched before the host knows the result of the previous one: `num_computed`
+advances on the device.
 
-All tables lie in one arena: a plan's admissions and new pages are a list of its words and their new values
-(`changes`), which `drafter/step/gpu_triton/inputs/upload.py` brings there. Used by
-`actors/targets/runners/gpu_runner.py`.
+All tables are in one arena: a plan's admissions and new pages are word indices and new values (`changes`),
+which `drafter/step/gpu_triton/inputs/upload.py` uploads. Used by `actors/targets/runners/gpu_runner.py`.
 
 Legend: S slots, G page groups, P pages of a request, A admitted requests, R all of a step, M new page-table
 entries, or changes.
@@ -30,8 +29,8 @@ from .inputs.row_layout import Ints, SlotTables
 from .sampling.logits_processor_tables import RuleTables, rule_entries
 from .sampling.sampling_metadata import DeviceSamplingMetadata
 
-MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
-_SAMPLING = {  # a number of each slot
+MAX_STOP_TOKEN_IDS = 128  # per request: a row of the table that kernels read
+_SAMPLING = {  # a value per slot
     "temperature": torch.float32,
     "top_k": torch.int32,
     "top_p": torch.float32,
@@ -42,18 +41,18 @@ _SAMPLING = {  # a number of each slot
 
 
 class DeviceStates:
-    """Slots of running requests; see the module's text.
+    """State of the running requests by slot, in device memory.
 
     Args:
-        num_pages: of each pool.
-        pages: the models' page groups; one that all layers share by default.
+        num_pages: pages of each pool.
+        pages: the models' page groups; by default one that all layers share.
 
     Attributes:
-        tables, sampling: what kernels read; views of the arena.
-        states_S: which recurrent state is whose, likewise; of a target that has them (`recurrent_states.py`).
+        tables, sampling: views of the arena that kernels read.
+        states_S: recurrent state of each slot, if the target has them (`recurrent_states.py`).
         arena: int32, all tables' words.
-        asked: whose log probabilities are told; known to the host alone.
-        most_changes: those of the admission of a longest sequence.
+        asked: requested log probabilities, on the host only.
+        most_changes: changes of the admission of a longest sequence without rules.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class DeviceStates:
         table_shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
         self._arena = Arena(
             {
-                # One column more than the longest sequence: what must not be kept is written there.
+                # One more column than the longest sequence: discarded values are written there.
                 "token_ids": ((num_slots, max_model_len + 1), torch.int32),
                 "page_tables": (table_shape, torch.int32),
                 "num_computed": ((num_slots,), torch.int32),
@@ -112,9 +111,9 @@ class DeviceStates:
         return self._arena.words
 
     def changes(self, plan: SchedulerOutput) -> Ints:
-        """[M, 2]: words of the arena, all different, and what a plan's admissions and new pages make them."""
+        """Return word indices of the arena, all distinct, and their new values for a plan, int32 [M, 2]."""
         known_R = plan.num_computed >= 0
-        # The plan knows it only where no step is in flight; otherwise it stands here.
+        # Only known to the plan if no step is in flight; otherwise the device's value is current.
         parts = [
             self._arena.entries("num_computed", (plan.slots[known_R],), plan.num_computed[known_R]),
             *self._page_entries(plan),
@@ -125,11 +124,11 @@ class DeviceStates:
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
     def filters(self, slots: Ints) -> bool:
-        """Whether any of these requests has top-k, top-p, min-p or rules, or asks for log probabilities."""
+        """Return whether any of these requests has filters or rules, or wants log probabilities."""
         return bool(self._filters_S[slots].any())
 
     def _page_entries(self, plan: SchedulerOutput) -> list[tuple[Ints, Ints]]:
-        """New entries of those who run; of those who enter the whole row."""
+        """Return the new entries of running requests and the whole rows of admitted ones."""
         slots_A = np.array([request.slot for request in plan.admitted], dtype=np.int32)
         place_S = np.full(len(self._filters_S), -1)
         place_S[slots_A] = np.arange(len(slots_A))
@@ -140,7 +139,7 @@ class DeviceStates:
         if not len(slots_A):
             return [entries]
         groups, _, pages = self.tables.page_tables.shape
-        # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
+        # A sequence may end after its next step was planned: rows beyond its pages go to the skip slot.
         rows_GAP = np.repeat(self._no_page_G, len(slots_A) * pages).reshape(groups, -1, pages)
         entered = (plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M])
         rows_GAP[entered] = plan.page_ids[enters_M]

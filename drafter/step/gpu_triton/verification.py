@@ -1,10 +1,9 @@
-"""The verdict of `drafter/step/sampling/verification.py` on the GPU, and what `RequestStates.advance` does
-with it.
+"""Triton version of `drafter/step/sampling/verification.py` and of `RequestStates.advance`.
 
-One launch; the host reads nothing, so that it can be captured in a CUDA graph. Called by
+One launch; the host reads nothing, so it can be captured in a CUDA graph. Called by
 `actors/targets/runners/target_pass.py`.
 
-Legend: R requests of a step, X verdicts, W = 1 + most drafts.
+Legend: R requests of a step, X sampled rows, W = 1 + most drafts.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -23,19 +22,19 @@ _WARP = 32
 def accept_and_advance(
     chosen_X: Tensor, requests: DeviceStepRequests, tables: SlotTables, outcome_RW1: Tensor
 ) -> None:
-    """Judge the drafts, write the step's new tokens behind the known ones, and advance `num_computed`.
+    """Verify the drafts, write the step's new tokens after the known ones, and advance `num_computed`.
 
-    A request's last rows are its drafts; the verdicts on them begin at its last known row, and the one after
-    the last draft that stands is a token too. A request that does not sample only advances.
+    A request's last rows are its drafts. Its sampled rows begin at its last known row; the token sampled
+    after the last accepted draft is new too. A request that does not sample only advances.
 
         row          known  known  draft1 draft2 draft3
-        verdict                    X1     X2     X3     X4       X1 is chosen[first_chosen]
-        draft1 = X1, draft2 != X2: out X1 X2, num_tokens 2, num_computed + 3
+        sampled                    X1     X2     X3     X4       X1 is chosen[first_chosen]
+        draft1 = X1, draft2 != X2: new tokens X1 X2, num_tokens 2, num_computed + 3
 
     Args:
-        chosen_X: the target's choices, int64; each request's begin where its `first_chosen` says.
+        chosen_X: the target's sampled tokens, int64; each request's begin at its `first_chosen`.
         outcome_RW1: int32 [R, W + 1], written: the new tokens of each request, then -1; in the last column
-            how many they are.
+            their number.
     """
     num_requests, width = len(requests.slots_R), requests.max_drafts + 1
     assert outcome_RW1.shape == (num_requests, width + 1), "room for all tokens, and their number"
@@ -52,11 +51,11 @@ def accept_and_advance(
         tables.token_ids.stride(0),
         width,
         LANES=max(_WARP, triton.next_power_of_2(width)),
-        num_warps=1,  # a warp reads all drafts before it writes over them
+        num_warps=1,  # one warp reads all drafts before it overwrites them
     )
 
 
-# Where drafts were cut, their numbers stand in the outcome, anywhere.
+# After trimming, `num_drafts` is a view into the outcome with any alignment.
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["num_drafts"])
 def _accept_and_advance(
     chosen,
@@ -72,7 +71,6 @@ def _accept_and_advance(
     width,
     LANES: tl.constexpr,
 ):
-    """One request."""
     request = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     outcome += request * (width + 1)
@@ -94,9 +92,9 @@ def _accept_and_advance(
     stands = (lanes < drafts) & (draft == verdict)
     num_accepted = tl.min(
         tl.where(stands, LANES, lanes), 0
-    )  # the first that does not; lane `drafts` never does
+    )  # the first mismatch; lane `drafts` always is one
     is_new = is_judged & (lanes <= num_accepted)
-    tl.store(behind + lanes, tl.maximum(verdict, 0), mask=is_new)  # NOT_A_NUMBER is no token to go on from
+    tl.store(behind + lanes, tl.maximum(verdict, 0), mask=is_new)  # NOT_A_NUMBER cannot be an input token
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
     tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))

@@ -1,14 +1,14 @@
-"""What a request's rules do to the logits of its rows, before temperature, filters and noise.
+"""Applies requests' logits rules before temperature, filters and noise.
 
 The definition, in PyTorch, on any device. `drafter/step/sampling/logits_processor_states.py` says which rules
-hold in which rows: a row that chooses the token at a position sees all tokens before it, drafts among them,
-as plain decoding would when it comes there. Whatever stands in a row, it is made by the same operations on
-the same numbers, so speculation changes no bit. Called by `drafter/step/sampling/sampler.py`.
+apply in which rows: a row that samples the token at a position sees all tokens before it, drafts included, as
+plain decoding would at that position. The same operations are applied to the same values, so speculation
+changes no bit. Called by `drafter/step/sampling/sampler.py`.
 
-In vLLM's order: allowed tokens, bad words (minimum lengths, `drafter/step/sampling/sampler.py`), bias; then
-penalties: repetition, frequency, presence; and where reasoning has to end, nothing else can be.
+Order, as in vLLM: allowed tokens, bad words (minimum lengths: `drafter/step/sampling/sampler.py`), bias; then
+repetition, frequency and presence penalties; last, where reasoning must end, the forced token.
 
-Legend: N rows, V vocabulary, W rows of a request, A allowed tokens, B biased ones, U tokens that came before
+Legend: N rows, V vocabulary, W rows of a request, A allowed tokens, B biased ones, U distinct tokens before
 any of its rows.
 """
 
@@ -25,11 +25,11 @@ from ....cluster.request.logits_processors import LogitsProcessorParams
 
 @dataclass(frozen=True, slots=True)
 class LogitsRules:
-    """What holds in all rows of a request; None where it has none.
+    """Rules that hold in all rows of a request; None if it has none.
 
     Attributes:
         allowed_A: the only tokens that are possible, int64.
-        banned: tokens that are impossible by themselves, int64.
+        banned: one-token bad words, int64.
         biased_B, bias_B: tokens (int64), and what is added to their logits (fp32).
     """
 
@@ -57,7 +57,7 @@ class TokenCounts:
     Attributes:
         ids_U: distinct, int64.
         counts_WU: how often each was generated, fp32.
-        seen_WU: whether it came at all, in the prompt or generated.
+        seen_WU: whether it occurred at all, in the prompt or generated.
     """
 
     ids_U: Tensor
@@ -67,13 +67,13 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:
-    """The rows of a request that has rules, and what they say there.
+    """The sampled rows of a request with rules, and what applies there.
 
     Attributes:
-        begin, end: its rows among all that choose.
-        impossible_2F: of a row (from `begin` on) the token that would end a bad word; None if there is none.
-        seen: None where nothing is penalized.
-        forced_2F: of a row the only token that can be; None if there is none.
+        begin, end: its rows among all sampled rows.
+        impossible_2F: (row from `begin` on, token that would complete a bad word); None if there is none.
+        seen: None if nothing is penalized.
+        forced_2F: (row, only possible token); None if there is none.
     """
 
     begin: int
@@ -86,7 +86,7 @@ class RuledRows:
 
 
 def apply_rules(logits_NV: Tensor, ruled: Sequence[RuledRows]) -> Tensor:
-    """The logits in fp32 with all rules applied; edited in place where they are fp32 already."""
+    """Return the logits in fp32 with all rules applied; edits fp32 logits in place."""
     logits_NV = logits_NV.float()
     for rows in ruled:
         _apply(logits_NV[rows.begin : rows.end], rows)
@@ -115,7 +115,7 @@ def _apply(logits_WV: Tensor, rows: RuledRows) -> None:
 
 
 def penalized(logits_WU: Tensor, seen: TokenCounts, rules: LogitsProcessorParams) -> Tensor:
-    """The logits [W, U] of seen tokens after the three penalties, fp32. One formula for every row."""
+    """Return the penalized logits [W, U] of seen tokens, fp32."""
     repeated_WU = torch.where(logits_WU > 0, logits_WU / rules.repetition, logits_WU * rules.repetition)
     logits_WU = torch.where(seen.seen_WU, repeated_WU, logits_WU)
     logits_WU = logits_WU - rules.frequency * seen.counts_WU

@@ -1,9 +1,9 @@
-"""What a source of drafts proposes for a step: tokens, and how sure each is. A value, made once per step.
+"""Drafts proposed for a step, with their margins.
 
-A *margin* is how sure a proposal is: the best score minus the second best, as scores are judged, in units of
-logits (`drafter/step/sampling/gumbel_argmax.py`, `drafter/step/sampling/sampler.py`). Target and drafter draw
-the same noise, so a draft is refused where their logits differ by more than the margin. Margins cost drafts
-at most: no token depends on them. Made by `dflash/proposer.py` and whoever else proposes; read by
+A *margin* is the drafter's best score minus its second best, in units of logits
+(`drafter/step/sampling/gumbel_argmax.py`, `drafter/step/sampling/sampler.py`). Target and drafter use the
+same noise, so a draft can be rejected only where their logits differ by more than the margin. Margins decide
+which drafts are verified; no token depends on them. Made by proposers; read by
 `actors/targets/runners/cpu_runner.py`.
 
 Legend: R requests of a step, K most drafts.
@@ -23,8 +23,8 @@ class Proposals:
 
     Attributes:
         drafts_RK: int64, -1 where a request drafts fewer than K.
-        margins_RK: fp32, >= 0; inf where nothing else could be, nan where there is no draft or none that
-            anybody was sure of. None: the source has no opinion.
+        margins_RK: fp32, >= 0; inf if no other token is possible, nan if there is no draft or its margin
+            is unknown. None: the proposer has no margins.
     """
 
     drafts_RK: Tensor
@@ -32,5 +32,5 @@ class Proposals:
 
     @classmethod
     def none(cls, num_requests: int, device: torch.device | str) -> Proposals:
-        """Nobody drafts: K = 0."""
+        """Return empty proposals, K = 0."""
         return cls(torch.empty(num_requests, 0, dtype=torch.int64, device=device), None)

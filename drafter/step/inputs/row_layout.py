@@ -1,12 +1,12 @@
-"""A step's rows where the host lays them out: what they are, where they stand, which tokens they carry.
+"""Lays out a step's rows on the host: slots, positions, tokens and K/V slots.
 
-The definition, in NumPy and PyTorch, anywhere; `step/cpu_numba/row_layout.py` is the same in compiled loops,
-and `step/gpu_triton/inputs/row_layout.py` its twin for state that lives on a GPU. Pages are known on the host
-and tokens live where the step computes, so indices are made here and put there once. Not the state's owner:
-tables are handed in by `drafter/step/request_states.py`.
+The definition, in NumPy and PyTorch; `step/cpu_numba/row_layout.py` implements it in compiled loops, and
+`step/gpu_triton/inputs/row_layout.py` for device-resident state. The host knows pages, and tokens are where
+the step computes, so indices are made here and copied there once. Tables are passed in;
+`drafter/step/request_states.py` owns them.
 
-Legend: N rows of a step, X rows a token is chosen of, R requests of a step, W values of a request, S slots, P
-pages of a request, T tokens, G page groups.
+Legend: N rows of a step, X sampled rows, R requests of a step, W values of a request, S slots, P pages of a
+request, T tokens, G page groups.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Layout = tuple[Tensor, Ints, Ints, Ints, Ints]
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """Who takes part in a step: a plan's numbers as int64.
+    """The requests of a step: a plan's numbers as int64.
 
     Attributes:
-        slots_R, num_rows_R, num_drafts_R: requests, rows of each, drafts among their last rows.
+        slots_R, num_rows_R, num_drafts_R: slots, rows of each, drafts among their last rows.
         first_R: absolute position of each request's first row.
-        begin_R: position behind its known tokens.
-        counts_R: of how many of its last rows a token is chosen.
+        begin_R: position after its known tokens.
+        counts_R: number of its last rows for which a token is sampled.
     """
 
     plan: SchedulerOutput
@@ -63,10 +63,10 @@ class StepRows(PlacedRows):
 
     Attributes:
         token_ids_N: inputs.
-        sampled_X: rows a token is chosen of: of the target's the last ones, of the drafter's all masks.
-        counts_R: how many of them each request of the plan has, int64.
-        max_count: the most of them.
-        sampling: how a token is chosen in each of them; a proposal as the target will choose there.
+        sampled_X: rows for which a token is sampled: the target's last rows, all masks of the drafter.
+        counts_R: sampled rows of each request of the plan, int64.
+        max_count: maximum of `counts_R`.
+        sampling: sampling parameters of each sampled row; a draft is sampled as the target will sample it.
         num_rows_R: rows of each request that has any, int64, on the host.
     """
 
@@ -91,22 +91,22 @@ def lay_out_rows(
     page_tables_GSP: Ints,
     page_size: int,
 ) -> Layout:
-    """Rows, request after request.
+    """Lay out rows, request after request.
 
     Args:
-        tokens_ST: where the step computes.
+        tokens_ST: on the device of the step.
         first_R: absolute position of each request's first row.
-        counts_R: of how many of its last rows a token is chosen.
+        counts_R: number of its last rows for which a token is sampled.
 
     Returns:
-        token_ids_N, beside `tokens`; positions_N, kv_slots_GN; sampled_X (which rows), slots_X (of their
-        requests). int64.
+        token_ids_N, on the device of `tokens`; positions_N, kv_slots_GN; sampled_X (rows), slots_X (of
+        their requests). int64.
     """
     ends_R = np.cumsum(num_rows_R)
     rows_N, slots_N = np.arange(num_rows_R.sum()), np.repeat(slots_R, num_rows_R)
     positions_N = rows_N + np.repeat(first_R - ends_R + num_rows_R, num_rows_R)
     pages_GN = page_tables_GSP[:, slots_N, positions_N // page_size]
-    # NumPy lays a group's picked pages apart; who reads them wants them one behind the other.
+    # Advanced indexing leaves a group's slots strided; readers want them contiguous.
     kv_slots_GN = np.ascontiguousarray(pages_GN * page_size + positions_N % page_size)
     sampled_X = np.flatnonzero(rows_N >= np.repeat(ends_R - counts_R, num_rows_R))
     token_ids_N = tokens_ST[_beside(tokens_ST, slots_N), _beside(tokens_ST, positions_N)]
@@ -114,9 +114,9 @@ def lay_out_rows(
 
 
 def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor) -> None:
-    """Write the first `counts` values of each request from position `begin` on, but for negative ones.
+    """Write each request's first `counts` values, except negative ones, from position `begin` on.
 
-    The last column of `tokens` is nobody's: what must not be kept may be written there.
+    The last column of `tokens` is scratch: discarded values are written there.
     """
     columns_W = torch.arange(values_RW.shape[1], device=values_RW.device)
     wanted_RW = (columns_W < _beside(tokens_ST, counts_R).unsqueeze(1)) & (values_RW >= 0)
@@ -126,7 +126,7 @@ def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints
 
 
 def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
-    """The values [R, W] of each request, which stand one behind the other; behind its `counts` -1 or nan."""
+    """Scatter concatenated values [X] to requests [R, W]; past each one's `counts` -1 or nan."""
     columns_W = torch.arange(width, device=counts_R.device)
     nothing = torch.nan if values_X.is_floating_point() else -1
     if values_X.numel() == 0:

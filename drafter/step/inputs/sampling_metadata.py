@@ -1,6 +1,6 @@
-"""How a step's rows sample, made on the host: settings and noise keys of every row that a token is chosen of.
+"""Sampling parameters and noise keys of a step's sampled rows, made on the host.
 
-The twin of `step/gpu_triton/sampling/sampling_metadata.py`, which keeps the same per request slot. Made by
+The twin of `step/gpu_triton/sampling/sampling_metadata.py`, which keeps them per request slot. Made by
 `drafter/step/request_states.py`, read by `drafter/step/sampling/sampler.py`.
 
 Legend: N rows to sample, M rows with temperature > 0, F forbidden (row, token) pairs.
@@ -22,18 +22,18 @@ from .logits_processors import RuledRows
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How to choose one token for each of N rows.
+    """Parameters to sample one token for each of N rows.
 
     Attributes:
         num_rows: N.
-        noisy_M: the rows that have temperature > 0 and keep more than one token; None if there are none.
-        temperature_M1, top_k_M, top_p_M1, min_p_M1: of these rows; the last three None where no row needs
+        noisy_M: rows with temperature > 0 that keep more than one token; None if there are none.
+        temperature_M1, top_k_M, top_p_M1, min_p_M1: of these rows; the last three are None if no row needs
             them, and neutral (0, 1, 0) for rows that do not.
         key_2M1: two 32-bit noise keys per row, int64.
-        forbidden_F: rows and token ids that must not be chosen (int64 [2, F]); None if there are none.
+        forbidden_F: rows and token ids that must not be sampled (int64 [2, F]); None if there are none.
         max_top_k: the largest top-k in use.
-        ruled: rows of requests that have rules, and what these say there.
-        masks: rows of requests that have grammars, and what these allow there; None if there are none.
+        ruled: rows of requests that have logits rules.
+        masks: token masks of requests that have grammars; None if there are none.
     """
 
     num_rows: int
@@ -61,7 +61,7 @@ class SamplingMetadata:
         device: torch.device | str,
         ruled: tuple[RuledRows, ...] = (),
     ) -> SamplingMetadata:
-        """Rows that all take the likeliest token; see `build`."""
+        """Return metadata for rows that all take the likeliest token; see `build`."""
         forbidden_F = _put(forbidden, device) if forbidden is not None else None
         return cls(num_rows, forbidden_F=forbidden_F, ruled=ruled)
 
@@ -79,13 +79,13 @@ class SamplingMetadata:
         device: torch.device | str = "cpu",
         ruled: tuple[RuledRows, ...] = (),
     ) -> SamplingMetadata:
-        """From host arrays [N], one entry per row.
+        """Build from host arrays [N], one entry per row.
 
         Args:
             top_k: 0 or less keeps all.
-            position: absolute position of the token to be chosen (of the row + 1).
+            position: absolute position of the token to sample (that of the row + 1).
             forbidden: [2, F] rows and token ids.
-            ruled: as of `RuleStates.rows`.
+            ruled: result of `RuleStates.rows`.
         """
 
         def put(values: np.ndarray) -> Tensor:

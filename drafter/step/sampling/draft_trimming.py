@@ -1,4 +1,4 @@
-"""Trims drafts: how many are verified (`cluster/speculation/draft_trimming.py`), and removing the others.
+"""Trims drafts: chooses how many to verify (`cluster/speculation/draft_trimming.py`) and removes the others.
 
 The definition, on any device; `step/cpu_numba/draft_trimming.py` counts in one call,
 `step/gpu_triton/draft_trimming.py` does both in a kernel. Called by `actors/targets/runners/cpu_runner.py`.
@@ -16,13 +16,13 @@ from ....cluster.step.scheduler_output import IntArray, SchedulerOutput
 
 
 def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
-    """Return how many drafts of each request are verified, int32 [R]. Margins are fp32 [R, K]."""
+    """Return the number of verified drafts of each request, int32 [R]. Margins are fp32 [R, K]."""
     assert plan.trim is not None, "asked where drafts are cut"
     num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
     return trimmed(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
 
 
 def take_out(drafts_RK: Tensor, num_drafts_R: Tensor) -> Tensor:
-    """Return the drafts [R, K] with -1 behind the first `num_drafts` of each request."""
+    """Return the drafts [R, K] with -1 after the first `num_drafts` of each request."""
     columns_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
     return drafts_RK.masked_fill(columns_K >= num_drafts_R.unsqueeze(1), -1)

@@ -1,7 +1,7 @@
-"""What grammars allow, applied to logits: the definition, in PyTorch, on any device.
+"""Applies grammars' token bitmasks to logits: the definition, in PyTorch, on any device.
 
 `step/cpu_numba/grammar_masks.py` is the same in a compiled loop, `step/gpu_triton/sampling/grammar_masks.py`
-in a kernel. Which tokens are allowed is `../grammars/states.py`'s. Called by `sampler.py`, behind all rules.
+in a kernel. `drafter/grammars/matchers.py` makes the masks. Called by `sampler.py`, after all rules.
 
 Legend: N rows, V vocabulary, M rows with a mask.
 """
@@ -16,7 +16,7 @@ from ...grammars.token_bitmasks import RowMasks
 
 
 def mask_tokens(logits_NV: Tensor, masks: RowMasks) -> Tensor:
-    """The logits, edited: -inf where a mask's bit is 0; 0 for `end_id` where nothing else is left."""
+    """Return the logits, edited: -inf where a mask's bit is 0; 0 for `end_id` if no token is left."""
     rows_M = torch.from_numpy(masks.rows_M).to(logits_NV.device)
     bits_M8 = masks.bits_MW.view(np.uint8)
     allowed_MV = np.unpackbits(bits_M8, axis=1, count=logits_NV.shape[1], bitorder="little")

@@ -1,9 +1,7 @@
-"""The choice of a token per row: argmax of z, or of z + T g with the noise of
-`drafter/step/inputs/gumbel_noise.py`; and how sure it is.
+"""Chooses a token per row and its margin: argmax of z, or of z + T g (Gumbel-max, `inputs/gumbel_noise.py`).
 
 The definition, in PyTorch, on any device; `step/cpu_numba/gumbel_argmax.py` is the same in compiled loops,
-and `step/gpu_triton/sampling/sampler.py` does it with a step's filters in two launches. Called by
-`sampler.py`.
+and `step/gpu_triton/sampling/sampler.py` does it together with filters. Called by `sampler.py`.
 
 Legend: N rows, M rows with temperature > 0, V vocabulary.
 """
@@ -17,17 +15,18 @@ from ..inputs.gumbel_noise import negative_gumbel
 
 
 def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids [N] (int64), ties to the lowest id; and margins [N] (fp32): the best logit minus the best of
-    the others; inf where one token alone can be, 0 where none can.
+    """Return token ids [N] (int64), ties to the lowest id, and margins [N] (fp32).
+
+    A margin is the best logit minus the second best: inf if only one token is possible, 0 if none is.
 
     Args:
-        logits_NV: any float dtype; -inf where a token cannot be.
+        logits_NV: any float dtype; -inf for impossible tokens.
     """
     return with_margin(logits_NV.float())
 
 
 def are_numbers(logits_NV: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor positive infinity, bool [N].
+    """Return whether a row holds neither NaN nor +inf, bool [N].
 
     Args:
         logits_NV: any float dtype, as the target computed them.
@@ -36,12 +35,12 @@ def are_numbers(logits_NV: Tensor) -> Tensor:
 
 
 def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of z + T g, ids [M] and margins [M].
+    """Return ids [M] and margins [M] of z + T g.
 
-    argmax of z + T g is that of z / T + g, and sound for T -> 0.
+    argmax(z + T g) = argmax(z / T + g), and is stable for T -> 0.
 
     Args:
-        logits_MV: any float dtype; -inf where a token cannot be.
+        logits_MV: any float dtype; -inf for impossible tokens.
         temperature_M1: fp32, above 0.
         key_2M1: `noise_keys`, int64.
     """
@@ -50,7 +49,7 @@ def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tens
 
 
 def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of the best of fp32 scores along the last dimension, ties to the first, and their margins."""
+    """Return the argmax of fp32 scores along the last dimension, ties to the first, and the margins."""
     places = scores.argmax(dim=-1, keepdim=True)
     best, second = scores.gather(-1, places), scores.scatter(-1, places, float("-inf")).amax(dim=-1)
     best = best.squeeze(-1)

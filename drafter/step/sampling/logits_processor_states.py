@@ -1,16 +1,16 @@
-"""Which rules hold in which rows of a step: the rules of request slots, and the tokens they have seen.
+"""Logits rules of request slots, and the tokens they have seen; finds which rules apply in a step's rows.
 
-Only for slots that have rules: of those with penalties the distinct tokens are counted, a step's new ones
-each time; rows of a block add the drafts before them. Owned by `drafter/step/request_states.py`, which tells
-it who enters; what the rules mean is `drafter/step/inputs/logits_processors.py`.
+Kept only for slots with rules. For penalties the distinct tokens are counted incrementally; rows of a block
+add the drafts before them. Owned by `drafter/step/request_states.py`, which reports admissions;
+`drafter/step/inputs/logits_processors.py` defines the rules.
 
-    position    n        n+1     n+2            known: all up to n; the third row sees d1 and d2 besides
+    position    n        n+1     n+2            known: all up to n; the third row also sees d1 and d2
     row         anchor   d1      d2
-    chooses     X_n+1    X_n+2   X_n+3
+    samples     X_n+1    X_n+2   X_n+3
     counts      known    + d1    + d1 + d2
 
-Legend: S slots, T tokens of a request, X rows that choose, W those of a request, U distinct tokens before any
-of them, F (row, token) pairs.
+Legend: S slots, T tokens of a request, X sampled rows, W those of a request, U distinct tokens before any of
+them, F (row, token) pairs.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Endings = dict[int, list[tuple[tuple[int, ...], int]]]
 
 
 class RuleStates:
-    """The rules of those slots that have any."""
+    """The rules of the slots that have any."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: dict[int, _SlotRules] = {}
 
     def admit(self, slot: int, rules: LogitsProcessorParams | None) -> None:
-        """A request enters a slot, new or back; what stood there is forgotten."""
+        """Replace a slot's rules by those of a newly admitted or resumed request."""
         self._slots.pop(slot, None)
         if rules is not None:
             self._slots[slot] = _SlotRules.of(rules, self._device)
 
     def rows(self, tokens_ST: Tensor, slots_X: Ints, num_before_X: Ints) -> tuple[RuledRows, ...]:
-        """What holds in rows that choose tokens.
+        """Return the rules that apply in sampled rows.
 
         Args:
-            tokens_ST: all tokens, drafts behind the known ones.
-            slots_X: of the rows; those of a request stand together.
-            num_before_X: how many tokens of the request each row sees: never fewer than the row before it.
-                Those that the first row sees will not change any more.
+            tokens_ST: all tokens, drafts after the known ones.
+            slots_X: slot of each row; rows of a request are adjacent.
+            num_before_X: number of the request's tokens that each row sees, never fewer than the row before.
+                Those that the first row sees are final.
         """
         if not self._slots or not len(slots_X):
             return ()
@@ -66,11 +66,11 @@ class _SlotRules:
     """A slot's rules.
 
     Attributes:
-        endings: by the last token before it, what would end a bad word: (the tokens before it, itself).
-        longest: most tokens before an ending.
-        thoughts: behind tokens that will not change any more; None where reasoning has no limit.
-        counts: of each token among the first `num_counted`, how often it was generated. Tokens of the prompt
-            are there where they are penalized.
+        endings: by the token before it, what would complete a bad word: (all tokens before it, itself).
+        longest: most tokens before a bad word's last.
+        thoughts: thinking state after the tokens that are final; None if reasoning has no limit.
+        counts: how often each of the first `num_counted` tokens was generated. Prompt tokens are included
+            (as 0) if they are penalized.
     """
 
     rules: LogitsProcessorParams
@@ -93,14 +93,14 @@ class _SlotRules:
         return cls(rules, LogitsRules.of(rules, device), endings, longest, thoughts)
 
     def rows(self, begin: int, end: int, tokens_T: Tensor, num_before_W: Ints) -> RuledRows:
-        """What holds in rows `begin` to `end`."""
+        """Return what applies in rows `begin` to `end`."""
         impossible = self._impossible(tokens_T, num_before_W) if self.endings else None
         seen = self._seen(tokens_T, num_before_W) if self.rules.penalizes else None
         forced = None if self.thoughts is None else self._forced(self.thoughts, tokens_T, num_before_W)
         return RuledRows(begin, end, self.rules, self.fixed, impossible, seen, forced)
 
     def _impossible(self, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
-        """Rows in whose place a bad word of several tokens would end, and with which."""
+        """Return (row, token) pairs that would complete a bad word of several tokens."""
         start = max(self.rules.prompt_length, int(num_before_W[0]) - self.longest)
         generated = tokens_T[start : int(num_before_W[-1])].tolist()
         pairs = [
@@ -113,7 +113,7 @@ class _SlotRules:
         return _pairs(pairs, tokens_T.device)
 
     def _forced(self, thoughts: ThinkingBudgetState, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
-        """Rows in whose place reasoning must end, and with which token."""
+        """Return (row, token) pairs where reasoning must end."""
         num_before = num_before_W.tolist()
         self.thoughts = thoughts = thoughts.behind(tokens_T[thoughts.num_read : num_before[0]].tolist())
         drafts = tokens_T[num_before[0] : num_before[-1]].tolist()
@@ -133,7 +133,7 @@ class _SlotRules:
         counts_WU[:, : len(self.counts)] = np.fromiter(self.counts.values(), np.float32, len(self.counts))
         seen_WU = np.zeros(counts_WU.shape, dtype=np.bool_)
         seen_WU[:, : len(self.counts)] = True
-        # The rows that see a draft are those from some row on.
+        # A draft is seen by all rows from some row on.
         rows_D = np.searchsorted(num_before_W, np.arange(first, first + len(drafts)), side="right")
         for draft, row in zip(drafts, rows_D.tolist(), strict=True):
             counts_WU[row:, columns[draft]] += 1.0
@@ -142,7 +142,6 @@ class _SlotRules:
         return TokenCounts(*(torch.from_numpy(x).to(tokens_T.device) for x in (ids_U, counts_WU, seen_WU)))
 
     def _count(self, new: Tensor) -> None:
-        """Take in the tokens behind those counted."""
         tokens, counts = new.tolist(), self.counts
         num_of_prompt = max(self.rules.prompt_length - self.num_counted, 0)
         if self.rules.repetition != 1.0:
@@ -153,5 +152,4 @@ class _SlotRules:
 
 
 def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> Tensor | None:
-    """Rows and tokens, [2, F]."""
     return torch.tensor(pairs, dtype=torch.int64, device=device).T if pairs else None

@@ -1,13 +1,13 @@
-"""Log probabilities of the tokens that a step chose, and of a prompt's, of the target's own distribution.
+"""Log probabilities of sampled and prompt tokens, under the target's unmodified distribution.
 
-Taken from the logits before rules, temperature and filters have touched them, in fp32. On any device, and
-without asking the host: what a row tells is a run of numbers, which `read_told` makes values of where they
-arrive. Called by `actors/targets/runners/`; which slots asked is kept by whoever drives the steps.
+Computed in fp32 from the logits before rules, temperature and filters. Works on any device without host
+synchronization: a row's result is packed as int32, which `read_told` decodes on the host. Called by
+`actors/targets/runners/`.
 
-    a row's numbers    log probability, rank, L likeliest ids, their L log probabilities    int32; fp32's bits
+    a row's values    log probability, rank, L likeliest ids, their L log probabilities    int32; fp32 bits
 
-Legend: S slots, R requests, X rows that choose, N rows, V vocabulary, H hidden; A requests that asked, Y
-their rows that tell, L likeliest tokens at most, E = 2 + 2 L numbers of a row.
+Legend: S slots, R requests, X sampled rows, N rows, V vocabulary, H hidden; A requests that want log
+probabilities, Y their rows, L most top tokens, E = 2 + 2 L values of a row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ....cluster.request.logprobs import RowLogprobs, StepLogprobs
 from ....cluster.step.scheduler_output import SlotSampling
 from ..inputs.row_layout import Ints
 
-_CHUNK = 32  # rows whose logits stand in memory together, in fp32
+_CHUNK = 32  # rows whose fp32 logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRows:
-    """Whose log probabilities a step is to tell.
+    """The rows of a step that want log probabilities.
 
     Attributes:
-        requests_A, begins_A, counts_A: places in the plan; where the rows of each begin, and how many tell.
+        requests_A, begins_A, counts_A: indices in the plan; first row and number of rows of each.
         num_top: L.
     """
 
@@ -43,7 +43,7 @@ class AskedRows:
 
     @classmethod
     def of(cls, num_top_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
-        """Of requests that asked for so many likeliest tokens (-1: did not ask); None if no row tells."""
+        """Return the rows of requests by their top-k (-1: not wanted); None if there are none."""
         requests_A = np.flatnonzero((num_top_R >= 0) & (counts_R > 0))
         if not len(requests_A):
             return None
@@ -51,16 +51,16 @@ class AskedRows:
         return cls(requests_A, begins_R[requests_A], counts_R[requests_A], most)
 
     def rows(self) -> Ints:
-        """[Y], among all rows that `begins_A` counts; request after request."""
+        """Return the row indices [Y], in the numbering of `begins_A`, request after request."""
         firsts_A = np.cumsum(self.counts_A) - self.counts_A
         return np.repeat(self.begins_A - firsts_A, self.counts_A) + np.arange(self.counts_A.sum())
 
 
 class AskedSlots:
-    """What request slots asked for; of the host, wherever the steps are driven from."""
+    """Log probabilities that each request slot wants; kept on the host for all devices."""
 
     def __init__(self, num_slots: int) -> None:
-        self._num_top_S = np.full(num_slots, -1, dtype=np.int64)  # -1: not asked for
+        self._num_top_S = np.full(num_slots, -1, dtype=np.int64)  # -1: not wanted
         self._num_top_of_prompt_S = np.full(num_slots, -1, dtype=np.int64)
         self._prompt_length_S = np.zeros(num_slots, dtype=np.int64)
 
@@ -71,11 +71,11 @@ class AskedSlots:
         self._prompt_length_S[slot] = sampling.prompt_length
 
     def chosen(self, slots_R: Ints, begins_R: Ints, counts_R: Ints) -> AskedRows | None:
-        """Of rows that choose tokens; all `counts` of a request tell."""
+        """Return the sampled rows that want log probabilities; all `counts` rows of a request do."""
         return AskedRows.of(self._num_top_S[slots_R], begins_R, counts_R)
 
     def prompts(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> AskedRows | None:
-        """Of rows of prompts, which all have another token of theirs behind them.
+        """Return the prompt rows that want log probabilities: all that are followed by a prompt token.
 
         Args:
             first_R: absolute position of each request's first row.
@@ -86,12 +86,12 @@ class AskedSlots:
 
 
 def raw_logprobs(logits_XV: Tensor, asked: AskedRows) -> Tensor:
-    """Of all tokens, in the rows of those that asked: fp32 [Y, V]. A copy."""
+    """Return log probabilities of all tokens in these rows: fp32 [Y, V], a copy."""
     return logits_XV[torch.from_numpy(asked.rows()).to(logits_XV.device)].float().log_softmax(dim=-1)
 
 
 def tell(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
-    """What rows say of these tokens and of the likeliest ones: int32 [Y, E]."""
+    """Pack log probabilities and ranks of these tokens and of the likeliest ones: int32 [Y, E]."""
     own_Y1 = logprobs_YV.gather(1, token_ids_Y.unsqueeze(1))
     ranks_Y1 = (logprobs_YV >= own_Y1).sum(dim=1, keepdim=True)
     top = logprobs_YV.topk(min(num_top, logprobs_YV.shape[1]), dim=1)
@@ -102,7 +102,7 @@ def tell(logprobs_YV: Tensor, token_ids_Y: Tensor, num_top: int) -> Tensor:
 def tell_in_chunks(
     hidden_YH: Tensor, token_ids_Y: Tensor, head: Callable[[Tensor], Tensor], num_top: int
 ) -> Tensor:
-    """The same from hidden states: int32 [Y, E]. Of prompts there are more rows than logits have room.
+    """Pack log probabilities from hidden states, int32 [Y, E], in chunks: a prompt's logits may not fit.
 
     Args:
         token_ids_Y: int64.
@@ -114,12 +114,12 @@ def tell_in_chunks(
 
 
 def num_told(num_top: int, vocab_size: int) -> int:
-    """E."""
+    """Return E, the number of values of a row."""
     return 2 + 2 * min(num_top, vocab_size)
 
 
 def read_told(told_YE: NDArray[np.int32], asked: AskedRows) -> StepLogprobs:
-    """What came of `tell`, where it has arrived on the host. A copy."""
+    """Decode the packed values of `tell` on the host. A copy."""
     num_top = (told_YE.shape[1] - 2) // 2
 
     def floats(values: NDArray[np.int32]) -> NDArray[np.float32]:

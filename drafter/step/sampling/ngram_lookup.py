@@ -1,8 +1,8 @@
 """Prompt look-up: proposes the tokens that followed an earlier occurrence of a sequence's last tokens.
 
 Of the last n tokens, n from `longest` down to `shortest`, the longest run that occurs earlier is taken, at
-its last occurrence, and the tokens behind it are proposed. Where they reach the end of the sequence the copy
-continues with the tokens proposed so far, so repeating text is continued for as long as drafts are wanted:
+its last occurrence, and the tokens after it are proposed. If they reach the end of the sequence, the copy
+continues with the tokens proposed so far, so repeating text is continued for as many drafts as are wanted:
 
     known   a b c x y a b c          the last 3, a b c, occur earlier
     drafts                  x y a b
@@ -43,7 +43,7 @@ def look_up(
 def _continuation(known_T: Ints, shortest: int, longest: int) -> int | None:
     """Return where the continuation of the last tokens begins; None if they occur nowhere earlier."""
     last, begin = len(known_T) - 1, None
-    ends = np.flatnonzero(known_T[:last] == known_T[last])  # of earlier runs that match so far
+    ends = np.flatnonzero(known_T[:last] == known_T[last])  # ends of earlier runs that match so far
     for length in range(1, longest + 1):
         if not len(ends):
             break

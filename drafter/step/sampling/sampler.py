@@ -1,17 +1,16 @@
-"""Choosing tokens: X_t = argmax(log p_t + Gumbel noise(seed, t, token)), for target and drafter alike.
+"""Samples tokens: X_t = argmax(log p_t + g(seed, t, token)), for target and drafter alike.
 
-Stateless: the noise is a function of (seed, absolute position, token id) by an integer hash, so it is the
-same on every device, in every batch, and after any restart; nothing is drawn or stored. A drafter that uses
-the same noise proposes what the target is likely to choose. Greedy is the limit of temperature 0. Called by
-`dflash/proposer.py` and `actors/targets/runners/cpu_runner.py`.
+Gumbel-max sampling (arXiv 1411.0030) with noise g shared by target and drafter (arXiv 2408.07978). Stateless:
+g is an integer hash of (seed, absolute position, token id), so it is the same on every device, in every
+batch, and after any restart. A drafter that uses the same noise proposes what the target is likely to sample.
+Temperature 0 is greedy. Called by `dflash/proposer.py` and `actors/targets/runners/cpu_runner.py`.
 
-Before anything else, what cannot be is taken out: requests' rules are applied
-(`drafter/step/inputs/logits_processors.py`), then the masks of their grammars (`grammar_masks.py`); then
-filters cut (`top_k_top_p.py`).
+Order: requests' rules (`drafter/step/inputs/logits_processors.py`), their grammars' masks
+(`grammar_masks.py`), then filters (`top_k_top_p.py`).
 
-Of a proposal it is told too how sure it is (`drafter/step/inputs/proposals.py`): its margin among what the
-filters keep. Where they keep one token alone, noise has no say, and the margin is that of temperature 0,
-among all that rules and grammars allow: what filters cut here they may keep on the other model's logits.
+A draft also gets a margin (`drafter/step/inputs/proposals.py`) among what the filters keep. If they keep only
+one token, noise has no effect, and the margin is that of temperature 0 among all tokens that rules and
+grammars allow: what filters cut here they may keep with the other model's logits.
 
 Legend: N rows to sample, M rows with temperature > 0, V vocabulary.
 """
@@ -28,10 +27,10 @@ from .top_k_top_p import filter_logits
 
 
 def sample_rows(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION) -> Tensor:
-    """Token ids [N] (int64), ties to the lowest id. `logits` may be edited in place.
+    """Return token ids [N] (int64), ties to the lowest id. May edit the logits in place.
 
     Args:
-        logits_NV: any float dtype; -inf where a token cannot be.
+        logits_NV: any float dtype; -inf for impossible tokens.
     """
     return sample_with_margins(logits_NV, batch, operators)[0]
 
@@ -39,7 +38,7 @@ def sample_rows(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOpera
 def sample_with_margins(
     logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators = DEFINITION
 ) -> tuple[Tensor, Tensor]:
-    """The same ids, and each one's margin [N] (fp32)."""
+    """Return the ids of `sample_rows` and their margins [N] (fp32)."""
     logits_NV = edit_logits(logits_NV, batch, operators)
     if batch.noisy_M is None:
         return operators.argmax_margin(logits_NV)
@@ -51,7 +50,7 @@ def sample_with_margins(
 
 
 def edit_logits(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOperators) -> Tensor:
-    """The logits, perhaps in place, as requests' rules and grammars want them."""
+    """Apply stop-token limits, rules and grammar masks; may edit in place."""
     if batch.forbidden_F is not None:
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
     if batch.ruled:
@@ -62,7 +61,6 @@ def edit_logits(logits_NV: Tensor, batch: SamplingMetadata, operators: StepOpera
 def _sample_noisy(
     logits_MV: Tensor, batch: SamplingMetadata, operators: StepOperators
 ) -> tuple[Tensor, Tensor]:
-    """Over what the filters keep; see the module's text."""
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
     kept_MV = filter_logits(logits_MV, batch)
     ids_M, margins_M = operators.noisy_argmax_margin(kept_MV, batch.temperature_M1, batch.key_2M1)

@@ -1,9 +1,9 @@
-"""DFlash2's choice of a block's drafts: rules, then candidates of each row, then a walk over them.
+"""DFlash2's selection of a block's drafts: rules, then candidates of each row, then a walk over them.
 
-Rules come before the candidates are taken, for they may forbid some; so does the noise, for it says which
-tokens can win (`selector_candidates.py`). Filters come behind the scores, for these are what the drafter
-believes (`selector_walk.py`). Called by `dflash/proposer.py`; `gpu_triton/` has candidates and paths in
-kernels. What a selector scores is `dflash/model.py`'s.
+Rules and noise come before the candidates, because they decide which tokens can win
+(`selector_candidates.py`). Filters come after the selector's scores, because these are the drafter's
+distribution (`selector_walk.py`). Called by `dflash/proposer.py`; `gpu_triton/` has candidates and walk in
+kernels.
 
 Legend: V vocabulary, E rank, X mask rows.
 """
@@ -26,7 +26,7 @@ def select_paths(
     codebooks: SelectorCodebooks,
     operators: StepOperators = DEFINITION,
 ) -> Proposals:
-    """Drafts [R, W]; a margin is that of the scores behind who was chosen before.
+    """Return drafts and margins [R, W]; a margin is between scores after the token chosen before.
 
     Args:
         logits_XV: any float dtype, of `block`'s mask rows; may be edited.

@@ -1,10 +1,9 @@
-"""The candidates of a row: the few tokens that a selector (`selector_walk.py`) is to choose one of.
+"""Candidates of a row: the few tokens among which a selector (`selector_walk.py`) chooses.
 
-What will be chosen is argmax of z + T g, with the noise g of `drafter/step/inputs/gumbel_noise.py`. So where
-there is temperature the candidates are the largest of z + T g: at temperature 1 the token that wins is often
-none of the likeliest few. What a filter would cut is no better for its noise; it has the least that there is,
-and so stands behind all that is kept, by its logit. Where filters keep no more than there are candidates,
-these are the likeliest.
+The choice will be argmax of z + T g, with the noise g of `drafter/step/inputs/gumbel_noise.py`. So with
+temperature the candidates are the largest of z + T g: at temperature 1 the winner is often not among the
+likeliest few. Tokens that a filter would cut get the least possible g, so they rank after kept tokens, by
+their logit. If filters keep no more tokens than there are candidates, the candidates are the likeliest.
 
 The definition, in PyTorch, on any device; `step/cpu_numba/selector_candidates.py` is the same in compiled
 loops, and `step/gpu_triton/sampling/selector_candidates.py` in a kernel. Called by `selector.py`.
@@ -23,10 +22,10 @@ from .top_k_top_p import floors
 
 
 def candidates(logits_XV: Tensor, batch: SamplingMetadata, top_k: int) -> tuple[Tensor, Tensor]:
-    """Logits (fp32) and ids (int64) of the candidates, [X, K], ids ascending: later ties go to the lowest.
+    """Return candidates' logits (fp32) and ids (int64), [X, K], ids ascending: ties go to the lowest.
 
     Args:
-        logits_XV: any float dtype; -inf where a token cannot be.
+        logits_XV: any float dtype; -inf for impossible tokens.
     """
     scores_XV = logits_XV
     if batch.noisy_M is not None:

@@ -1,4 +1,4 @@
-"""Operators of a step that the host drives: they lay out rows, choose tokens, trim and verify drafts.
+"""Operators of a host-driven step: they lay out rows, sample tokens, trim and verify drafts.
 
     StepOperators        NumPy and PyTorch, on any device: the definition, in `inputs/row_layout.py` and this
                          folder's `grammar_masks.py`, `gumbel_argmax.py`, `selector_candidates.py`,
@@ -6,8 +6,8 @@
     LoopStepOperators    compiled loops on a CPU: files of the same names in `cpu_numba/`. Integers are equal,
                          noise differs by units in the last place
 
-`actors/targets/loading/operator_factory.py` chooses one of them when a runner is made. Steps that a GPU
-drives use kernels that read state on the device instead (`gpu_triton/`).
+`actors/targets/loading/operator_factory.py` chooses one of them when a runner is made. Device-driven steps
+use kernels that read state on the GPU instead (`gpu_triton/`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import verification
 
 
 class StepOperators:
-    """The definition."""
+    """The operators as defined in NumPy and PyTorch."""
 
     lay_out_rows = staticmethod(rows.lay_out_rows)
     write_tokens = staticmethod(rows.write_tokens)

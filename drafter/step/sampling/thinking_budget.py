@@ -1,11 +1,11 @@
-"""Reasoning that must end: which token a row is bound to, where a request's budget of thoughts is spent.
+"""Ends reasoning when a request's thinking budget is spent: finds the token that a row is forced to.
 
-A row sees the tokens before it, drafts among them, as plain decoding would, so that speculation changes
-nothing. The definition, for rules that are counted on the host (`logits_processor_states.py`);
-`step/gpu_triton/sampling/logits_processors.py` finds the same in the table of tokens.
+A row sees the tokens before it, drafts included, as plain decoding would, so speculation changes nothing. The
+definition, for rules that are evaluated on the host (`logits_processor_states.py`);
+`step/gpu_triton/sampling/logits_processors.py` derives the same from the token table.
 
-    .. <think> a b c | </think> d e     budget 3: behind `c` the end's first token is the only one, and its
-               1 2 3                    others follow; a part of it that stands there already counts
+    .. <think> a b c | </think> d e     budget 3: after `c` the end mark's first token is forced, then its
+               1 2 3                    others; a part of it that is already present counts
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ....cluster.request.logits_processors import ThinkingBudget
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudgetState:
-    """Where a request's reasoning stands behind some of its tokens.
+    """State of a request's reasoning after some of its tokens.
 
     Attributes:
-        num_read: tokens.
-        begin: the position behind the start of reasoning; None outside.
-        recent: the last tokens, as many as one of the marks has.
+        num_read: number of tokens.
+        begin: the position after the start of reasoning; None outside.
+        recent: the last tokens, as many as the longer mark has.
     """
 
     rule: ThinkingBudget
@@ -33,11 +33,11 @@ class ThinkingBudgetState:
 
     @classmethod
     def at_start(cls, rule: ThinkingBudget, prompt_length: int) -> ThinkingBudgetState:
-        """Before any token. Without a mark for its start reasoning begins with the answer."""
+        """Return the state before any token. Without a start mark, reasoning begins with the answer."""
         return cls(rule, begin=None if rule.start else prompt_length)
 
     def behind(self, tokens: Sequence[int]) -> ThinkingBudgetState:
-        """Behind further tokens."""
+        """Return the state after further tokens."""
         rule, begin, num_read, recent = self.rule, self.begin, self.num_read, self.recent
         longest = max(len(rule.start), len(rule.end))
         for token in tokens:
@@ -51,7 +51,7 @@ class ThinkingBudgetState:
 
     @property
     def forced(self) -> int | None:
-        """The only token that can follow, if there is one."""
+        """The only token that can follow; None if unconstrained."""
         if self.begin is None or (count := self.num_read - self.begin) < self.rule.budget:
             return None
         end = self.rule.end

@@ -1,12 +1,12 @@
-"""Judging drafts: a drafted token stands iff it equals the token that the target chose there.
+"""Verifies drafts: a draft is accepted if and only if it equals the token that the target samples there.
 
-Equal-noise verification: the choice X_t (sampling.py) depends on the committed prefix, the request's seed and
-the position alone, so the first mismatch is itself the right token, and a full match yields one more. No loop
-over requests, no special case for greedy, no rejection sampler. The definition, on any device;
-`step/cpu_numba/verification.py` and `step/gpu_triton/verification.py` are the same. Called by
-`actors/targets/runners/cpu_runner.py`.
+Equal-noise verification (drafter-invariant speculative decoding, arXiv 2408.07978): the sampled token X_t
+(`sampler.py`) depends only on the committed prefix, the request's seed and the position. So the first
+mismatch is itself the correct token, and a full match yields a bonus token. Needs no loop over requests, no
+special case for greedy, no rejection sampler. The definition, on any device; `step/cpu_numba/verification.py`
+and `step/gpu_triton/verification.py` are the same. Called by `actors/targets/runners/cpu_runner.py`.
 
-Legend: X verdicts, R requests, K most drafts, W = K + 1.
+Legend: X sampled rows, R requests, K most drafts, W = K + 1.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..inputs.row_layout import by_request
 
 
 def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens come out of a step.
+    """Return the tokens that a step produces.
 
     Args:
-        chosen_X: the target's choices, request after request, in the order of rows.
-        counts_R: how many of them each request has: 1 + its drafts, or 0 if nothing is sampled. int64.
-        drafts_RK: proposals, -1 where there are fewer than K.
+        chosen_X: the target's sampled tokens, request after request, in the order of rows.
+        counts_R: sampled rows of each request: 1 + its drafts, or 0 if nothing is sampled. int64.
+        drafts_RK: drafts, -1 where there are fewer than K.
 
     Returns:
         token_ids [R, W], the new tokens of each request, then -1; and num_tokens [R]. Both int64.
     """
     chosen_RW = by_request(chosen_X, counts_R, drafts_RK.shape[1] + 1)
-    # A draft of -1 stands against the one token more that its request has: there the run of matches ends.
+    # A draft of -1 never equals the bonus token in its place, so the run of matches ends there.
     stood_RK = (chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)
     num_tokens_R = (stood_RK.sum(dim=1) + 1) * (counts_R > 0)
     columns_W = torch.arange(chosen_RW.shape[1], device=counts_R.device)

@@ -1,1 +1,1 @@
-"""The thread team of the fused CPU pass."""
+"""The thread team of the fused CPU pass. Start with `thread_team.py`."""

@@ -1,18 +1,18 @@
-"""Threads that run one compiled task together: thread 0 is the caller's, the others wait here.
+"""Threads that run one compiled task together: thread 0 is the caller, the others are workers.
 
-A *task* is compiled code, called as task(args, thread, num_threads) on every thread at once; within it
-`barrier` separates what must not overlap. Threads that have nothing to do look for work for some tens of
-microseconds, as a step's passes follow each other closely, then sleep in the kernel. Python sees one call.
+A *task* is compiled code, called as task(args, thread, num_threads) on every thread at once; `barrier`
+separates its phases. Idle workers spin for some tens of microseconds, because a step's passes follow each
+other closely, then sleep in the kernel (futex). Python sees one call.
 
-    caller: publish the task, then a new epoch, wake who sleeps ─▶ run as thread 0 ─▶ wait until all are done
-    others: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ look, then sleep
+    caller:  publish the task, then a new epoch, wake sleepers ─▶ run as thread 0 ─▶ wait until all are done
+    workers: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ spin, then sleep
 
-One task at a time: who finds the team at work runs its task alone, with the same result, since no task's
-result depends on the number of threads. For the same reason a team may be smaller than asked:
-`thread_team_size.py` says how large it is where other processes take the cores.
+One task at a time: a caller that finds the team busy runs its task alone, with the same result, since no
+task's result depends on the number of threads. For the same reason a team may be smaller than requested:
+`thread_team_size.py` sets its size when other processes use the cores.
 
-An epoch is a count and, in its low bits, how many threads it wants: who is not wanted reads nothing else, and
-who is wanted finds the task in place, for its caller waits for all of them.
+An epoch is a count and, in its low bits, the number of threads it needs. Threads that are not needed read
+nothing else; needed threads find the task in place, because the caller waits for all of them.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -34,14 +34,14 @@ from ...cpu_numba.llvm_intrinsics import call_task, fetch_add, pause, read_share
 from ...cpu_numba.thread_clock import now_ns
 from .thread_team_size import LIMIT, NUM_SIZE_LINES, begin_sizes, judge, note_wait, size_now, try_out
 
-# Words are 64 bytes apart: a line that one thread writes is not one that another reads.
+# Words are 64 bytes apart, each in its own cache line, to avoid false sharing.
 _EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _ARRIVED, _PHASE, _CALL, _SIZES = (64 * i for i in range(10))
 _NUM_LINES = 9 + NUM_SIZE_LINES
 _MAX_THREADS = 1024
-_LOOKS = 4000  # some 40 to 200 microseconds, as long as a CPU pauses
-_LOOKS_BEFORE_CLOCK, _LOOKS_BEFORE_YIELD = 250, 2000  # at a barrier; who is waited for may need this core
+_LOOKS = 4000  # some 40 to 200 microseconds, depending on the CPU's pause
+_LOOKS_BEFORE_CLOCK, _LOOKS_BEFORE_YIELD = 250, 2000  # at a barrier; the awaited thread may need this core
 
-_FUTEX = 98 if platform.machine() == "aarch64" else 202  # Linux's number of the call, on x86-64 the latter
+_FUTEX = 98 if platform.machine() == "aarch64" else 202  # Linux's system call number, the latter on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # private to the process
 _int64 = types.int64
 _system_call = types.ExternalFunction(
@@ -51,10 +51,10 @@ _yield = types.ExternalFunction("sched_yield", signature(types.int32))
 
 
 class ThreadTeam:
-    """The process's threads; they live as long as it does. Grows to what is asked of it."""
+    """The process's threads, which live as long as it does. Grows on demand."""
 
     def __init__(self) -> None:
-        _work.compile((types.int64, types.int64))  # now: a caller must not wait for it in a task
+        _work.compile((types.int64, types.int64))  # compile now: a task's caller must not wait for it
         self._words = np.zeros(8 * (_NUM_LINES + 1), dtype=np.int64)
         self.address = -(-self._words.ctypes.data // 64) * 64
         begin_sizes(self.address + _SIZES, _MAX_THREADS)
@@ -63,11 +63,11 @@ class ThreadTeam:
 
     @property
     def limit(self) -> int:
-        """Threads that a task may get at present (`thread_team_size.py`)."""
+        """Number of threads that a task may get at present (`thread_team_size.py`)."""
         return int(self._words[(self.address - self._words.ctypes.data + _SIZES + LIMIT) // 8])
 
     def of(self, num_threads: int) -> int:
-        """The team's address, once it has so many threads."""
+        """Return the team's address, after growing it to `num_threads` threads."""
         if num_threads > self._num_threads:
             with self._lock:
                 for thread in range(self._num_threads, num_threads):
@@ -79,20 +79,20 @@ class ThreadTeam:
 
 @cache
 def process_team() -> ThreadTeam:
-    """There are as many cores as there are, however many models: one team serves all."""
+    """Return the process's team. All models share it, because they share the cores."""
     _make_anew_in_children()
     return ThreadTeam()
 
 
 @cache
 def _make_anew_in_children() -> None:
-    """A child has none of these threads; a child's child hears of it by the same registration."""
+    """Drop the team in forked children, which have none of its threads."""
     os.register_at_fork(after_in_child=process_team.cache_clear)
 
 
 @elements
 def run(team, task, args, num_threads):
-    """Run the task on the threads of the team that have cores, or alone if the team is at work."""
+    """Run the task on the team's available threads, or alone if the team is busy."""
     if num_threads == 1 or fetch_add(team + _BUSY, 1) != 0:
         if num_threads != 1:
             fetch_add(team + _BUSY, -1)
@@ -130,7 +130,7 @@ def _begin_epoch(team, size):
 
 @elements
 def _call_the_given_up(team):
-    """To a trial, or back; they sleep for a call, or still for the next task."""
+    """Wake suspended threads, for a trial or to rejoin; they sleep on `_CALL`, or still on the epoch."""
     fetch_add(team + _CALL, 1)
     _wake_all(team + _CALL)
     _begin_epoch(team, 1)
@@ -143,13 +143,13 @@ def _wake_all(word):
 
 @elements
 def _sleep(word, value):
-    """Until somebody wakes this thread; not at all if the word has changed."""
+    """Sleep until the word is woken; return at once if it no longer has this value."""
     _system_call(_FUTEX, word, _FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
 
 @elements
 def barrier(team, num_threads):
-    """Go on when all threads of the task are here."""
+    """Wait until all threads of the task have arrived."""
     if num_threads == 1:
         return
     phase = read_shared(team + _PHASE)
@@ -162,7 +162,7 @@ def barrier(team, num_threads):
 
 @elements
 def _wait_for(team, word, value):
-    """Look for the value; who has looked long lets others have the core, and says how long it took."""
+    """Spin until the word has this value; after a long wait yield the core, and record how long it took."""
     looks, begin_ns = 0, 0
     while read_shared(word) != value:
         pause()
@@ -177,10 +177,9 @@ def _wait_for(team, word, value):
 
 @elements
 def _work(team, thread):
-    """The life of a thread beside the caller's."""
     epoch, heard = 0, 0
     while True:
-        while thread >= read_shared(team + _SIZES + LIMIT):  # given up
+        while thread >= read_shared(team + _SIZES + LIMIT):  # suspended
             call = read_shared(team + _CALL)
             if call != heard:
                 try_out(team + _SIZES, thread)

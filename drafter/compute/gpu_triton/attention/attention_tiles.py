@@ -1,8 +1,8 @@
-"""How an attention call is cut into tiles, and the tensors it shares: host arithmetic, no Triton.
+"""Tile sizes of attention calls, and their shared tensors: host arithmetic, no Triton.
 
-All of it follows from shapes that a CUDA graph freezes; what follows from lengths, how contexts are cut into
-pieces, is decided on the device (`work_list.py`). Called by `work_list.py` and `paged_attention.py`, and by
-whoever makes a step's rows.
+Everything here follows from shapes that a CUDA graph fixes; how contexts are split into pieces depends on
+lengths, and is decided on the device (`work_list.py`). Called by `work_list.py`, `paged_attention.py` and the
+row layout.
 
 Legend: B requests, N rows, Q query heads, K kv heads, D head dim, F that of values, P pages of a request, S
 page size, E rows of partial results.
@@ -19,29 +19,29 @@ from torch import Tensor
 
 Ints = NDArray[np.integer]
 
-_PROGRAMS_PER_PROCESSOR = 2  # as many as registers and shared memory hold of blocks of 64 rows
+_PROGRAMS_PER_PROCESSOR = 2  # registers and shared memory hold two blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
-_PARTIAL_ROWS = 512  # of partial results, for each program
-_MIN_WIDTH = 16  # of a tile: the least that the matrix unit takes
+_PARTIAL_ROWS = 512  # of partial results, per program
+_MIN_WIDTH = 16  # of a tile: the minimum of tensor cores
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
-_BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
-MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
+_BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that fit in registers without spilling, by bytes of a value
+MIN_PIECE_TILES = 2  # for a piece of one tile, writing and reading partials is twice its K/V
 _SPLIT_KEYS, _RUN_SPLITS = 256, 16  # in batch-invariant mode
 _ALL_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where a step's rows are and what they may see. All tensors live on the device; graphs replay over them.
+    """A step's rows for attention. All tensors are on the device; graphs replay over them.
 
     Attributes:
         slots_B: int32, each request's row of `page_table`.
         cu_rows: int32 [B + 1], rows before each request; rows from cu_rows[B] on are padding.
-        kv_lengths_B: int32, keys of each request, those of this call's rows included.
-        page_table: int32 [slots, P], page ids from position 0 on; none behind a request's length is read.
-        max_rows: no request has more rows (host integer, at least 1: it chooses the tiles).
-        host_spans_B2: first position and rows of each request, on the host, where it knows them: of prompts,
-            among which is no padding. None of whoever decodes.
+        kv_lengths_B: int32, keys of each request, this call's rows included.
+        page_table: int32 [slots, P], page ids from position 0 on; none past a request's length is read.
+        max_rows: maximum rows of a request (host integer, at least 1: it determines the tiles).
+        host_spans_B2: first position and rows of each request, on the host, if known: for prompts, which
+            have no padding. None for decoding.
     """
 
     slots_B: Tensor
@@ -77,14 +77,14 @@ def rows_from_host(
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What layers have in common that cut a pass alike.
+    """Properties shared by the layers that use one work list.
 
     Attributes:
         head_dim, v_head_dim: of queries and keys; of values.
         dtype: of q, K and V.
         page_size: tokens of a page.
-        causal, window, first_key: as in `attention.verify_attention`.
-        most_rows: requests of more are left out: another kernel attends for them, and writes their results.
+        causal, window, first_key: see `eager.attention.paged_attention`.
+        most_rows: requests with more rows are skipped; another kernel computes them.
     """
 
     num_heads: int
@@ -100,19 +100,18 @@ class AttentionKind:
 
 
 class AttentionWorkspace:
-    """Room for partial results of shared contexts: allocated once, used by every layer in turn.
+    """Memory for partial results of split contexts: allocated once, used by every layer in turn.
 
     Args:
         v_head_dim: of values.
-        num_programs: that a launch has at most; by default as many as the device runs at once.
-        batch_invariant: make every sum of the same parts in the same order and keep one tile height, so that
-            a row's bits depend on neither its companions nor its place among them. Costs: tiles of 64 rows
-            also for prompts and single rows, and a pause after every 256 keys.
+        num_programs: most programs of a launch; by default as many as the device runs at once.
+        batch_invariant: make every sum of the same parts in the same order and use one tile height, so that
+            a row's bits depend on neither other rows nor its place among them. Costs: tiles of 64 rows
+            also for prompts and single rows, and a rescaling after every 256 keys.
 
     Attributes:
-        max_E, sum_E, out_EF: fp32, the m, l and o of `paged_attention.py`; a tile of block_rows takes as many
-            rows.
-        arrived: int32, how many parts of a sum are there; zeros between launches.
+        max_E, sum_E, out_EF: fp32, the m, l and o of `paged_attention.py`; a tile takes `block_rows` rows.
+        arrived: int32, how many parts of a sum are stored; zeros between launches.
     """
 
     __slots__ = ("arrived", "batch_invariant", "max_E", "num_programs", "out_EF", "sum_E")
@@ -134,7 +133,7 @@ class AttentionWorkspace:
         self.arrived = torch.zeros(num_rows // _MIN_BLOCK_ROWS, 2, dtype=torch.int32, device=device)
 
     def num_slots(self, block_rows: int) -> int:
-        """Partial results of tiles of such a height that it holds."""
+        """Return how many partial results of tiles of this height it holds."""
         return len(self.max_E) // block_rows
 
 
@@ -146,14 +145,14 @@ def _programs_at_once(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """One call's tiles.
+    """Tile sizes of one call.
 
     Attributes:
-        block_rows, block_keys: a tile: query rows times the heads of a group, and keys.
+        block_rows, block_keys: query rows times the heads of a group, and keys, of a tile.
         tile_tokens: rows of a request in a tile.
         num_warps: of a program.
-        split_keys, run_splits: what sums are made of in batch-invariant mode: splits of so many keys, runs of
-            so many splits; 0 where they may be made of anything.
+        split_keys, run_splits: structure of sums in batch-invariant mode: splits of `split_keys` keys, runs
+            of `run_splits` splits; 0 otherwise.
     """
 
     block_rows: int
@@ -164,22 +163,22 @@ class TilePlan:
     run_splits: int
 
     def num_programs(self, num_requests: int, max_rows: int, num_kv_heads: int, max_keys: int) -> int:
-        """Programs that can have work, were every context as long as the page table allows."""
+        """Return how many programs can have work if every context is as long as the page table allows."""
         query_tiles = -(-max_rows // self.tile_tokens)
         pieces = -(-max_keys // (self.block_keys * MIN_PIECE_TILES))
         return num_requests * query_tiles * num_kv_heads * pieces
 
 
 def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False) -> TilePlan:
-    """Tiles for a call by its shapes alone: of a kind at most four plans, in invariant mode one.
+    """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one.
 
     Args:
-        max_rows: as in `PagedRows`.
+        max_rows: see `PagedRows`.
     """
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
     block_keys = _block_keys(width, kind.dtype.itemsize)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
-    if batch_invariant:  # three sums under way at once: half the rows where heads are wide, and more warps
+    if batch_invariant:  # three accumulators at once: half the rows if heads are wide, and more warps
         wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // tile_width(kind.v_head_dim)
     else:
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
@@ -196,14 +195,14 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
 
 
 def _block_keys(width: int, itemsize: int) -> int:
-    """Keys of a tile: so many that copies of several tiles of K and V fit into shared memory."""
+    """Return the keys of a tile, so that several stages of K and V tiles fit in shared memory."""
     if itemsize == 2 and width <= 128:
         return 64
     return 32 if width * itemsize <= 1024 else 16
 
 
 def tile_width(head_dim: int) -> int:
-    """Columns of a tile that holds such heads: what is behind them is masked."""
+    """Return the columns of a tile that holds such heads; the rest is masked."""
     return max(_power_of_two_above(head_dim), _MIN_WIDTH)
 
 

@@ -1,10 +1,10 @@
-"""Attention of a tile of rows over tiles of paged keys: the loop of `paged_attention.py`'s kernel.
+"""Attention of a tile of rows over tiles of paged keys: the inner loop of `paged_attention.py`'s kernel.
 
-Where keys are latents (`mla.py`), a key has a *tail* behind what is its value, too, and is read once.
+For MLA (`mla.py`) the value is the first part of the key; a key also has a *tail*, and is read once.
 
-In batch-invariant mode a sum is always made so: a split of 256 keys at a time, begun anew; splits of a run
-added in order; runs added in order, whether one program does all this or many. All boundaries are absolute
-positions, and a tile that a row sees nothing of changes none of its bits.
+In batch-invariant mode sums have a fixed structure: each split of 256 keys starts fresh; the splits of a run
+are added in order; runs are added in order, whether one program does all this or many. All boundaries are
+absolute positions, and a tile in which a row sees no key changes none of its bits.
 
 Legend: R rows of a tile (tokens x heads of a group), T keys of a tile, D head dim, F that of values, C of a
 tail.
@@ -20,7 +20,7 @@ import triton.language as tl
 from .split_kv_reduce import add_parts, no_part
 from .work_list import first_seen
 
-_FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 
 
 @triton.jit
@@ -41,10 +41,10 @@ def attend_piece(
     SPLIT_TILES: tl.constexpr,
     RUN_SPLITS: tl.constexpr,
 ):
-    """Attend to key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits.
+    """Attend to key tiles lo..hi-1, lo < hi; return (m, l, o). In invariant mode a sum of runs of splits.
 
     Args:
-        queries: (q [R, D]; their tails [R, C]; their positions [R]; scale of scores that are powers of two).
+        queries: (q [R, D]; their tails [R, C]; their positions [R]; scale of scores, for exp2).
         keys: (pointers to keys, values and the request's page table; number of keys; strides of pages and of
             tokens).
     """
@@ -101,7 +101,7 @@ def _attend_tiles(
     WINDOW: tl.constexpr,
     FIRST_KEY: tl.constexpr,
 ):
-    """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
+    """Attend to key tiles lo..hi-1 with online softmax, from an empty sum; return (m, l, o)."""
     q_RD, q_tail_RC, position_R, scale = queries
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
     dim_D = tl.arange(0, q_RD.shape[1])
@@ -128,7 +128,7 @@ def _attend_tiles(
         seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW, FIRST_KEY)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))
         new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
-        base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # nothing seen yet: inf - inf is no number
+        base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # no key seen yet: avoid inf - inf
         p_RT = tl.exp2(x_RT - base_R[:, None])
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.sum(p_RT, 1)
@@ -146,7 +146,7 @@ def key_tiles(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
+    """Return the key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
     end = num_keys
     if CAUSAL:
         end = tl.minimum(end, position + TOKENS)
@@ -157,7 +157,6 @@ def key_tiles(
 
 @triton.jit
 def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr):
-    """Which keys a row at `position` sees, of those that exist."""
     seen = there
     if CAUSAL:
         seen = seen & (key <= position)
@@ -172,7 +171,7 @@ def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, F
 
 @triton.jit
 def inside(there, dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """What of a tile is a head's: all where heads are as wide as tiles."""
+    """Mask the columns of a tile outside a head; all are inside if heads are as wide as tiles."""
     if DIM < WIDTH:
         there = there & (dim < DIM)
     return there

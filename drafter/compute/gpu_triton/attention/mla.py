@@ -1,16 +1,16 @@
-"""Latent attention on a GPU, absorbed but for long prompts: what `compute/eager/mla.py` means.
+"""MLA (DeepSeek-V2, arXiv 2405.04434) on a GPU, absorbed except for long prompts; see `compute/eager/mla.py`.
 
     queries ── K of each head ──▶ main [N, J, C] ┐
-            └─ rotated, in place ▶ tail [N, J, R] ┼─▶ attention over one vector a token ── V of each head ──▶
+        └─ rotated, in place ▶ tail [N, J, R] ───┼─▶ attention over one vector per token ── V of each head ──▶
     latent ── norm, rotation, write ─▶ pages ────┘                                (`paged_attention.py`)
 
-Keys are one head that all query heads share. A tile takes as many of these as registers hold of sums as wide
-as a latent; the rest are other items that read the same keys. K and V of the heads multiply by PyTorch's
-batched product: a matrix for each head. Who is expanded in their place (`mla_prefill.py`) is found once a
-pass. Made by `drafter/compute/gpu_triton/backend.py`.
+Keys are one head that all query heads share. A tile takes as many query heads as registers hold accumulators
+of a latent's width; the others are separate items that read the same keys. K and V up-projections of the
+heads are PyTorch batched products. Which requests are expanded instead (`mla_prefill.py`) is determined once
+a pass. Made by `drafter/compute/gpu_triton/backend.py`.
 
-Legend: N rows, J heads, E head dim of what is not rotated, R of what is, F of values, C values of a latent,
-P pages, S page size; in the kernel G heads at once.
+Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, P pages, S page
+size; in the kernel G heads at once.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -35,8 +35,8 @@ from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
 from .work_list import WorkList
 
-# Heads of a tile, and so rows: of sums as wide as 512, 64 rows spill registers; where bits depend on no other
-# row, three sums are under way at once, and operands of four bytes take as much room.
+# Heads, and so rows, per tile: with accumulators 512 wide, 64 rows spill registers; batch-invariant mode
+# needs three accumulators, and fp32 operands take twice the space.
 _HEADS, _HEADS_FP32, _HEADS_INVARIANT = 32, 16, 16
 _HEADS_AT_ONCE = 8  # rotated by a program
 
@@ -51,7 +51,7 @@ def latent_kind(
     window: int | None = None,
     batch_invariant: bool = False,
 ) -> AttentionKind:
-    """As attention over as many K/V heads as there are tiles of heads, which all lie in one place."""
+    """Return the kind of attention in which each tile of heads is a K/V head at the same address."""
     most = _HEADS_FP32 if dtype is torch.float32 else _HEADS_INVARIANT if batch_invariant else _HEADS
     kv_heads = num_heads // math.gcd(num_heads, most)
     return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window)
@@ -69,12 +69,12 @@ def attend_latents(
     expansion: Expansion | None,
     scale: float,
 ) -> Tensor:
-    """[N, J * F] of the block's first product, whose latents are written before.
+    """Return [N, J * F] from the block's first projection, after writing its latents.
 
     Args:
-        pages_PSW: of a layer, latents and rotated keys; written.
-        work: of `latent_kind`, for who is absorbed; None where all are expanded.
-        expansion: who is expanded; None: nobody.
+        pages_PSW: a layer's latents and rotated keys; written.
+        work: work list of `latent_kind` for absorbed requests; None if all are expanded.
+        expansion: the expanded requests; None if there are none.
     """
     q_NJO, latent_NW = split_queries(qkv_NO, parts, rope.cos_TD.shape[1])
     norm_rotate_write_latents(q_NJO, latent_NW, parts, rope, positions_N, kv_slots_N, pages_PSW)
@@ -91,7 +91,7 @@ def attend_latents(
 def _attend_absorbed(
     q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, rows: PagedRows, work: WorkList, scale: float
 ) -> Tensor:
-    """Rows that the work leaves out are of no meaning."""
+    """Attend in absorbed form; rows that the work list skips are undefined."""
     nope = parts.nope_dim
     main_JNC = torch.bmm(q_NJO[..., :nope].transpose(0, 1), parts.k_up())
     k_PS1W = pages_PSW.unsqueeze(2)
@@ -116,7 +116,7 @@ def norm_rotate_write_latents(
     Args:
         q_NJO: E + R of each head.
         latent_NW: C, then R.
-        kv_slots_N: page id * page size + offset; unwanted rows carry the skip slot.
+        kv_slots_N: page id * page size + offset; discarded rows carry the skip slot.
     """
     num_rows, num_heads, q_dim = q_NJO.shape
     rotated = rope.cos_TD.shape[1]
@@ -151,7 +151,7 @@ def norm_rotate_write_latents(
     )
 
 
-@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views, aligned or not
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views with any alignment
 def _norm_rotate_write_latents(
     q_ptr,
     latent_ptr,
@@ -174,7 +174,6 @@ def _norm_rotate_write_latents(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's latent, or some of its heads' queries."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
@@ -196,7 +195,6 @@ def _norm_rotate_write_latents(
 
 @triton.jit
 def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.constexpr):
-    """Rounded once, as `layers.RMSNorm`."""
     column_C = tl.arange(0, WIDTH)
     inside_C = column_C < RANK
     x_C = tl.load(from_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
@@ -207,7 +205,6 @@ def _norm(from_ptr, to_ptr, weight_ptr, eps, RANK: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _turn(from_ptr, to_ptr, offset_G, there_G, column_C, cos_1C, sin_1C, HALF: tl.constexpr):
-    """Pairs c, c + HALF of what begins at each offset."""
     at_GC = offset_G[:, None] + column_C[None, :]
     inside_GC = there_G[:, None] & (column_C < HALF)[None, :]
     low_GC = tl.load(from_ptr + at_GC, mask=inside_GC, other=0.0)

@@ -1,23 +1,24 @@
-"""Latents of long prompts on a GPU, expanded into heads' own keys and values: less work from some rows on.
+"""MLA of long prompts on a GPU, with latents expanded to per-head keys and values: less work for many rows.
 
-The same sums as absorbed attention (`mla.py`), made elsewhere, so they differ in last bits. Which requests
-are expanded follows from their rows in a pass, and only of passes of which the host knows the lengths:
-prompts', never those of a decoding graph (docs/decisions/expanded-latents.md).
-`drafter/compute/gpu_triton/backend.py` expands nothing where rows' bits are promised.
+The same sums as absorbed attention (`mla.py`) in another order, so last bits differ. Requests are expanded
+according to their rows in a pass, and only if the host knows the lengths: prompts, never a decoding graph
+(docs/decisions/expanded-latents.md). `drafter/compute/gpu_triton/backend.py` expands nothing in
+batch-invariant mode.
 
-The keys of all such requests stand one behind the other and are taken in *pieces* that fit into a workspace:
+The keys of all expanded requests are concatenated and processed in *pieces* that fit a workspace:
 
-    pages ── gather ─▶ [T, C + R] ── product with K and V of all heads ─▶ [T, J, E + F]       of each piece
-                                                    │
+    pages ── gather ─▶ [T, C + R] ── product with K and V of all heads ─▶ [T, J, E + F]       per piece
+                                │
     queries [N, J, E + R] ──▶ a tile of rows, of one head ──▶ (m, l, o) ─▶ .. next piece .. ─▶ out [N, J, F]
 
-A tile that sees keys of more than one piece leaves its sums (`paged_attention.py` says what m, l and o are),
-which the next piece's launch goes on with. Where tiles are too few for all processors, a tile is that of
-several programs, which take tiles of keys in turn and keep sums of their own; these are added up in the end.
+A tile whose keys span several pieces stores its partial sums (m, l and o of `paged_attention.py`), which the
+next piece's launch continues. If there are too few tiles for all processors, several programs share a tile:
+they take key tiles in turn and keep separate sums, which are added at the end (split K/V, as in
+Flash-Decoding).
 
-Legend: N rows, L those that are expanded, B requests, J heads, E head dim of what is not rotated, R of what
-is, F of values, C values of a latent, W = C + R, U = E + F, T keys of a piece, Z programs of a tile, P pages,
-S page size; in the kernels M rows of a tile, K keys of one.
+Legend: N rows, L expanded rows, B requests, J heads, E unrotated head dim, R rotated, F of values, C values
+of a latent, W = C + R, U = E + F, T keys of a piece, Z programs of a tile, P pages, S page size; in the
+kernels M rows of a tile, K keys of one.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -38,7 +39,7 @@ from .split_kv_reduce import add_parts, no_part
 from .work_list import find_request
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_FP32_PRODUCT = tl.constexpr("tf32x3")  # as in `paged_attention.py`
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # see `key_tiles.py`
 _ADDING_WARPS = 16
 
 
@@ -50,7 +51,7 @@ def attend_expanded(
     scale: float,
     out_NJF: Tensor,
 ) -> None:
-    """Causal attention of the expansion's requests; other rows of `out` stay as they are.
+    """Compute causal attention of the expansion's requests; other rows of `out` are not changed.
 
     Args:
         q_NJO: E + R of each head, rotated.
@@ -60,7 +61,7 @@ def attend_expanded(
     assert q_NJO.stride(2) == pages_PSW.stride(2) == 1, "the last dimension is contiguous"
     assert out_NJF.is_contiguous() and parts.kv_up_JUC.is_contiguous(), "here all are"
     up_CO = parts.kv_up_JUC.flatten(0, 1).T
-    # Made for one piece as for many: so a measured step has taken what any takes
+    # Allocated for one piece as for many, so a measured step allocates as much as any
     # (`targets/loading/warmup.py`).
     out_ZLJF = torch.empty(
         (expansion.num_splits, expansion.num_rows, num_heads, parts.v_dim),
@@ -91,7 +92,6 @@ def _attend(
     sums: tuple[Tensor, Tensor, Tensor],
     out_NJF: Tensor,
 ) -> None:
-    """One piece, which begins with that key."""
     rows, (height, keys, warps) = expansion.rows, expansion.workspace.tile
     rotated = q_NJO.shape[2] - parts.nope_dim
     _attend_expanded[(expansion.num_tiles * parts.num_heads, expansion.num_splits)](
@@ -155,8 +155,8 @@ def _add_up(
 
 @triton.jit
 def _tile_of(tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS: tl.constexpr):
-    """Whose it is, what comes before: request, its first row, how many it has, the tile's rows, their
-    positions, and how many keys any of them sees."""
+    """Return the tile's request, the request's first row and row count, the tile's rows and their
+    positions, and the number of keys they see."""
     request = find_request(tiles_before_ptr, tile, num_requests)
     begin = tl.load(cu_rows_ptr + request)
     count = tl.load(cu_rows_ptr + request + 1) - begin
@@ -204,10 +204,10 @@ def _attend_expanded(
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a tile of a request's rows sees of a piece, for one head: of every Z-th tile of its keys."""
+    """Attend from a tile of a request's rows, for one head, to every Z-th key tile of a piece."""
     wait_for_predecessor(PDL)
     head = tl.program_id(0) % HEADS
-    tile = num_tiles - 1 - tl.program_id(0) // HEADS  # late rows first: they see more
+    tile = num_tiles - 1 - tl.program_id(0) // HEADS  # late rows first: they see more keys
     split = tl.program_id(1)
     request, begin, count, row_M, position_M, end = _tile_of(
         tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS
@@ -231,7 +231,7 @@ def _attend_expanded(
     sums_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
     there_MF = inside(real_M[:, None], value_F[None, :], V_DIM, V_WIDTH)
     m_M, l_M, o_MF = no_part(BLOCK_ROWS, V_WIDTH)
-    if lo > split * BLOCK_KEYS:  # this program was here before
+    if lo > split * BLOCK_KEYS:  # continue this program's earlier sums
         m_M = tl.load(max_ptr + sums_M, mask=real_M, other=-float("inf"))
         l_M = tl.load(sum_ptr + sums_M, mask=real_M, other=0.0)
         o_MF = tl.load(partial_ptr + sums_MF, mask=there_MF, other=0.0)
@@ -250,7 +250,7 @@ def _attend_expanded(
         seen_MK = there_K[None, :] & (key_K[None, :] <= position_M[:, None])
         x_MK = tl.where(seen_MK, x_MK, -float("inf"))
         new_m_M = tl.maximum(m_M, tl.max(x_MK, 1))
-        base_M = tl.where(new_m_M == -float("inf"), 0.0, new_m_M)  # nothing seen yet: inf - inf is no number
+        base_M = tl.where(new_m_M == -float("inf"), 0.0, new_m_M)  # no key seen yet: avoid inf - inf
         p_MK = tl.exp2(x_MK - base_M[:, None])
         shrink_M = tl.exp2(m_M - base_M)
         l_M = l_M * shrink_M + tl.sum(p_MK, 1)
@@ -289,7 +289,7 @@ def _add_splits(
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The programs' sums of a tile, one head; late ones have none where there are fewer tiles of keys."""
+    """Add the programs' sums of a tile and head; with few key tiles, later programs have none."""
     wait_for_predecessor(PDL)
     head, tile = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     request, begin, count, row_M, _, end = _tile_of(
@@ -317,7 +317,7 @@ def _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEAD
 
 @triton.jit
 def _write_rows(out_ptr, at_M, head, l_M, o_MF, there_MF, HEADS: tl.constexpr, V_DIM: tl.constexpr):
-    """Every row that there is has seen its own key."""
+    """Normalize and write finished rows; every real row has seen its own key."""
     out_MF = ((at_M * HEADS + head) * V_DIM)[:, None] + tl.arange(0, o_MF.shape[1])[None, :]
     o_MF = o_MF / tl.where(l_M > 0, l_M, 1.0)[:, None]
     tl.store(out_ptr + out_MF, o_MF.to(out_ptr.dtype.element_ty), mask=there_MF)

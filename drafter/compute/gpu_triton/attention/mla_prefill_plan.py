@@ -1,17 +1,17 @@
-"""Which requests of a pass have their latents expanded, and these latents, gathered from pages.
+"""Chooses which requests of a pass have their latents expanded, and gathers these latents from pages.
 
-Those with many rows in a pass, and only of passes of which the host knows the lengths: prompts', never those
-of a decoding graph. Launch sizes are the host's; lists are made on the device, of what stands there: nothing
-is uploaded. Their keys, one request behind the other, are taken in pieces:
+Expands requests with many rows, and only if the host knows the lengths: prompts, never a decoding graph.
+Launch sizes come from the host; the lists are computed on the device, so nothing is uploaded. The
+concatenated keys are processed in pieces:
 
-    rows of each      3   200    40   300       from 171 rows on
+    rows of each      3   200    40   300       expanded from 171 rows on
     keys of each     90   900  6000  4200
     keys_before    0    0   900   900  5100     piece 0: keys 0 .. 4095, piece 1: 4096 .. 5099
 
 Made once a pass by `drafter/compute/gpu_triton/backend.py`, read by `mla_prefill.py`.
 
-Legend: B requests, J heads, E head dim of what is not rotated, F of values, W values of a latent and its
-rotated key, U = E + F, T keys of a piece, P pages, S page size; in the kernel K keys.
+Legend: B requests, J heads, E unrotated head dim, F of values, W values of a latent and its rotated key, U =
+E + F, T keys of a piece, P pages, S page size; in the kernel K keys.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -30,24 +30,24 @@ from ...layers.mla import MLALayer
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .attention_tiles import PagedRows
 
-PIECE_KEYS = 4096  # so many that to read a tile's sums again is little beside what it attends to
-# Rows, keys and warps of a tile: what registers hold; of fp32, beside what its products are corrected by.
+PIECE_KEYS = 4096  # large enough that rereading a tile's sums is cheap compared to its attention
+# Rows, keys and warps of a tile that registers hold; in fp32 with the correction terms of tf32x3.
 _TILE, _TILE_FP32 = (128, 64, 8), (16, 32, 4)
 _PROCESSORS_INTERPRETED = 64
-_GATHERED = 8  # tokens of a program
-_REQUESTS = tl.constexpr(64)  # looked at in one turn
+_GATHERED = 8  # tokens per program
+_REQUESTS = tl.constexpr(64)  # scanned per iteration
 
 
 class ExpansionWorkspace:
-    """Room for one piece of layers alike: allocated once, used by every one in turn.
+    """Memory for one piece, for layers of equal shape: allocated once, used by each in turn.
 
     Args:
-        parts: of such a layer.
+        parts: such a layer.
         fewest: rows from which a request is expanded.
 
     Attributes:
         latents_TW, heads_TJU: of the weights' dtype.
-        num_processors: each of which runs a tile at once.
+        num_processors: tiles that run at once.
     """
 
     __slots__ = ("fewest", "heads_TJU", "latents_TW", "num_processors")
@@ -60,7 +60,7 @@ class ExpansionWorkspace:
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Its rows, keys and warps."""
+        """Rows, keys and warps of a tile."""
         return _TILE_FP32 if self.heads_TJU.dtype is torch.float32 else _TILE
 
 
@@ -72,12 +72,12 @@ def _count_processors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Who of a pass is expanded, for all layers of latents in a page group.
+    """The expanded requests of a pass, for all MLA layers in a page group.
 
     Attributes:
-        keys_before, rows_before, tiles_before: int32 [B + 1], of those who are, how many are before each.
-        num_keys, num_rows, num_tiles: of all of them.
-        takes_all: nobody else has rows.
+        keys_before, rows_before, tiles_before: int32 [B + 1], how many of expanded requests come before each.
+        num_keys, num_rows, num_tiles: totals.
+        takes_all: no other request has rows.
     """
 
     rows: PagedRows
@@ -98,7 +98,7 @@ class Expansion:
 
 
 def find_expansion(rows: PagedRows, workspace: ExpansionWorkspace) -> Expansion | None:
-    """Of a pass; None where there is nobody with so many rows, or the host does not know."""
+    """Return a pass's expansion; None if no request has enough rows, or the host does not know the rows."""
     if rows.host_spans_B2 is None:
         return None
     first_B, rows_B = rows.host_spans_B2.T
@@ -127,7 +127,7 @@ def _before_each(count_B: Tensor) -> Tensor:
 
 
 def gather(pages_PSW: Tensor, expansion: Expansion, begin: int, latents_TW: Tensor) -> None:
-    """Keys begin.. of the expansion's requests."""
+    """Gather keys `begin`.. of the expansion's requests."""
     (count, width), rows = latents_TW.shape, expansion.rows
     _gather_latents[triton.cdiv(count, _GATHERED),](
         pages_PSW,
@@ -171,11 +171,10 @@ def _gather_latents(
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some tokens' latents and rotated keys, out of pages."""
     wait_for_predecessor(PDL)
     place_K = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     there_K = place_K < count
-    owner_K = tl.zeros([TOKENS], tl.int32)  # requests whose keys all lie before
+    owner_K = tl.zeros([TOKENS], tl.int32)  # number of requests whose keys all come before
     for first in range(0, num_requests, _REQUESTS):
         request_B = first + tl.arange(0, _REQUESTS)
         end_B = tl.load(keys_before_ptr + 1 + request_B, mask=request_B < num_requests, other=2**31 - 1)

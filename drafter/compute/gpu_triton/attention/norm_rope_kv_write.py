@@ -1,19 +1,19 @@
-"""Head norm, rotary positions and the writing of K/V pages, in one launch.
+"""Head norm, RoPE and the write to K/V pages, in one launch.
 
-What `layers.HeadNorm`, `rope.Rotation` and `PagedKVCache.write` do one after another on a CPU, rounding
-where they round: after the norm, after its weight, after the product with the cosine, and at the end. Called
-once per layer of a step (`norm_rotate_write`) and once per step for the drafter's context (`write_context`).
+Equals `layers.HeadNorm`, `rope.Rotation` and `PagedKVCache.write` in sequence, with the same roundings: after
+the norm, after its weight, after the product with the cosine, and at the end. Called once per layer of a step
+(`norm_rotate_write`) and once per step for the drafter's context (`write_context`).
 
 A program is one warp: a row's group of heads of one kind (query, key or value), so that 16 rows already fill
-the GPU. Its position and its slot are read from memory, nothing comes from the host.
+the GPU. Positions and slots are read from device memory.
 
     q k v of a row   [Q heads | K heads | K heads]          group of heads = 512 elements, 16 bytes a load
     a head           [low half | high half]                 low' = low cos - high sin
-                       pairs c, c + D/2                     high' = high cos + low sin
+                     pairs c, c + D/2                       high' = high cos + low sin
 
-Legend: N rows, Q query heads, K kv heads, J heads in all, D head dim, F that of values, O values of a row,
-C half a head's columns (filled up to a power of two, and masked), G heads of a program,
-T positions, L layers, P pages (the one that swallows included), S page size.
+Legend: N rows, Q query heads, K kv heads, J heads in all, D head dim, F that of values, O values of a row, C
+half a head's columns (padded to a power of two, and masked), G heads of a program, T positions, L layers, P
+pages (the skip page included), S page size.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
@@ -46,7 +46,7 @@ def norm_rotate_write(
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
-    The keys and values inside `qkv` are left as they were.
+    The keys and values inside `qkv` are not changed.
 
     Args:
         qkv_NO: Q + K heads of D, then K of F: q, k, v; rows may have any stride, a row is contiguous.
@@ -54,8 +54,8 @@ def norm_rotate_write(
         cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read. None
             together with `sin_TD` rotates nothing.
         sin_TD: its signed sines: the halves are -sin and sin, only the second is read.
-        positions_N: absolute positions, int32 or int64, each below T, also those of padding.
-        kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
+        positions_N: absolute positions, int32 or int64, each below T, including padding's.
+        kv_slots_N: page id * page size + offset, int32 or int64; discarded rows carry the skip slot.
         k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
         v_PSKF: values likewise.
         v_norm: values are RMS-normed, without a weight.
@@ -110,7 +110,7 @@ def write_context(
     """Norm and rotate the keys of all layers and write them, and the values, into the pages of all layers.
 
     Args:
-        kv_NJD: the product of the drafter's context features: J = 2 L K heads, the keys of all layers, then
+        kv_NJD: projection of the drafter's context features: J = 2 L K heads, the keys of all layers, then
             their values; rows may have any stride, a row is contiguous.
         k_norm_LD: weights of the layers' key norms, contiguous.
         kv_LPS2KD: `PagedKVCache.kv`; written.
@@ -146,7 +146,7 @@ def write_context(
 
 
 def heads_per_program(head_dim: int, most_heads: int) -> int:
-    """Heads that one warp takes at once, a power of two."""
+    """Return how many heads one warp processes at once, a power of two."""
     width = _power_of_two_above(head_dim)
     return min(max(_ELEMENTS_PER_PROGRAM // width, 1), _power_of_two_above(most_heads))
 
@@ -156,7 +156,7 @@ def _power_of_two_above(number: int) -> int:
 
 
 def _slot_stride(k_PSKD: Tensor) -> int:
-    """Elements from one slot to the next: pages follow each other, so a slot's number is enough."""
+    """Return the elements from one slot to the next; pages are adjacent, so a slot's number suffices."""
     page_stride, slot_stride, head_stride, element_stride = k_PSKD.stride()
     _, page_size, _, head_dim = k_PSKD.shape
     assert (head_stride, element_stride) == (head_dim, 1), "the heads of a slot must be contiguous"
@@ -174,7 +174,7 @@ def _check_rows(heads_NO: Tensor, head_dim: int, cos_TD: Tensor | None, sin_TD: 
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous(), "tables must be contiguous"
 
 
-@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views, aligned or not
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views with any alignment
 def _norm_rotate_write(
     qkv_ptr,
     q_norm_ptr,
@@ -287,9 +287,9 @@ def _move(
     GROUP: tl.constexpr,
     PLAIN_NORM: tl.constexpr,
 ):
-    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written.
+    """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it.
 
-    PLAIN_NORM: normed without a weight.
+    PLAIN_NORM: norm without a weight.
     """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)
@@ -316,7 +316,7 @@ def _move(
 
 @triton.jit
 def load_columns(ptr, columns_C, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Half a head's numbers, and zeros behind them."""
+    """Load half a head's values, padded with zeros."""
     if HALF < WIDTH:
         return tl.load(ptr + columns_C, mask=columns_C < HALF, other=0.0)
     else:
@@ -325,7 +325,7 @@ def load_columns(ptr, columns_C, HALF: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Rounded before the weight and after it, as HeadNorm's two operations do; with a wider weight once."""
+    """Norm heads; rounds before and after the weight, as HeadNorm; once if the weight is wider."""
     dtype = low_GC.dtype
     inner: tl.constexpr = weight_ptr.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
@@ -339,14 +339,13 @@ def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH
 
 @triton.jit
 def _inverse_rms(low_GC, high_GC, eps, HALF: tl.constexpr):
-    """[G, 1], of heads in fp32."""
     squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
     return tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
 
 
 @triton.jit
 def rotate_halves(low_GC, high_GC, cos_1C, sin_1C):
-    """Rounded after the product with the cosine and at the end, as Rotation's two operations do."""
+    """Rotate; rounds after the product with the cosine and at the end, as Rotation's two operations do."""
     dtype = low_GC.dtype
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
     cos_1C, sin_1C = cos_1C.to(tl.float32), sin_1C.to(tl.float32)

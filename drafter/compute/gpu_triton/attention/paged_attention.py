@@ -1,25 +1,26 @@
 """Attention over paged K/V in one launch per layer: verify, draft and prefill.
 
-Means what `drafter/compute/eager/attention.py` means (causality, window), plus sinks. Plans nothing on the
-host but tile sizes (`attention_tiles.py`): lengths, page ids and row offsets are read from memory, so a CUDA
-graph may hold a call. Not the K/V write: a call's own rows are in the cache before. Called by the target's
-and the drafter's layers.
+Implements `drafter/compute/eager/attention.py` (causality, window, sinks). The host chooses only tile sizes
+(`attention_tiles.py`): lengths, page ids and row offsets are read from device memory, so a CUDA graph may
+contain a call. Does not write K/V: a call's own rows are in the cache before. Called by the target's and the
+drafter's layers.
 
-As many programs as the device runs at once walk a list of items (`work_list.py`): one request, one kv head,
-one tile of rows, one piece of its keys. GQA heads are rows too, so a block of 16 rows of 4 heads each is one
-tile of 64 that reads its K and V once. Where a context is more than one piece, the last to finish adds them
-up:
+Persistent programs, as many as the device runs at once, process a list of items (`work_list.py`): one
+request, one kv head, one tile of rows, one piece of its keys. GQA heads are rows too, so a block of 16 rows
+of 4 heads each is one tile of 64 that reads its K and V once. If a context has several pieces, the last
+program to finish adds them up (split K/V, as in Flash-Decoding, https://pytorch.org/blog/flash-decoding/):
 
     rows of a tile (R)                 key tiles of a context         piece 0  piece 1  piece 2
     token 0: head 0 1 2 3  ┐           |----|----|----|----|----|----|  m,l,o    m,l,o    m,l,o
     token 1: head 0 1 2 3  ├── x K^T ─►  lo ►  ► hi                        └────────┴────────┘
-    ...                    ┘            (one program's loop)           whoever is last ──► out
+    ...                    ┘            (one program's loop)            the last one ──► out
 
-with m the greatest score so far (in powers of two), l the sum of 2^(score - m), o the sum weighted by V. Of
-many pieces runs are added first, each by its last, then the runs' sums by the last of those: one program
-would read 32 parts of 32 KB for as long as it reads their keys.
+with m the greatest score so far (in powers of two), l the sum of 2^(score - m), o the sum weighted by V
+(online softmax, arXiv 1805.02867). If there are many pieces, runs of them are added first, each by its last
+program, then the runs' sums by the last of those: one program would take as long to read 32 parts of 32 KB as
+to read their keys.
 
-A program's loop over key tiles is `key_tiles.py`'s.
+`key_tiles.py` has a program's loop over key tiles.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size; in
 the kernels R rows of a tile (tokens x heads of a group).
@@ -41,7 +42,7 @@ from .split_kv_reduce import add_slots, is_last, store_part
 from .work_list import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-MAX_HEAD_DIM = 512  # of which tiles fit into registers and shared memory
+MAX_HEAD_DIM = 512  # the largest whose tiles fit into registers and shared memory
 
 
 def verify_attention(
@@ -57,21 +58,21 @@ def verify_attention(
 ) -> Tensor:
     """Attend from every row to its request's keys (the rows' own must be written already).
 
-    With a window a row at p sees keys p - window < key < p + window; if causal none behind p; none before the
-    first key of its kind, but its own.
+    With a window a row at p sees keys p - window < key < p + window; if causal none after p; none before its
+    kind's first key, except its own.
 
     Args:
         q_NQD: fp16, bf16 or fp32; N >= rows.cu_rows[B].
-        k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype; pages and tokens of both lie equally
-            far apart, and so do heads, or those of values of another size behind each other.
+        k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype, with equal strides of pages and
+            tokens. Head strides are equal too, or values of another size are contiguous.
         work: `list_work` of these rows and of this layer's kind.
         scale: of scores.
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
-        q_tail_NQC: what of the queries meets the C values behind each key, which is its own value then: one
-            head of keys [P, S, 1, D + C] that all share, as `k_PSKD` and `v_PSKF` alike.
+        q_tail_NQC: for MLA, queries of the C values after each key: keys are one shared head
+            [P, S, 1, D + C], passed as both `k_PSKD` and `v_PSKF`; the first D are also the value.
 
     Returns:
-        [N, Q * F] of q's dtype; zeros where rows are padding.
+        [N, Q * F] of q's dtype; zeros for padding rows.
     """
     kind, plan, workspace = work.kind, work.plan, work.workspace
     if q_tail_NQC is None:
@@ -124,7 +125,7 @@ def verify_attention(
         SPLIT_TILES=plan.split_keys // plan.block_keys,
         RUN_SPLITS=plan.run_splits,
         num_warps=plan.num_warps,
-        # A product and a sum may not become one where bits are promised: which do is up to the compiler.
+        # No fused multiply-add in batch-invariant mode: the compiler decides which operations to fuse.
         enable_fp_fusion=not workspace.batch_invariant,
         **dependent_launch(q_NQD.device),
     )
@@ -164,7 +165,7 @@ def _check_latents(q_NQD: Tensor, q_tail_NQC: Tensor, k_PSKD: Tensor, kind: Atte
 
 @triton.jit(
     do_not_specialize=[
-        # Views into a step's buffer, aligned or not, of which single numbers are read.
+        # Views into a step's buffer with any alignment, from which single numbers are read.
         "slots_ptr",
         "cu_rows_ptr",
         "kv_lengths_ptr",
@@ -219,7 +220,6 @@ def _attend(
     RUN_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """This program's share of the items."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
     wait_for_predecessor(PDL)
@@ -231,7 +231,7 @@ def _attend(
     place_R = tl.arange(0, BLOCK_ROWS)
     dim_D = tl.arange(0, WIDTH)
     num_items = tl.load(before_ptr + num_requests) * KV_HEADS
-    # Nothing of an item is computed before the loop: what it would hold for all of them spills.
+    # No loop-invariant code motion: hoisted values of an item would spill.
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
         pair = item // KV_HEADS
         kv_head = item % KV_HEADS
@@ -243,7 +243,7 @@ def _attend(
         first_key = first_seen(first, WINDOW)
         pieces = count_pieces(first_key, num_keys - 1, piece_keys)
         place = pair - tl.load(before_ptr + request)
-        # Late rows first: they see more, and what takes long should not come last.
+        # Late rows first: they see more keys, and long items should not come last.
         first_token = (tl.cdiv(request_rows, TILE_TOKENS) - 1 - place // pieces) * TILE_TOKENS
         piece = first_key // piece_keys + place % pieces
         tile_lo, tile_hi = key_tiles(first + first_token, TILE_TOKENS, num_keys, BLOCK_KEYS, CAUSAL, WINDOW)
@@ -258,7 +258,7 @@ def _attend(
             at_R = row_R * q_row_stride + head_R * q_head_stride
             there_RD = inside(real_R[:, None], dim_D[None, :], DIM, WIDTH)
             q_RD = tl.load(q_ptr + at_R[:, None] + dim_D[None, :], mask=there_RD, other=0.0)
-            q_tail_RC = q_RD  # of nothing
+            q_tail_RC = q_RD  # placeholder
             if TAIL > 0:
                 dim_C = tl.arange(0, TAIL_WIDTH)
                 tail_R = row_R * tail_row_stride + head_R * tail_head_stride
@@ -297,7 +297,7 @@ def _attend(
             if end - begin == 1:
                 _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM)
             else:
-                # A tile's pieces lie behind each other; in shared pairs this is where its piece 0 would be.
+                # A tile's pieces are adjacent among shared pairs; this is the index its piece 0 would have.
                 origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
                 slot = origin + piece * KV_HEADS
                 parts = (max_ptr, sum_ptr, partial_ptr)
@@ -341,7 +341,7 @@ def _finish_tile(
     V_DIM: tl.constexpr,
     V_WIDTH: tl.constexpr,
 ):
-    """Add up what is complete by this piece: its run, and by that perhaps the tile of pieces begin..end-1."""
+    """Add up what this piece completes: its run, and possibly the tile of pieces begin..end-1."""
     run_begin = tl.maximum(begin, piece // run_pieces * run_pieces)
     run_end = tl.minimum(end, piece // run_pieces * run_pieces + run_pieces)
     run_slot = origin + run_begin * KV_HEADS
@@ -364,7 +364,7 @@ def _finish_tile(
 
 @triton.jit
 def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM: tl.constexpr):
-    """Finished rows; a sink takes its share of the sum."""
+    """Normalize and write finished rows; a sink is added to the sum."""
     if sinks_ptr is not None:
         sink_R = tl.load(sinks_ptr + head_R, mask=real_R, other=0.0) * _LOG2_E
         base_R = tl.maximum(m_R, sink_R)
@@ -379,7 +379,6 @@ def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM:
 
 @triton.jit
 def _zero_padding(out_ptr, end, num_rows, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr):
-    """All programs share the rows behind the last request's."""
     dim_F = tl.arange(0, V_WIDTH)
     zero_F = tl.zeros([V_WIDTH], out_ptr.dtype.element_ty)
     first_ptr = out_ptr + end.to(tl.int64) * HEADS * V_DIM

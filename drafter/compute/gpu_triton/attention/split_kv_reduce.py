@@ -1,9 +1,9 @@
-"""Sums of softmax-weighted values in parts: how two become one, and how the parts of several programs do.
+"""Merges partial softmax sums: two of them, and those of several programs (split K/V, as in Flash-Decoding).
 
-A part is (m, l, o) as `paged_attention.py` has them; a part that saw no key is (-inf, 0, 0) and changes no
-bit of what it is added to. Parts meet in the workspace, each in a *slot*. Who stores one counts it; who
-counts the last adds them all up in their order, so that the order of arrival shows nowhere. Nobody waits for
-anybody.
+A part is (m, l, o) as in `paged_attention.py`; a part that saw no key is (-inf, 0, 0) and changes no bit of
+what it is added to. Parts are stored in the workspace, each in a *slot*. A program that stores one increments
+a counter; the program that completes the count adds all parts in their order, so the order of arrival does
+not matter. No program waits for another.
 
 Legend: R rows of a tile, D head dim.
 """
@@ -24,9 +24,9 @@ def no_part(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def add_parts(m_R, l_R, o_RD, m2_R, l2_R, o2_RD):
-    """Two parts of a sum brought to one scale."""
+    """Add two parts, rescaled to a common maximum."""
     top_R = tl.maximum(m_R, m2_R)
-    base_R = tl.where(top_R == -float("inf"), 0.0, top_R)  # inf - inf is no number
+    base_R = tl.where(top_R == -float("inf"), 0.0, top_R)  # avoids inf - inf
     weight_R, weight2_R = tl.exp2(m_R - base_R), tl.exp2(m2_R - base_R)
     l_R = l_R * weight_R + l2_R * weight2_R
     return top_R, l_R, o_RD * weight_R[:, None] + o2_RD * weight2_R[:, None]
@@ -45,8 +45,8 @@ def store_part(parts, slot, m_R, l_R, o_RD, real_R, ROWS: tl.constexpr, DIM: tl.
 
 @triton.jit
 def is_last(arrived_ptr, expected):
-    """Count what this program has stored; whether all others' is there too, and may be read."""
-    tl.debug_barrier()  # one thread counts, for all threads' stores
+    """Count this program's part; return whether all parts are stored and may be read."""
+    tl.debug_barrier()  # all threads' stores come before one thread's count
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
     if last:
         tl.store(arrived_ptr, 0)  # for the next launch

@@ -1,22 +1,22 @@
-"""What there is to do in an attention call, listed on the device: which programs take which part of whom.
+"""Builds an attention call's work list on the device: how contexts are split among programs.
 
 A *pair* is a tile of a request's rows and a piece of its keys; pairs times kv heads are the items that
 `paged_attention.py`'s programs share. Pieces have one length per call and begin at multiples of it, so that a
-context of 32k among 31 short ones is many items as long as theirs. The length is chosen here, from the
-lengths of this step: the one with the shortest estimated time, counted in keys that a program reads:
+context of 32k among 31 short ones becomes many items of similar size. The length is chosen here from the
+step's lengths, to minimize the estimated time, in units of keys that a program reads:
 
     rounds of all programs * (keys of an item + its fixed cost + write and read of its partial result)
 
-Whole contexts win where requests fill the device, pieces of 128 keys where there is one of a thousand keys.
-In batch-invariant mode there are three lengths to choose from: a split, a run of splits, all; sums are made
-of splits and runs in any case (`paged_attention.py`), so that bits do not tell which it was.
+Unsplit contexts win if requests fill the device, pieces of 128 keys for a single request with a thousand
+keys. Batch-invariant mode has three lengths: a split, a run of splits, everything; sums always consist of
+splits and runs (`paged_attention.py`), so bits do not depend on the choice.
 
 One program, launched once per pass for all layers of a kind (`drafter/compute/gpu_triton/backend.py`); the
-host knows nothing of it.
+host reads nothing back.
 
     work    piece length | pieces of a run | pairs before each request, and all | shared pairs before each
 
-Legend: B requests (of a part of all), J lengths to choose from.
+Legend: B requests (of one iteration), J candidate lengths.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -41,9 +41,9 @@ from .attention_tiles import (
 )
 
 HEADER = tl.constexpr(2)  # numbers before the lists
-_REQUESTS = tl.constexpr(64)  # of one turn
+_REQUESTS = tl.constexpr(64)  # per iteration
 _LENGTHS = tl.constexpr(32)
-_ITEM_KEYS = tl.constexpr(64)  # what an item costs beside its keys: its rows, the first wait for memory
+_ITEM_KEYS = tl.constexpr(64)  # an item's cost besides its keys: its rows, the first memory latency
 _ALL_KEYS = tl.constexpr(2**30)
 _MIN_TILES = tl.constexpr(MIN_PIECE_TILES)
 
@@ -53,8 +53,8 @@ class WorkList:
     """A pass's work for layers of one kind.
 
     Attributes:
-        values: int32, on the device; see the module's text.
-        num_programs: to launch.
+        values: int32, on the device; layout: see the module's docstring.
+        num_programs: programs to launch.
     """
 
     kind: AttentionKind
@@ -65,7 +65,7 @@ class WorkList:
 
 
 def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspace) -> WorkList:
-    """One launch; the tensors of `rows` need not be known to the host."""
+    """Build the work list in one launch; the host need not know the contents of `rows`."""
     num_requests = len(rows.slots_B)
     max_rows = min(rows.max_rows, kind.most_rows)
     plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant)
@@ -135,7 +135,7 @@ def _list_work(
         shared_J += tl.sum(tl.where(pieces_BJ > 1, pairs_BJ, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(tiles_B > 0, last_B - first_B + 1, 0), 0))
     rounds_J = tl.cdiv(pairs_J * KV_HEADS, num_programs).to(tl.float32)
-    partial_J = tl.where(shared_J > 0, 2 * BLOCK_ROWS, 0)  # fp32 for K and V in half precision
+    partial_J = tl.where(shared_J > 0, 2 * BLOCK_ROWS, 0)  # fp32 partials versus K and V in half precision
     cost_J = rounds_J * (tl.minimum(length_J, longest) + _ITEM_KEYS + partial_J)
     cost_J = tl.where(shared_J * KV_HEADS <= num_slots, cost_J, float("inf"))
     length = tl.min(tl.where(cost_J == tl.min(cost_J, 0), length_J, _ALL_KEYS), 0)
@@ -162,7 +162,7 @@ def _list_work(
 
 @triton.jit
 def _lengths(BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.constexpr):
-    """Ascending; the last holds any context."""
+    """Return the candidate lengths, ascending; the last holds any context."""
     step_J = tl.arange(0, _LENGTHS)
     if SPLIT_KEYS > 0:
         length_J = tl.where(step_J == 0, SPLIT_KEYS, SPLIT_KEYS * RUN_SPLITS)
@@ -182,7 +182,7 @@ def _requests(
     TILE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Tiles of rows, none of a request of too many; the first and the last key that any row may see."""
+    """Return tiles of rows (0 for requests with too many), and the first and last visible key."""
     there_B = request_B < num_requests
     rows_B = tl.load(cu_rows_ptr + request_B + 1, mask=there_B, other=0)
     rows_B -= tl.load(cu_rows_ptr + request_B, mask=there_B, other=0)
@@ -194,7 +194,7 @@ def _requests(
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr):
-    """The first key that a row sees."""
+    """Return the first key that a row sees."""
     seen = position * 0
     if WINDOW > 0:
         seen = tl.maximum(position - WINDOW + 1, 0)
@@ -203,13 +203,13 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def count_pieces(first, last, length):
-    """Pieces that keys first..last fall into."""
+    """Return the number of pieces that contain keys first..last."""
     return last // length - first // length + 1
 
 
 @triton.jit
 def _run_pieces(length, longest, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.constexpr):
-    """How many pieces are added up before the sums are: as many as there are sums, so that both are few."""
+    """Return the pieces per run: about the square root of all, so that runs are as many as pieces in each."""
     pieces = longest // length + 1
     run = 1
     if SPLIT_KEYS > 0:
@@ -222,7 +222,7 @@ def _run_pieces(length, longest, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.conste
 
 @triton.jit
 def find_request(before_ptr, pair, num_requests):
-    """Whose a pair is: as many requests as end before it."""
+    """Return a pair's request: the number of requests that end before it."""
     request = 0
     for begin in range(0, num_requests, _REQUESTS):
         request_B = begin + tl.arange(0, _REQUESTS)

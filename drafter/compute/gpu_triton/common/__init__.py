@@ -1,1 +1,1 @@
-"""How all Triton kernels are launched."""
+"""Launch options of all Triton kernels."""

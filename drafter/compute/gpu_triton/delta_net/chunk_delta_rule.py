@@ -1,21 +1,23 @@
-"""The gated delta rule over a prompt's rows in chunks of up to 32: products of matrices, states in fp32.
+"""The gated delta rule over a prompt's rows in chunks of up to 32 rows: matrix products, states in fp32.
 
-The WY form of `compute/eager/delta_rule.py`. Of a chunk's rows i, with G the sum of their g and S the state
-before:
+The chunked WY form (DeltaNet, arXiv 2406.06484; gated, arXiv 2412.06464; chunking as in FLA,
+https://github.com/fla-org/flash-linear-attention) of `compute/eager/delta_rule.py`. For a chunk's rows i,
+with G the cumulative sum of g and S the state before the chunk:
 
     A_ij = beta_i e^(G_i - G_j) k_i.k_j  for j < i      T = (I + A)^-1 beta
     P_ij = e^(G_i - G_j) q_i.k_j         for j <= i
     U = T (V - e^G K S)                                 what rows write under their keys
-    O = e^G Q S + P U                                   what they read
+    O = e^G Q S + P U                                   their outputs
     S <- e^G_n S + sum over j of e^(G_n - G_j) k_j u_j^T
 
-A first launch makes T and P of all chunks and heads at once (`_prepare`), inverting by forward substitution:
-keys of neighbours are alike, and powers of A would grow. A second goes from chunk to chunk, a program with
-some columns of a head's state (`_run_chunks`), and folds records of drafts that stood before the first.
+A first launch computes T and P of all chunks and heads at once (`_prepare`), inverting by forward
+substitution: neighboring keys are similar, so powers of A would grow. A second launch runs from chunk to
+chunk, a program per some columns of a head's state (`_run_chunks`), after folding the records of accepted
+drafts.
 
-Chunks begin at positions that are multiples of their size, which divides a page's: so every position at which
-a state is saved (a page's end) is a chunk's end, and a row's bits depend on no other request, nor on where a
-prompt is cut into steps, if that is at a page's end.
+Chunks begin at multiples of their size, which divides the page size: so every position at which a state is
+saved (a page's end) is a chunk's end, and a row's bits depend on no other request, nor on where a prompt is
+divided into steps, if that is at a page's end.
 
 Legend: N rows, V value heads, M rows of a chunk, D key dim, F value dim.
 """
@@ -45,14 +47,14 @@ from .recurrent_delta_rule import (
     store_state,
 )
 
-# Rows of a chunk. The matrix unit's fewest; and the most of which operands fit into registers, in fp32 beside
-# what its products are corrected by.
+# Rows of a chunk: tensor cores' minimum; and the maximum whose operands fit in registers, in fp32 with the
+# correction terms of the products.
 _FEWEST, _MOST, _MOST_FP32 = 16, 32, 16
 _COLUMNS, _COLUMNS_FP32, _STAGES, _PREPARING_WARPS = 16, 32, 2, 8
 
 
 def chunk_size(page_size: int, dtype: torch.dtype) -> int | None:
-    """Rows of a chunk; None where pages are such that there are none."""
+    """Return the rows of a chunk; None if the page size allows none."""
     size = min(page_size & -page_size, _MOST_FP32 if dtype is torch.float32 else _MOST)
     return size if size >= _FEWEST else None
 
@@ -67,10 +69,10 @@ def run_chunks(
     size: int,
     read_NVF: Tensor,
 ) -> None:
-    """As `delta_rule.run_rows`, of the requests that it leaves out.
+    """Run the requests that `recurrent_delta_rule.run_rows` leaves out; arguments as there.
 
     Args:
-        size: of `chunk_size`.
+        size: from `chunk_size`.
     """
     kind, device = shape.geometry, mixed_NO.device
     num_chunks = triton.cdiv(rows.max_rows, size) + 1  # rows may begin within a chunk
@@ -78,8 +80,8 @@ def run_chunks(
     prepared_2NVM = torch.empty(2, len(mixed_NO), heads, size, dtype=torch.float32, device=device)
     given = operands(mixed_NO, qkv_NC, shape, rows, memory, layer)
     how = {"CHUNK": size, "MOST_ROWS": MOST_ROWS, **sizes(shape, memory)}
-    # Inputs of a model of 16 bits have no more than tf32. In fp32, products that are as exact: of few keys by
-    # fp32's own units, which take fewer registers there.
+    # Inputs of 16-bit models have no more precision than tf32. In fp32, products must be exact; for small key
+    # dims the plain fp32 units need fewer registers.
     is_fp32 = mixed_NO.dtype is torch.float32
     how["KEY_WIDTH"] = max(how["KEY_WIDTH"], _FEWEST)
     _prepare[(num_requests, num_chunks, heads)](
@@ -140,7 +142,7 @@ def _prepare(
     PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """T and P of a chunk and a head, a row of them with each row."""
+    """Compute T and P of a chunk and a head, one row of them per row."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -172,7 +174,7 @@ def _prepare(
     for i in range(1, high - low):
         is_i_M1 = (i_M == i)[:, None]
         a_M = tl.sum(tl.where(is_i_M1, a_MM, 0.0), 0)
-        t_M = tl.sum(a_M[:, None] * t_MM, 0)  # rows before i are done, and `a` is 0 behind
+        t_M = tl.sum(a_M[:, None] * t_MM, 0)  # rows before i are done, and `a` is 0 from i on
         t_MM = tl.where(is_i_M1, t_MM - t_M[None, :], t_MM)
     tl.store(writes + to_MM, t_MM * beta_M[None, :], mask=is_row_M[:, None])
 
@@ -214,7 +216,7 @@ def _run_chunks(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some columns of a head's state, through all of a request's chunks."""
+    """Run some columns of a head's state through all of a request's chunks."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, head = tl.program_id(0), tl.program_id(1)
@@ -242,7 +244,7 @@ def _run_chunks(
         decay_M1 = tl.exp(sum_M)[:, None]
         inside_MF = is_row_M[:, None] & is_f[None, :]
         at_MM = (at_M[:, None] * VALUES + head) * CHUNK + i_M[None, :]
-        # Keys are read twice, and nothing before it is used: registers are what there is least of.
+        # Keys are loaded twice, to save registers.
         k_MD = _keys(qkv, at_M, is_row_M, d_D, KEYS + key, CHANNELS, KEY_DIM)
         w_MF = -decay_M1 * tl.dot(k_MD, state_DF, input_precision=PRODUCT)
         v_at_MF = at_M[:, None] * CHANNELS + 2 * KEYS * KEY_DIM + head * VALUE_DIM + f_F[None, :]
@@ -269,14 +271,13 @@ def _run_chunks(
 
 @triton.jit
 def _span(first, count, chunk, CHUNK: tl.constexpr):
-    """Which rows of a request are in its chunk: low .. high - 1."""
+    """Return the rows of a request that are in a chunk: low .. high - 1."""
     low = chunk * CHUNK - first % CHUNK
     return tl.maximum(low, 0), tl.minimum(low + CHUNK, count)
 
 
 @triton.jit
 def _keys(qkv, at_M, is_row_M, d_D, head, CHANNELS: tl.constexpr, KEY_DIM: tl.constexpr):
-    """Of a head of those before the values."""
     at_MD = at_M[:, None] * CHANNELS + head * KEY_DIM + d_D[None, :]
     return tl.load(qkv + at_MD, mask=is_row_M[:, None] & (d_D < KEY_DIM)[None, :], other=0.0)
 
@@ -294,7 +295,7 @@ def _gates(
     VALUES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """g and beta; 0 where there is no row, which so changes nothing."""
+    """Return g and beta; 0 for missing rows, which then change nothing."""
     a_head = mixed + at_M * row_stride + CHANNELS + VALUES * VALUE_DIM + head
     b_M = tl.load(a_head, mask=is_row_M, other=0.0)
     a_M = tl.load(a_head + VALUES, mask=is_row_M, other=0.0)

@@ -1,18 +1,19 @@
-"""What a delta rule takes in, in one launch: the causal convolution, and queries and keys of unit length.
+"""Inputs of a delta rule in one launch: the causal convolution, and queries and keys of unit length.
 
-What `compute/eager/delta_rule.py` does by `conv_chunk`, `conv_fold` and `unit`. A program has a head of one
-kind (query, key or value) of some rows of a request. Inputs before the first row lie in the request's slot:
+Implements `conv_chunk`, `conv_fold` and `unit` of `compute/eager/delta_rule.py`. A program handles a head of
+one kind (query, key or value) for some rows of a request. Inputs before the first row are in the request's
+slot:
 
-    of the last passes      window [W] | inputs of drafts that stood [pending]
-    of a row n, at tap t    input n - W + t: of this pass, or, where that is negative, pending + W + that of
-                            the two joined
+    of earlier passes      window [W] | inputs of accepted drafts [pending]
+    of row i, at tap t     input n = i - W + t: of this pass, or, if n is negative, element
+                           pending + W + n of the two joined
 
-so a window is folded by where it is read. The program that has a request's first rows writes what the next
-pass finds there (the last W known inputs, and drafts'), and nobody else reads it. Called by
+so a window is folded by reading at an offset. The program with a request's first rows writes what the next
+pass reads (the last W known inputs, and drafts'), which no other program reads. Called by
 `gated_delta_net.py`.
 
-Legend: N rows, O outputs of the layer's product, C channels, K key heads, V value heads, T taps, W = T - 1, R
-requests; in the kernel N rows of a program, F columns of its head.
+Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, T taps, W = T -
+1, R requests; in the kernel N rows of a program, F columns of its head.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -30,16 +31,16 @@ from ...memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMem
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .recurrent_delta_rule import rows_of
 
-_ROWS = 16  # of a program: a verified block is one
+_ROWS = 16  # per program: a verified block
 
 
 def take_in(
     mixed_NO: Tensor, shape: DeltaNetShape, rows: DeviceStateRows, memory: StateMemory, layer: int
 ) -> Tensor:
-    """Queries (scaled), keys and values of all heads, fp32 [N, C]; windows and drafts' inputs are written.
+    """Return queries (scaled), keys and values of all heads, fp32 [N, C]; write windows and drafts' inputs.
 
     Args:
-        mixed_NO: the layer's product; what is convolved comes first. Rows may have any stride.
+        mixed_NO: the layer's projection, starting with the convolved channels. Rows may have any stride.
     """
     kind = shape.geometry
     assert mixed_NO.stride(1) == 1, "a row is contiguous"
@@ -151,7 +152,7 @@ def _take_in(
                     to_window = windows + to * (WINDOW * CHANNELS)
                     _write_window(to_window, passed, channel_F, inside_F, source, CHANNELS, WINDOW)
         _write_window(window, known, channel_F, inside_F, source, CHANNELS, WINDOW)
-        tl.debug_barrier()  # and the drafts' inputs
+        tl.debug_barrier()  # all threads have read the drafts' inputs
         draft_P = tl.arange(0, DRAFTS)
         is_draft_PF = (known + draft_P < count)[:, None] & inside_F[None, :]
         from_PF = (known + draft_P).to(tl.int64)[:, None] * row_stride + channel_F[None, :]
@@ -161,7 +162,7 @@ def _take_in(
 
 @triton.jit
 def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return inputs number n of this pass; negative numbers are inputs before it, see the module's text."""
+    """Return inputs n of this pass; negative ones are earlier, see the module's docstring."""
     fresh, row_stride, window, kept, pending = source
     before_N = pending + WINDOW + n_N
     is_fresh_N = wanted_N & (n_N >= 0)
@@ -188,7 +189,7 @@ def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, W
 
 @triton.jit
 def _write_window(to, count, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
-    """Write the inputs before row `count`. Places rise and are made of later ones, so they are read first."""
+    """Write the inputs before row `count`, in an order that allows `to` to be the source."""
     one_1 = tl.zeros([1], tl.int32)
     for w in tl.static_range(WINDOW):
         x_1F = _input(one_1 + count - WINDOW + w, one_1 == 0, channel_F, inside_F, source, CHANNELS, WINDOW)

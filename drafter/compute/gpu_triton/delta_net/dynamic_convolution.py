@@ -1,10 +1,9 @@
-"""The convolution of DFlash2 in one launch: what `compute/eager/dynamic_convolution.py` means. Called by
-`drafter/compute/gpu_triton/backend.py`.
+"""Triton version of `compute/eager/dynamic_convolution.py`: DFlash2's convolution in one launch.
 
-Each program has some rows and some groups of channels; a tap's row is read again from the input, by whoever
-has the row behind it. Memory bound: a few kilobytes per row.
+Each program has some rows and some groups of channels; a row is loaded again for each tap. Memory bound: a
+few kilobytes per row. Called by `drafter/compute/gpu_triton/backend.py`.
 
-Legend: N rows, H hidden, T taps, C groups of H / C neighbouring channels.
+Legend: N rows, H hidden, T taps, C groups of H / C adjacent channels.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..common.launch import dependent_launch, wait_for_predecessor
 
-_ROWS, _COLUMNS = 4, 256  # of a program
+_ROWS, _COLUMNS = 4, 256  # per program
 
 
 def convolve(
@@ -28,7 +27,7 @@ def convolve(
     owners_N: Tensor,
     residual_NH: Tensor | None = None,
 ) -> Tensor:
-    """See `eager.convolution.convolve`."""
+    """Convolve rows; see `eager.dynamic_convolution.convolve`."""
     num_rows, hidden = x_NH.shape
     num_taps, num_groups = dynamic_NTC.shape[1:]
     assert dynamic_NTC.stride(2) == 1 and x_NH.is_contiguous() and base_TH.is_contiguous(), "read as they lie"
@@ -55,7 +54,7 @@ def convolve(
     return y_NH
 
 
-# Kernels of the second side begin anywhere; owners may be a view.
+# The second side's kernels may begin at any alignment; owners may be a view.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["dynamic", "owners"])
 def _convolve(
     x,

@@ -1,13 +1,13 @@
-"""A layer with a gated delta rule in three launches, five for long prompts: as
-`compute/eager/gated_delta_net.py` means it.
+"""Triton version of `compute/eager/gated_delta_net.py`: a layer in three launches, five for long prompts.
 
-    product ─▶ take_in: convolution, unit length ─▶ the rule, by rows or in chunks ─▶ gate_outputs ─▶ result
-               (windows)                            (states, u)                       (drafts' keys, decays)
+    projection ─▶ take_in: convolution, unit length ─▶ rule, by rows or in chunks ─▶ gate_outputs ─▶ result
+                  (windows)                            (states, u)                   (drafts' keys, decays)
 
-Who has rows, where states stand and which drafts are to be folded is read on the device (`DeviceStateRows`).
-How a request's rows are run depends on the request alone. Made by `drafter/compute/gpu_triton/backend.py`.
+Rows, state slots and the number of drafts to fold are read on the device (`DeviceStateRows`). Whether a
+request runs by rows or in chunks depends only on that request. Made by
+`drafter/compute/gpu_triton/backend.py`.
 
-Legend: N rows, O outputs of the layer's product, V value heads, F value dim.
+Legend: N rows, O outputs of the layer's projection, V value heads, F value dim.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from .recurrent_delta_rule import MOST_ROWS, run_rows
 
 
 class TritonDeltaNet:
-    """One layer's.
+    """The delta rule of one layer.
 
     Args:
-        by_rows: all requests' rows are run one by one, so that their bits do not depend on how many come at
-            once, either.
+        by_rows: run all requests row by row, so that their bits do not depend on how many rows a pass has.
     """
 
     __slots__ = ("_by_rows", "_shape")
@@ -40,7 +39,7 @@ class TritonDeltaNet:
     def run(
         self, mixed_NO: Tensor, states: StateRows | DeviceStateRows | None, cache: PagedKVCache, layer: int
     ) -> Tensor:
-        """As `backend.Attention` is called."""
+        """Run a layer, called as `backend.Attention`."""
         memory, kind = cache.states, self._shape.geometry
         assert isinstance(states, DeviceStateRows) and memory is not None, "rows and memory on a device"
         given = (self._shape, states, memory, layer)

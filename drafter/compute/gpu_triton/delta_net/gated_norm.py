@@ -1,10 +1,10 @@
-"""What heads have read from their states, normed and gated; and drafts' keys and decays, put into records.
+"""Output norm and gate of a delta rule; also stores drafts' keys and decays as records.
 
-What `compute/eager/gated_delta_net.py` does by `_gated_norm` and, for records, by `record`. The rows behind
-the last request's are padding and become zeros. Called by `gated_delta_net.py`.
+Implements `_gated_norm` of `compute/eager/gated_delta_net.py` and, for records, `record`. Rows past the last
+request's are padding and are zeroed. Called by `gated_delta_net.py`.
 
-Legend: N rows, O outputs of the layer's product, C channels, V value heads, F value dim, R requests; in the
-kernel N rows of a program.
+Legend: N rows, O outputs of the layer's projection, C channels, V value heads, F value dim, R requests; in
+the kernel N rows of a program.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -20,7 +20,7 @@ from ...memory.recurrent_state_cache import DeviceStateRows, StateMemory
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .recurrent_delta_rule import decay_of
 
-_ROWS = 16  # of a program
+_ROWS = 16  # per program
 
 
 def gate_outputs(
@@ -32,7 +32,7 @@ def gate_outputs(
     memory: StateMemory,
     layer: int,
 ) -> Tensor:
-    """rms_w(what each head read) * silu(z), [N, V * F] in the dtype of `mixed`, rounded once."""
+    """Return rms_w(each head's output) * silu(z), [N, V * F] in the dtype of `mixed`, rounded once."""
     kind = shape.geometry
     y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)
     grid = (len(rows.slots_R) + 1, triton.cdiv(rows.max_rows, _ROWS), kind.num_value_heads)
@@ -97,7 +97,7 @@ def _gate_outputs(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of a request, or of padding, which is as if it were one more."""
+    """Process rows of a request, or of padding, which is treated as one more request."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     GROUP: tl.constexpr = VALUES // KEYS

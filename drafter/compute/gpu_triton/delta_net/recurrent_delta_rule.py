@@ -1,18 +1,18 @@
-"""The gated delta rule, row by row: what `compute/eager/delta_rule.py` means, for blocks that are verified.
+"""The gated delta rule (arXiv 2412.06464) row by row in Triton, for blocks that are verified.
 
-A program has some columns of a value head's state, which it reads once, folds the records of drafts that
-stood into, lets rows change and writes once: behind the last known row. Drafts change its own copy alone and
-leave what they wrote (`u`) as records; their keys and decays `gated_norm.py` puts beside that, for here
-other programs read the old ones.
+Implements `compute/eager/delta_rule.py`. A program holds some columns of a value head's state: it loads them
+once, folds in the records of accepted drafts, runs the rows, and stores the state after the last known row.
+Drafts update only the program's copy and leave their updates (`u`) as records; `gated_norm.py` stores their
+keys and decays, because other programs of this launch still read the old ones.
 
-    slot's state [D, F] ── fold: S = e^g S + k u^T ──▶ known rows ──▶ written; drafts ──▶ u
+    slot's state [D, F] ── fold: S = e^g S + k u^T ──▶ known rows ──▶ stored; drafts ──▶ u
 
-Every row, known or draft, goes through the same instructions, and a fold is the same operations: a row's bits
-depend neither on its batch nor on what was drafted before. A block's rows are so few that a pass waits for
-its states; long prompts have chunks (`chunk_delta_rule.py`). Called by `gated_delta_net.py`.
+Every row, known or draft, runs the same instructions, and a fold runs the same operations: a row's bits
+depend neither on its batch nor on what was drafted before. A verified block has few rows, so a pass is bound
+by loading states; long prompts run in chunks (`chunk_delta_rule.py`). Called by `gated_delta_net.py`.
 
-Legend: N rows, O outputs of the layer's product, C channels, K key heads, V value heads, D key dim, F value
-dim; in the kernel F columns of a program.
+Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
+value dim; in the kernel F columns of a program.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -29,7 +29,7 @@ from ...layers.gated_delta_net import DeltaNetShape
 from ...memory.recurrent_state_cache import MAX_SAVES, DeviceStateRows, StateMemory
 from ..common.launch import dependent_launch, wait_for_predecessor
 
-MOST_ROWS = 16  # known ones of a request; more are run in chunks where that is allowed
+MOST_ROWS = 16  # known rows of a request; longer ones run in chunks if allowed
 _COLUMNS = 16
 
 
@@ -44,12 +44,12 @@ def run_rows(
     *,
     all_rows: bool,
 ) -> None:
-    """What rows read, fp32, is written to `read`, and states and what drafts write to the memory.
+    """Run requests' rows: write outputs, fp32, to `read`, and states and drafts' u to the memory.
 
     Args:
-        mixed_NO: the layer's product; b and a come last.
-        qkv_NC: of `take_in`.
-        all_rows: also of requests that `runs_in_chunks`, which else are left out.
+        mixed_NO: the layer's projection; b and a come last.
+        qkv_NC: result of `take_in`.
+        all_rows: also run requests that `runs_in_chunks`, which otherwise are skipped.
     """
     kind = shape.geometry
     columns = min(_COLUMNS, triton.next_power_of_2(kind.value_dim))
@@ -72,7 +72,7 @@ def operands(
     memory: StateMemory,
     layer: int,
 ) -> tuple[Any, ...]:
-    """What kernels of the rule begin with, in both forms."""
+    """Return the leading arguments of both forms' kernels."""
     records = (memory.k_LZPKD, memory.u_LZPVF, memory.g_LZPV)
     return (
         mixed_NO,
@@ -93,7 +93,7 @@ def operands(
 
 
 def sizes(shape: DeltaNetShape, memory: StateMemory) -> dict[str, Any]:
-    """Their compile-time arguments: numbers."""
+    """Return compile-time arguments of both forms' kernels."""
     kind = shape.geometry
     return {
         "KEYS": kind.num_key_heads,
@@ -155,7 +155,7 @@ def _run_rows(
     state_DF = load_folded(
         states, records, slot, key, head, pending, d_D, f_F, KEYS, KEY_DIM, VALUES, VALUE_DIM, MAX_DRAFTS
     )
-    tl.debug_barrier()  # all threads have read the records that drafts write over
+    tl.debug_barrier()  # all threads have read the records that drafts overwrite
     rate, dt_bias = tl.load(rates + head), tl.load(dt_biases + head)
     a_mixed = mixed + begin.to(tl.int64) * row_stride + CHANNELS + VALUES * VALUE_DIM + head
     a_qkv = qkv + begin.to(tl.int64) * CHANNELS
@@ -163,7 +163,7 @@ def _run_rows(
     u_record = u_records + (slot * MAX_DRAFTS * VALUES + head) * VALUE_DIM
     at_q, at_k = key * KEY_DIM, (KEYS + key) * KEY_DIM
     at_v = 2 * KEYS * KEY_DIM + head * VALUE_DIM
-    # The next row's operands are under way while this one's are used.
+    # Prefetch the next row's operands while this one's are used.
     q_D = tl.load(a_qkv + at_q + d_D, mask=is_d, other=0.0)
     k_D = tl.load(a_qkv + at_k + d_D, mask=is_d, other=0.0)
     v_F = tl.load(a_qkv + at_v + f_F, mask=is_f, other=0.0)
@@ -195,14 +195,14 @@ def _run_rows(
 
 @triton.jit
 def rows_of(request, cu_rows, num_drafts):
-    """Return where a request's rows begin, how many there are, and how many of them are drafts."""
+    """Return a request's first row, its number of rows, and how many of them are drafts."""
     begin = tl.load(cu_rows + request)
     return begin, tl.load(cu_rows + request + 1) - begin, tl.load(num_drafts + request)
 
 
 @triton.jit
 def runs_in_chunks(known, drafts, MOST_ROWS: tl.constexpr):
-    """Whether a request's rows are run in chunks: by itself, whoever else is in the pass."""
+    """Return whether a request's rows run in chunks; depends only on that request."""
     return (drafts == 0) & (known > MOST_ROWS)
 
 
@@ -213,7 +213,7 @@ def sigmoid(x):
 
 @triton.jit
 def decay_of(a, rate, dt_bias):
-    """g = rate * softplus(a + dt_bias); the sum of 1 and a small number is corrected for its rounding."""
+    """Return g = rate * softplus(a + dt_bias), with a log1p corrected for the rounding of 1 + x."""
     x = a.to(tl.float32) + dt_bias
     small = tl.exp(-tl.abs(x))
     sum_ = 1.0 + small
@@ -237,7 +237,7 @@ def load_folded(
     VALUE_DIM: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
 ):
-    """Return columns [D, F] of a slot's state behind the first `pending` of its records (k, u, g)."""
+    """Return columns [D, F] of a slot's state after folding the first `pending` of its records (k, u, g)."""
     k_records, u_records, g_records = records
     inside_DF = (d_D < KEY_DIM)[:, None] & (f_F < VALUE_DIM)[None, :]
     at_DF = d_D[:, None] * VALUE_DIM + f_F[None, :]
@@ -269,7 +269,7 @@ def store_state(
     VALUES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """If it is `wanted`: no branch, which would keep a loop from being pipelined."""
+    """Store the state if `wanted`, as a mask: a branch would prevent pipelining of the loop."""
     inside_DF = (d_D < KEY_DIM)[:, None] & (f_F < VALUE_DIM)[None, :] & wanted
     at_DF = d_D[:, None] * VALUE_DIM + f_F[None, :]
     tl.store(states + (slot * VALUES + head) * (KEY_DIM * VALUE_DIM) + at_DF, state_DF, mask=inside_DF)
@@ -289,8 +289,10 @@ def store_saves(
     VALUE_DIM: tl.constexpr,
     SAVES: tl.constexpr,
 ):
-    """Store the state where the request's saves (their address, and the stride from positions to slots) ask
-    for it at this position."""
+    """Store the state in the slots that the request's saves name for this position.
+
+    `lists` is the saves' address and the stride from positions to slots.
+    """
     saves, saves_stride = lists
     for save in tl.static_range(SAVES):
         wanted = tl.load(saves + save) == position

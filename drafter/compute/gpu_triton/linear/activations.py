@@ -1,4 +1,4 @@
-"""A gated MLP's inner product in one launch: what `layers.gate` is on a CPU.
+"""The gated activation of an MLP in one launch; Triton version of `layers.linear.gate`.
 
 Legend: N rows, I inner size.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from ...layers.linear import Activation
 from ..common.launch import dependent_launch, wait_for_predecessor
 
-_STEEPNESS = tl.constexpr(1.702)  # of gpt-oss's sigmoid
+_STEEPNESS = tl.constexpr(1.702)  # alpha of gpt-oss's swiglu
 _BLOCK = 1024  # 8 elements per thread of 4 warps; 16 rows of 12288 make 192 programs
 
 
 def gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
-    """activation(first half) * second half of the last dimension: [N, 2 * I] -> [N, I].
+    """Return activation(first half) * second half of the last dimension: [N, 2 * I] -> [N, I].
 
-    The activation is computed in fp32 and rounded to the dtype of the input before the product is, as
-    PyTorch's two operations do.
+    The activation is computed in fp32 and rounded to the input's dtype before the product is, like PyTorch's
+    two operations.
 
     Args:
         gate_up_NI2: rows may have any stride, a row is contiguous.
@@ -71,7 +71,7 @@ def _gate_mul(
 
 @triton.jit
 def activate(gate, GELU: tl.constexpr, dtype: tl.constexpr):
-    """The activation of fp32 values, rounded to `dtype`, as fp32; called by `skinny_gemm.py` too."""
+    """Return the activation of fp32 values, rounded to `dtype`, as fp32; also called by `skinny_gemm.py`."""
     x = gate
     if GELU:  # by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
         x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -80,7 +80,7 @@ def activate(gate, GELU: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def expert_gate(gate, up, limit, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """An expert's inner product of fp32 values, in `dtype`, as `compute/eager/moe.py` means it."""
+    """Return an expert's gated activation of fp32 values, in `dtype`; see `compute/eager/moe.py`."""
     if ACTIVATION == "swiglu_clamped":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

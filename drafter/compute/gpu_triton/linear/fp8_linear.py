@@ -1,10 +1,10 @@
-"""Weights of eight bits, made at load: e4m3 times a power of two of their row. Half of bf16's bytes are read.
+"""Weights quantized to 8 bits at load: e4m3 times a power of two per row. Half of bf16's bytes are read.
 
     QuantisedProjection   up to 64 rows: `skinny_gemm.py`, which widens codes in registers and scales its sums
-                          more: PyTorch's product with the weight as it would be dequantised
+                          more: PyTorch's GEMM with the dequantized weight
 
-A power of two loses nothing beside e4m3 (both are floating), and makes dequantised weights exact in bf16: all
-that computes with them means one model, the quantised one. Not a checkpoint's format. Made by
+A power of two costs no precision (e4m3 is floating point), and makes dequantized weights exact in bf16, so
+both paths compute with the same quantized model. Not a checkpoint format. Made by
 `drafter/compute/gpu_triton/backend.py`.
 
 Legend: N rows, K inputs, O outputs, P parts, L layers, R rows of a block of a weight.
@@ -27,7 +27,7 @@ CODES = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A product's weight.
+    """A quantized weight.
 
     Attributes:
         codes_PLRK: e4m3, contiguous.
@@ -39,7 +39,7 @@ class QuantisedWeight:
 
     @classmethod
     def of(cls, weight_PLRK: Tensor) -> QuantisedWeight:
-        """The nearest. A row's largest weight takes the upper half of what e4m3 can say."""
+        """Quantize to nearest. The scale puts a row's largest magnitude in the upper half of e4m3's range."""
         weight_PLRK = weight_PLRK.float()
         mantissa_PLR1, exponent_PLR1 = torch.frexp(
             weight_PLRK.abs().amax(-1, keepdim=True) / torch.finfo(CODES).max
@@ -49,16 +49,16 @@ class QuantisedWeight:
         return cls((weight_PLRK / scale_PLR1).to(CODES).contiguous(), scale_PLR1.flatten())
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[O, K]."""
+        """Return the weight [O, K]."""
         codes_OK = self.codes_PLRK.flatten(0, 2).to(dtype)
         return codes_OK.mul_(self.scale_O[:, None])
 
 
 class QuantisedProjection(LayerProjection):
-    """See the module's text.
+    """A projection with quantized weights.
 
     Args:
-        one_tile: as `OwnProjection`'s; then any number of rows is ours.
+        one_tile: see `OwnProjection`; then any number of rows uses `skinny_gemm.py`.
     """
 
     __slots__ = ("_many", "_one_tile", "_own")
@@ -91,7 +91,7 @@ class QuantisedProjection(LayerProjection):
 
 
 class _Dequantising:
-    """`backend.Projection`; the weight in x's dtype lives as long as a call."""
+    """A `backend.Projection` that dequantizes the weight to x's dtype on each call."""
 
     __slots__ = ("_bias_O", "_weight")
 

@@ -1,8 +1,8 @@
-"""Which products are ours on this device: measured when one is first asked for, kept for the process.
+"""Chooses between Manta's and PyTorch's GEMMs by measurement, once per shape and process.
 
-cuBLAS is tuned for many rows; at 16 it may leave a third of the memory's bandwidth. What is compared is what
-would run: our kernel with all that it fuses, against PyTorch's product and the kernels behind it, with the
-weights out of cache. First calls are the warm-up's, and those that come before a graph is captured.
+cuBLAS is tuned for many rows; at 16 it may leave a third of the memory bandwidth unused. The comparison
+includes what each fuses: Manta's kernel against PyTorch's GEMM and the kernels after it, with the weights out
+of cache. Shapes are measured in warm-up passes, before graphs are captured.
 
 Legend: N rows, K inputs, O outputs, T tiles of a product's outputs.
 """
@@ -21,15 +21,15 @@ from .projections import OwnProjection, PendingNorm, TorchProjection, Use
 
 logger = logging.getLogger(__name__)
 
-# A clock: milliseconds of a call whose data lie in memory, not in caches.
+# Measures milliseconds of a call whose data are in memory, not in caches.
 Clock = Callable[[Callable[[], object]], float]
 
 
 class MeasuredChoice:
-    """`projections.Choice` by measurement; more rows than a tile holds are PyTorch's.
+    """A `projections.GemmChoice` by measurement; more rows than a tile holds use PyTorch.
 
     Args:
-        clock: by default Triton's, which empties the cache before each call.
+        clock: by default Triton's, which flushes the cache before each call.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -64,7 +64,6 @@ class MeasuredChoice:
 def _call(
     use: Use, projection: OwnProjection | TorchProjection, own: OwnProjection, num_rows: int
 ) -> Callable[[], object]:
-    """One use of a projection on made-up rows."""
     weight = own.weight
     outputs, inputs = weight.shape[:3].numel(), weight.shape[3]
 
@@ -74,7 +73,7 @@ def _call(
     x_NK, norm = ones(num_rows, inputs), RMSNorm(ones(inputs), 1e-6)
     squares_NT = ones(num_rows, -(-inputs // COLUMNS), dtype=torch.float32)  # as `added` leaves them
     pending = PendingNorm(x_NK, squares_NT, norm)
-    x = pending if projection is own else x_NK  # PyTorch's norm is done behind the residual's sum
+    x = pending if projection is own else x_NK  # PyTorch's path norms right after the residual addition
     match use:
         case "plain":
             return lambda: projection(x_NK)

@@ -1,6 +1,6 @@
-"""How a weight is cut among the programs of a product of few rows: host arithmetic, no Triton.
+"""Tiling of a weight among the programs of a skinny GEMM: host arithmetic, no Triton.
 
-All of it follows from the weight's shape. Called by `projections.py`; read by `skinny_gemm.py`.
+It depends only on the weight's shape. Called by `projections.py`; read by `skinny_gemm.py`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import torch
 
 ROW_TILES = (16, 32, 64)
 _MULTIPROCESSORS = 132  # of an H100 or H200
-_ENOUGH_PROGRAMS = 250  # two for most multiprocessors: one leaves its copies waiting for each other
-_MOST_PROGRAMS = 8 * _MULTIPROCESSORS  # of products that are split: bounds the workspace
+_ENOUGH_PROGRAMS = 250  # two for most multiprocessors: a single one would wait for its copies
+_MOST_PROGRAMS = 8 * _MULTIPROCESSORS  # of split products: bounds the workspace
 _MOST_SPLITS, _LEAST_SPLIT_TILES = 16, 4
-COLUMNS = 64  # rows of a weight per program: what a matrix instruction takes
-_STEPS = {1: 128, 2: 128, 4: 32}  # inputs at a time, by bytes of a value
-_TALL = 64  # rows, from which on x takes as much room as the weights: steps are half as long
+COLUMNS = 64  # rows of a weight per program: the size of a matrix instruction
+_STEPS = {1: 128, 2: 128, 4: 32}  # inputs per iteration, by bytes of a value
+_TALL = 64  # rows from which on x takes as much memory as the weights: steps are half as long
 
 
 @dataclass(frozen=True, slots=True)
 class ProductPlan:
-    """How a weight is cut; the same for any number of rows.
+    """Tiling of a weight; the same for any number of rows.
 
     Attributes:
-        tiles: of its outputs; of half as many where gate and up share a program.
-        step: inputs at a time.
-        splits: of the inputs, whose sums are added in order.
-        split_tiles: steps of each.
+        tiles: of its outputs; half as many outputs per tile if gate and up share a program.
+        step: inputs per iteration.
+        splits: of the inputs (split K), whose sums are added in order.
+        split_tiles: steps of each split.
     """
 
     tiles: int
@@ -36,9 +36,9 @@ class ProductPlan:
     split_tiles: int
 
     def stepping(self, tile: int) -> tuple[int, int, int]:
-        """(inputs at a time, steps of a split, steps under way) for a tile of so many rows.
+        """Return (inputs per iteration, iterations of a split, pipeline stages) for a tile of this many rows.
 
-        A multiprocessor has room for three programs, each with 32 or 24 KiB of weights under way.
+        A multiprocessor has room for three programs, each with 32 or 24 KiB of weights in flight.
         """
         if tile < _TALL:
             return self.step, self.split_tiles, 3
@@ -46,7 +46,7 @@ class ProductPlan:
 
 
 def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> ProductPlan:
-    """The cut that leaves the busiest multiprocessor least to do, with copies enough under way everywhere.
+    """Return the split that minimizes the busiest multiprocessor's work, with enough copies in flight.
 
     Args:
         outputs: of the product; a gate's weight has twice as many rows.
@@ -61,7 +61,7 @@ def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool =
     cuts = [splits for splits in cuts if tiles * splits >= _ENOUGH_PROGRAMS] or cuts
 
     def load(splits: int) -> int:
-        """Steps of the busiest multiprocessor; adding sums up costs a program about one."""
+        """Return the busiest multiprocessor's steps; adding up splits costs about one step."""
         return -(-tiles * splits // _MULTIPROCESSORS) * (-(-steps // splits) + (splits > 1))
 
     best = min(cuts, key=load)
@@ -69,17 +69,17 @@ def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool =
 
 
 class ProductWorkspace:
-    """Room for the sums of products that are split; one suffices for all that run one after another."""
+    """Memory for the sums of split products; shared by all products that run one after another."""
 
     __slots__ = ("arrived_E", "sums_E")
 
     def __init__(self, device: torch.device | str) -> None:
         size = _MOST_PROGRAMS * COLUMNS * ROW_TILES[-1]
         self.sums_E = torch.empty(size, dtype=torch.float32, device=device)
-        # Zeros between launches, too.
+        # also zero between launches
         self.arrived_E = torch.zeros(_MOST_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def row_tile(num_rows: int) -> int:
-    """The least tile that holds them, or the largest."""
+    """Return the smallest tile that holds the rows, or the largest tile."""
     return next((tile for tile in ROW_TILES if num_rows <= tile), ROW_TILES[-1])

@@ -1,6 +1,6 @@
-"""RMSNorm, alone and after the residual's sum, in one launch each.
+"""RMSNorm, alone and fused with the residual addition, in one launch each.
 
-What `layers.RMSNorm` is on a CPU. A program owns a row; its statistics are fp32 whatever the model's dtype.
+Triton version of `layers.linear.RMSNorm`. A program owns a row; its statistics are fp32 for all dtypes.
 
 Legend: N rows, H hidden.
 """
@@ -21,10 +21,10 @@ _MAX_WARPS = 16
 
 
 def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`.
+    """Return x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`.
 
-    As `F.rms_norm`: fp32 throughout, rounded once, when the result is written. (Hugging Face's Qwen3RMSNorm
-    rounds also before it multiplies by the weight; the two differ by an ulp.)
+    Like `F.rms_norm`: fp32 throughout, rounded once, on write. (Hugging Face's Qwen3RMSNorm also rounds
+    before multiplying by the weight; the two differ by an ulp.)
 
     Args:
         x_NH: rows may have any stride, a row is contiguous.
@@ -37,15 +37,15 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float, scalar: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x + y` and its RMSNorm: (sum [N, H], normed [N, H]).
+    """Return `x + y` and its RMSNorm: (sum [N, H], normed [N, H]).
 
-    The sum is rounded to the model's dtype, and what is normed is that rounded sum, as in
-    `rms_norm(x + y)`. `x` stays as it was: the drafter may have tapped it.
+    The sum is rounded to the model's dtype, and the norm is of the rounded sum, as in `rms_norm(x + y)`. `x`
+    is not changed: it may be a tap of the drafter.
 
     Args:
-        y_NH: what a block adds; rows may have any stride, a row is contiguous.
+        y_NH: output of a sublayer; rows may have any stride, a row is contiguous.
         x_NH: the residual, likewise.
-        scalar: multiplies the rounded sum, and is rounded again; None leaves it as it is.
+        scalar: multiplies the rounded sum, which is rounded again; None: no scaling.
     """
     assert y_NH.shape == x_NH.shape and y_NH.dtype == x_NH.dtype, "a residual is added to its like"
     sum_NH, normed_NH = x_NH.new_empty(x_NH.shape), x_NH.new_empty(x_NH.shape)
@@ -84,7 +84,7 @@ def _launch(
 
 
 def warps_for(block: int) -> int:
-    """Warps of a program that owns a row of `block` elements (a power of two)."""
+    """Return the warps of a program that owns a row of `block` elements (a power of two)."""
     return min(max(block // _WIDTH_PER_WARP, 1), _MAX_WARPS)
 
 

@@ -1,11 +1,11 @@
-"""Products with weights, and what a layer computes around them: a kernel of ours, or PyTorch's and more.
+"""Projections with norm, gate and residual, fused in Manta's kernel or computed around PyTorch's GEMM.
 
-    TorchProjection    PyTorch's product, then a kernel for the gate, or for residual and norm
+    TorchProjection    PyTorch's GEMM, then a kernel for the gate, or for residual and norm
     OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 64 rows
-    ChosenProjection   whichever this device does sooner, by rows and use (`gemm_choice.py`)
+    ChosenProjection   the faster of the two on this device, by rows and use (`gemm_choice.py`)
 
-Ours leave the norm behind a residual to the products that read it: `PendingNorm` stands for its result.
-Made and called by `drafter/compute/gpu_triton/backend.py`.
+Manta's kernels defer the norm after a residual to the GEMMs that read it: `PendingNorm` represents its
+result. Made and called by `drafter/compute/gpu_triton/backend.py`.
 
 Legend: N rows, H hidden, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight.
 """
@@ -31,10 +31,10 @@ Use = Literal["plain", "normed", "gated", "added"]
 
 @dataclass(frozen=True, slots=True)
 class PendingNorm:
-    """A norm's result that nobody has computed yet.
+    """A norm's result that is not computed yet.
 
     Attributes:
-        x_NH: what is normed.
+        x_NH: input of the norm.
         squares_NT: fp32, partial sums of its rows' squares.
     """
 
@@ -54,28 +54,28 @@ def as_tensor(x: Tensor | PendingNorm) -> Tensor:
 
 
 class LayerProjection(ABC):
-    """A projection that may take a norm's pending result, and what else a layer makes of its product."""
+    """A projection that accepts a pending norm, with fused gate or residual and norm."""
 
     __slots__ = ()
 
     @abstractmethod
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
-        """As `backend.Projection`."""
+        """Project; see `backend.Projection`."""
 
     @abstractmethod
     def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
-        """activation(first half) * second half of the product, [N, I]."""
+        """Return activation(first half) * second half of the product, [N, I]."""
 
     @abstractmethod
     def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
-        """The product plus the residual, and its norm."""
+        """Return the product plus the residual, and its norm."""
 
 
 class TorchProjection(LayerProjection):
-    """See the module's text.
+    """PyTorch's GEMM, with separate kernels for gate, residual and norm.
 
     Args:
-        linear: the product.
+        linear: the GEMM.
     """
 
     __slots__ = ("_linear",)
@@ -94,11 +94,11 @@ class TorchProjection(LayerProjection):
 
 
 class OwnProjection(LayerProjection):
-    """See the module's text.
+    """Manta's fused GEMM.
 
     Args:
-        weight_PLRK, scale_O: as `products.multiply` takes them; a matrix is one block.
-        one_tile: rows come in tiles of one height, whatever their number: their bits depend on no other row.
+        weight_PLRK, scale_O: see `skinny_gemm.multiply`; a matrix is one block.
+        one_tile: use tiles of one height for any number of rows, so that a row's bits depend on no other row.
     """
 
     __slots__ = ("_bias_O", "_gated_plan", "_plan", "_scale_O", "_tile", "_weight_PLRK", "_workspace")
@@ -164,15 +164,15 @@ class OwnProjection(LayerProjection):
 
 
 class GemmChoice(Protocol):
-    """Which of the two a call takes."""
+    """Chooses a projection for a call."""
 
     def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool:
-        """Whether it is ours."""
+        """Return whether to use `own`."""
         ...
 
 
 class ChosenProjection(LayerProjection):
-    """See the module's text."""
+    """The faster of two projections, by use and number of rows."""
 
     __slots__ = ("_choice", "_other", "_own")
 

@@ -1,9 +1,9 @@
-"""Sums of squares of the parts of a row: what a norm of whole queries and whole keys begins with.
+"""Sums of squares of the parts of a row, for norms of whole queries and whole keys.
 
-What `Backend.row_squares` is on a CPU. A program owns a part of a row, so that its bits depend on no
-other row, as those of PyTorch's sums on a GPU do.
+Triton version of `Backend.row_squares`. A program owns a part of a row, so that its bits depend on no other
+row.
 
-Legend: N rows, O elements of a row, parts are queries and keys; B elements of a turn.
+Legend: N rows, O elements of a row, parts are queries and keys; B elements per iteration.
 """
 
 # Type checkers do not know Triton's launch options.
@@ -22,7 +22,7 @@ _BLOCK = 1024
 
 
 def row_squares(x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-    """fp32 [N, 2]: of the first `widths[0]` elements of each row, and of the `widths[1]` behind them.
+    """Return fp32 [N, 2]: the sums over the first `widths[0]` elements of each row, and the next `widths[1]`.
 
     Args:
         x_NO: rows may have any stride, a row is contiguous.

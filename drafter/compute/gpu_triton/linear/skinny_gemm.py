@@ -1,18 +1,20 @@
-"""Products of few rows with weights that are read once, as they lie; norm, gate and residual go with them.
+"""GEMMs of few rows, which read each weight once; norm, gate and residual are fused.
 
-A block's verification multiplies 16 rows per request: its time is that of reading the weights. A program owns
-64 rows of a weight, which it streams past all rows of x at once, so that Hopper's matrix instructions take
-their operands from where the copies land; where too few programs would fill the GPU, several share one tile's
-inputs and the last to arrive adds their sums in their order. Which splits there are follows from the weight's
-shape alone. Called by `projections.py`; kernels around it are `norms.py` and `activations.py`.
+A block's verification multiplies 16 rows per request, so it is bound by reading the weights. A program owns
+64 rows of a weight and streams them past all rows of x at once; the weight is the left operand, so that
+Hopper's matrix instructions read it from shared memory. If there are too few programs to fill the GPU,
+several split one tile's inputs (split K), and the last to finish adds their sums in order. The splits depend
+only on the weight's shape. Called by `projections.py`; the kernels around it are `norms.py` and
+`activations.py`.
 
     x ──[norm: row scale from partial sums of squares, weight]──▶ x W^T ──[bias]──[gate]──[+ residual]──▶ y
-                                                                       └──▶ sums of squares of y, per tile
+                                                                    └──▶ sums of squares of y, per tile
 
-Each step rounds where its own kernel would: fused or not, only the order of a product's sums differs.
+Each step rounds as its separate kernel would: fused or not, only the order of a product's sums differs.
 
 Legend: N rows, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight, T tiles
-of outputs; in the kernel C rows of a weight's tile (D columns of a gate), M rows of x, S inputs at a time.
+of outputs; in the kernel C rows of a weight's tile (D columns of a gate), M rows of x, S inputs per
+iteration.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
@@ -31,12 +33,12 @@ from ..common.launch import dependent_launch, wait_for_predecessor
 from .activations import activate
 from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
 
-_FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """What norms x on its way in.
+    """A norm to apply to x on load.
 
     Attributes:
         squares_NT: fp32, partial sums of squares of each row of x.
@@ -62,18 +64,18 @@ def multiply(
     residual_NO: Tensor | None = None,
     squares_NT: Tensor | None = None,
 ) -> Tensor:
-    """y [N, O] in the dtype of x: see the module's text.
+    """Return y [N, O] in the dtype of x.
 
     Args:
         x_NK: rows may have any stride, a row is contiguous.
-        weight_PLRK: O = P * L * R outputs; a row is contiguous, blocks of R rows may lie anywhere. With an
+        weight_PLRK: O = P * L * R outputs; a row is contiguous, blocks of R rows may have any stride. With an
             activation its parts are gate and up (P = 2, L = 1), and O = R.
-        plan: of these outputs and inputs.
-        tile: rows of x per program; more rows than that take several, which read the weights again, and then
+        plan: for these outputs and inputs.
+        tile: rows of x per program; more rows take several programs, which read the weights again, and then
             every program adds up all splits by itself.
-        scale_O: fp32, of all rows of the weight, whose values are eight bits of e4m3 then (`fp8_linear.py`).
-        bias_O: of all rows of the weight, in the order of outputs.
-        residual_NO: added to the product once that is rounded.
+        scale_O: fp32, per row of the weight, whose values are e4m3 then (`fp8_linear.py`).
+        bias_O: per row of the weight, in the order of outputs.
+        residual_NO: added to the rounded product.
         squares_NT: fp32 [N, plan.tiles], written: sums of squares of y over each tile of its columns.
     """
     num_rows, inputs = x_NK.shape
@@ -88,7 +90,7 @@ def multiply(
     if row_tiles == 0:
         return y_NO
     step, split_tiles, stages = plan.stepping(tile)
-    programs = plan.splits if row_tiles == 1 else 1  # of a tile of y
+    programs = plan.splits if row_tiles == 1 else 1  # per tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
         x_NK,
         weight_PLRK,
@@ -163,7 +165,7 @@ def _multiply(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of y, or a split of one. Rows and columns behind the last repeat it, and are not written."""
+    """Compute a tile of y, or a split of one; rows and columns out of range are not written."""
     wait_for_predecessor(PDL)
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
     row_M = row_tile * ROWS + tl.arange(0, ROWS)
@@ -192,7 +194,7 @@ def _multiply(
         sums_ptrs_CM = sums_ptr + tile * SPLITS * COLUMNS * ROWS
         sums_ptrs_CM += tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(sums_ptrs_CM + split * COLUMNS * ROWS, part_CM)
-        tl.debug_barrier()  # all of the program's sums are written before it is counted
+        tl.debug_barrier()  # all of the program's sums are stored before it is counted
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived < SPLITS - 1:
             return
@@ -221,7 +223,7 @@ def _weight_rows(
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Where the rows of a weight's tile begin, and which they are; a column's gate and up side by side."""
+    """Return the offsets and indices of the rows of a weight's tile; a gate's rows alternate gate and up."""
     lane_C = tl.arange(0, COLUMNS)
     if GATED:
         column_C = tl.minimum(tile * (COLUMNS // 2) + lane_C // 2, OUTPUTS - 1)
@@ -251,7 +253,7 @@ def _finish(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Gate, residual and squares of a tile's products, rounded between them; and the writing."""
+    """Apply gate and residual to a tile, rounding in between; write it and its sums of squares."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y_CM = sum_CM.to(dtype)
     out_C = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -274,7 +276,7 @@ def _finish(
 
 @triton.jit
 def _scales(squares_ptr, row_M, eps, INPUTS: tl.constexpr, SQUARES: tl.constexpr):
-    """Of rows whose squares are summed in parts: 1 / sqrt(mean(x^2) + eps)."""
+    """Return 1 / sqrt(mean(x^2) + eps) per row, from partial sums of squares."""
     part_T = tl.arange(0, triton.next_power_of_2(SQUARES))
     squares_MT = tl.load(
         squares_ptr + (row_M * SQUARES)[:, None] + part_T[None, :],
@@ -298,7 +300,7 @@ def _sum_split(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One split's products, transposed: the weight's rows are the instruction's, x may have few."""
+    """Return one split's product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     dtype: tl.constexpr = x_ptrs_M.dtype.element_ty
     for i in range(SPLIT_TILES):

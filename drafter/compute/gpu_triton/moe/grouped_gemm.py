@@ -1,18 +1,17 @@
-"""Products of tiles of rows with the weights of the experts that they chose, and the sums of what they make.
+"""Grouped GEMM: multiplies tiles of rows with the weights of their experts, and sums each row's results.
 
     x [N, H] ──gather──▶ gate, up ──[+ bias]──▶ activation ──▶ [pairs, I] ──▶ down ──[+ bias]──▶ [pairs, H]
     y [N, H] ◀── a row's pairs, each times its weight, in the order of the choice
 
-A verified block's rows choose few rows for each of many experts: the time is that of reading their weights,
-so programs own rows of a weight, as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`, and stream them
-past a tile's few rows of x. What an expert makes of a row stands in a place of its own; nothing is added by
-whoever comes first, and so a row's bits depend on no other row where tiles have one height. MXFP4 and INT4
-are read packed and unpacked in registers. Each step rounds where its own operator would
-(`compute/eager/moe.py`). Called by `moe.py`.
+In a verified block each of many experts has few rows, so the time is that of reading weights. Programs own
+rows of a weight, as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`, and stream them past a tile's few
+rows of x. Each pair's result has its own place and sums have a fixed order (no atomics), so a row's bits
+depend on no other row if tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers.
+Each step rounds as its own operator would (`compute/eager/moe.py`). Called by `moe.py`.
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`moe_align.py`), K
 inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
-columns of a gate), S inputs at a time, B words of two inputs at a time.
+columns of a gate), S inputs per iteration, B words of two inputs per iteration.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
@@ -34,8 +33,8 @@ from .int4 import unpack_integers
 from .moe_align import ExpertTiles
 from .mxfp4 import split_words, unpack
 
-_FP32_PRODUCT = tl.constexpr("tf32x3")  # as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`
-_SUM_BLOCK = 1024  # columns of a row that a program adds up
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
+_SUM_BLOCK = 1024  # columns of a row per program
 
 
 def multiply_tiles(
@@ -47,7 +46,7 @@ def multiply_tiles(
     activation: ExpertActivation | None = None,
     limit: float | None = None,
 ) -> Tensor:
-    """Of each pair in a tile, the product of its row with its expert's weight: [P, O] in the dtype of `x`.
+    """Return, for each pair in a tile, its row times its expert's weight: [P, O] in the dtype of `x`.
 
     Pairs that are in no tile are not written.
 
@@ -55,7 +54,7 @@ def multiply_tiles(
         x_RK: a row for each pair, or for each k of them (R = N); any stride, a row is contiguous.
         weights_EOK: of x's dtype or packed, contiguous; with an activation gate rows, then up rows, and the
             result has half as many columns.
-        bias_EO: as the weights' rows, contiguous.
+        bias_EO: one per row of the weights, contiguous.
         limit: of `swiglu_clamped`.
     """
     packed = not isinstance(weights_EOK, Tensor)
@@ -66,7 +65,7 @@ def multiply_tiles(
     if not packed:
         assert x_RK.dtype is weights_EOK.dtype, "x is what the weight takes"
     y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
-    if packed:  # two inputs a word, as two codes are a byte
+    if packed:  # two inputs per word, as two codes are a byte
         x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
     cut = cut_weight(height, y_PO.dtype, packed=packed)
     _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
@@ -98,10 +97,10 @@ def multiply_tiles(
 def add_up(
     outputs_PH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor, num_experts: int, first_expert: int
 ) -> Tensor:
-    """y [N, H]: of each row the outputs of its pairs times their weights, added in fp32 in their order.
+    """Return y [N, H]: each row's pair outputs times their weights, added in fp32 in their order.
 
     Args:
-        expert_ids_Nk: int32, contiguous; pairs of experts that are not this rank's count nothing.
+        expert_ids_Nk: int32, contiguous; pairs of other ranks' experts count as 0.
         weights_Nk: fp32, contiguous.
     """
     assert weights_Nk.is_contiguous() and expert_ids_Nk.is_contiguous(), "a pair's place is its number"
@@ -147,7 +146,6 @@ def _multiply_tiles(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of pairs and some rows of its expert's weight; rows behind the last repeat it, unwritten."""
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     if tile >= tl.load(count_ptr):
@@ -156,7 +154,7 @@ def _multiply_tiles(
     pair_M = tl.load(pairs_ptr + tile * HEIGHT + tl.arange(0, HEIGHT))
     real_M = pair_M < num_pairs
     number_C = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if ACTIVATION is not None:  # a column's gate and up side by side
+    if ACTIVATION is not None:  # a column's gate and up are adjacent
         number_C = number_C // 2 + (number_C % 2) * (OUTPUTS // 2)
     number_C = tl.minimum(number_C, OUTPUTS - 1)
     row_C = expert * OUTPUTS + number_C
@@ -183,7 +181,7 @@ def _sum_plain(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The products, transposed: the weight's rows are the instruction's, x may have few."""
+    """Return the product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
     for start in range(0, INPUTS, STEP):
         at_S = start + tl.arange(0, STEP)
@@ -212,7 +210,7 @@ def _sum_packed(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The same of packed weights, inputs of even and of odd numbers apart."""
+    """Return the product with packed weights; even and odd inputs are multiplied separately."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
     WORDS: tl.constexpr = STEP // 2
     BLOCKS: tl.constexpr = STEP // 32
@@ -224,7 +222,7 @@ def _sum_packed(
         scale_CG = tl.load(scale_ptrs_C[:, None] + block_G[None, :], mask=inside_G[None, :], other=0)
         here_BM = inside_B[:, None] & real_M[None, :]
         word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=here_BM, other=0)
-        if scale_dtype == tl.uint8:  # exponents
+        if scale_dtype == tl.uint8:  # MXFP4's exponents
             low_CB, high_CB = unpack(byte_CB, scale_CG, dtype)
         else:
             low_CB, high_CB = unpack_integers(byte_CB, scale_CG, dtype)
@@ -246,7 +244,7 @@ def _finish(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The activation of a tile's products, rounded before it; and the writing, each pair to its place."""
+    """Round, apply the activation, and write each pair to its place."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y_CM = sum_CM.to(dtype)
     if ACTIVATION is None:
@@ -275,7 +273,6 @@ def _add_up(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some columns of a row."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

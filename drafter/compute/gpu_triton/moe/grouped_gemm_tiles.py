@@ -1,7 +1,7 @@
-"""How pairs of a row and an expert, and experts' weights, are cut among programs: host arithmetic, no Triton.
+"""Tiling of (row, expert) pairs and of experts' weights among programs: host arithmetic, no Triton.
 
-All of it follows from the number of pairs, so that a grid of programs never waits for a choice of experts.
-Called by `moe.py`; read by `moe_align.py` and `grouped_gemm.py`.
+It depends only on the number of pairs, so that a launch grid does not depend on the choice of experts. Called
+by `moe_align.py` and `grouped_gemm.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from dataclasses import dataclass
 import torch
 
 HEIGHTS = (16, 32, 64, 128)  # pairs of a tile
-INVARIANT_HEIGHT = 64  # of all tiles where a row's bits depend on no other row
+INVARIANT_HEIGHT = 64  # of all tiles if a row's bits must depend on no other row
 _TALL, _TALLEST = HEIGHTS[-2:]
 
 
 def tile_height(num_pairs: int, num_experts: int) -> int:
-    """The least that holds twice the pairs of an expert, were they spread evenly; or the greatest."""
+    """Return the smallest height that holds twice an expert's average pairs, or the largest height."""
     return next((height for height in HEIGHTS if 2 * num_pairs <= height * num_experts), HEIGHTS[-1])
 
 
 def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
-    """What any choice needs at most: one for each expert that has a pair, one more for each full one."""
+    """Return the most tiles any choice needs: one per expert that has a pair, one more for each full one."""
     used = min(num_pairs, num_experts)
     return used + (num_pairs - used) // height
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """How a program reads an expert's weight.
+    """Tiling of a program's reads of an expert's weight.
 
     Attributes:
         columns: rows of the weight.
-        step: inputs at a time.
-        stages: steps under way.
+        step: inputs per iteration.
+        warps: of the program.
+        stages: pipeline stages.
     """
 
     columns: int
@@ -43,15 +44,15 @@ class ExpertCut:
 
 
 def cut_weight(height: int, dtype: torch.dtype, *, packed: bool) -> ExpertCut:
-    """By the tile's height alone: a multiprocessor has room for three programs, or for one of a prompt's.
+    """Return the cut for a tile height: a multiprocessor has room for three programs, or one of a prompt's.
 
-    Each of three has 24 KiB of plain weights under way or more, or of packed ones 8 or 12.
+    Each of three has at least 24 KiB of plain weights in flight, or 8 or 12 KiB of packed ones.
     """
     double = 4 // dtype.itemsize
     if height == _TALLEST:
         return ExpertCut(128, 32 * double, 8, 3)
     if packed:
         return ExpertCut(64, 64 * double, 4, 3 if height == _TALL else 4)
-    if height == _TALL:  # x takes as much room as the weights
+    if height == _TALL:  # x takes as much memory as the weights
         return ExpertCut(64, 32 * double, 4, 4 if dtype.itemsize == 2 else 3)
     return ExpertCut(64, 128 if dtype.itemsize == 2 else 32, 4, 3)

@@ -1,7 +1,6 @@
-"""INT4's codes as numbers, in a kernel's registers: what `drafter/compute/quantization/int4.py` says its
-bytes mean.
+"""Unpacks INT4 in a kernel's registers; the format is `drafter/compute/quantization/int4.py`'s.
 
-Bytes lie as MXFP4's do, so that the product is the same (`grouped_gemm.py`, which calls this).
+Bytes have MXFP4's layout, so the GEMM is the same (`grouped_gemm.py`, which calls this).
 
 Legend: C rows of a weight's tile, B bytes of a step, G = B / 16 groups of a step.
 """
@@ -19,7 +18,7 @@ _ZERO = tl.constexpr(ZERO)
 
 @triton.jit
 def unpack_integers(byte_CB, scale_CG, dtype: tl.constexpr):
-    """Low and high codes of packed bytes, times their groups' scales, rounded to `dtype`: [C, B] each."""
+    """Return low and high codes of packed bytes, scaled and rounded to `dtype`: [C, B] each."""
     scale_CB = spread(scale_CG.to(tl.float32))
     code_CB = byte_CB.to(tl.int32)
     low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB

@@ -1,11 +1,11 @@
-"""A layer's routed experts on a GPU, in four launches whose grids follow from the number of rows alone.
+"""A layer's routed experts on a GPU, in four launches whose grids depend only on the number of rows.
 
-    expert ids ──▶ tiles of pairs by expert                              expert_pairs.py
-    x ──▶ gate, up and activation of each pair ──▶ down of each pair     expert_products.py, mxfp4.py, int4.py
-      ──▶ a row's pairs times their weights, added up                    expert_products.py
+    expert ids ──▶ tiles of pairs by expert                              moe_align.py
+    x ──▶ gate, up and activation of each pair ──▶ down of each pair     grouped_gemm.py, mxfp4.py, int4.py
+      ──▶ a row's pairs times their weights, added up                    grouped_gemm.py
 
-Nothing asks the host for a value, and each expert's weights are read once for as many rows as a tile holds.
-Made by `drafter/compute/gpu_triton/backend.py`; the choice of experts is `topk_routing.py`'s.
+There is no host synchronization, and each expert's weights are read once for as many rows as a tile holds.
+Made by `drafter/compute/gpu_triton/backend.py`; `topk_routing.py` chooses the experts.
 
 Legend: N rows, k experts chosen per row, H hidden.
 """
@@ -24,11 +24,11 @@ from .mxfp4 import MOST_EXPONENT
 
 
 class TritonExperts:
-    """`experts.Experts`.
+    """The routed experts of a layer.
 
     Args:
         reads_1: counts the experts that have rows; see `backend.Backend.expert_reads`.
-        one_height: of all tiles, whatever the number of rows: their bits depend on no other row.
+        one_height: use one tile height for any number of rows, so that a row's bits depend on no other row.
     """
 
     __slots__ = ("_one_height", "_reads_1", "_weights")

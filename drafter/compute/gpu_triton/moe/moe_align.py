@@ -1,14 +1,15 @@
-"""Which rows an expert computes: pairs of a row and a choice, in tiles by expert, listed on the device.
+"""Groups (row, expert) pairs into tiles by expert, on the device.
 
     experts of rows   0: [2 0]   1: [0 2]   2: [2 5]      two choices each; pair = row * k + place
     tiles of 2 pairs  expert 0: [1 2]   expert 2: [0 3]   expert 2: [4 -]   expert 5: [5 -]
                       then idle tiles, up to as many as any choice of experts can need
 
-So that a grid of programs follows from the number of rows alone, and a CUDA graph may hold it: programs of
-idle tiles leave at once. Pairs of an expert stand in their order: the list depends on nothing else. Experts
-that other ranks have get no tiles. Called by `moe.py`; read by `grouped_gemm.py`.
+So a launch grid depends only on the number of rows, and a CUDA graph can capture it: programs of idle tiles
+return at once. Pairs of an expert are in ascending order, so the list is deterministic. Other ranks' experts
+get no tiles. Called by `moe.py`; read by `grouped_gemm.py`.
 
-Legend: N rows, k experts chosen per row, T tiles, M pairs of a tile; in the kernel B bins, C pairs at a time.
+Legend: N rows, k experts chosen per row, T tiles, M pairs of a tile; in the kernel B bins, C pairs per
+iteration.
 """
 
 # Type checkers do not know Triton's launch options.
@@ -25,17 +26,17 @@ from torch import Tensor
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .grouped_gemm_tiles import most_tiles
 
-_CHUNK = 1024  # pairs at a time
+_CHUNK = 1024  # pairs per iteration
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The list; all int32.
+    """The list of tiles; all int32.
 
     Attributes:
-        pairs_TM: of tiles that are not idle; `num_pairs` where a lane is.
-        experts_T: whose a tile is, in the rank's numbers.
-        count_1: tiles that are not idle.
+        pairs_TM: pairs of tiles that are not idle; unused entries are `num_pairs`.
+        experts_T: a tile's expert, as an index on this rank.
+        count_1: number of tiles that are not idle.
         num_pairs: N * k.
     """
 
@@ -48,11 +49,11 @@ class ExpertTiles:
 def list_tiles(
     expert_ids_Nk: Tensor, num_experts: int, first_expert: int, height: int, reads_1: Tensor
 ) -> ExpertTiles:
-    """The tiles of the experts from `first_expert` on, `num_experts` of them.
+    """Return the tiles of the `num_experts` experts from `first_expert` on.
 
     Args:
-        expert_ids_Nk: int32, contiguous, in the model's numbers.
-        reads_1: int32; grows by the experts that have tiles.
+        expert_ids_Nk: int32, contiguous, ids in the model.
+        reads_1: int32; incremented by the number of experts that have tiles.
     """
     assert expert_ids_Nk.is_contiguous(), "a pair's place is its number"
     num_pairs = expert_ids_Nk.numel()
@@ -96,7 +97,7 @@ def _list_tiles(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One expert's tiles: it counts the pairs of all, to know where its own begin."""
+    """List one expert's tiles, after counting all experts' pairs to find where its own begin."""
     wait_for_predecessor(PDL)
     expert = tl.program_id(0)
     bin_B = tl.arange(0, BINS)
@@ -109,7 +110,7 @@ def _list_tiles(
     tiles = tl.sum(tl.where(bin_B == expert, tiles_B, 0), 0)
     if expert == EXPERTS - 1:
         tl.store(count_ptr, first + tiles)
-        # No other program writes it: passes follow each other.
+        # The only writer; passes are sequential.
         tl.store(reads_ptr, tl.load(reads_ptr) + tl.sum((tiles_B > 0).to(tl.int32), 0))
     if tiles > 0:
         place = first * HEIGHT
@@ -126,7 +127,7 @@ def _list_tiles(
 
 @triton.jit
 def _chosen(ids_ptr, start, num_pairs, FIRST: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """The rank's numbers of a chunk of pairs' experts; EXPERTS for another rank's, and behind the last."""
+    """Return a chunk of pairs' experts as indices on this rank; EXPERTS for other ranks' and past the end."""
     pair_C = start + tl.arange(0, CHUNK)
     expert_C = tl.load(ids_ptr + pair_C, mask=pair_C < num_pairs, other=-1) - FIRST
     return tl.where((pair_C < num_pairs) & (expert_C >= 0) & (expert_C < EXPERTS), expert_C, EXPERTS)

@@ -1,8 +1,7 @@
-"""A router's choice in one launch: what `eager/routing.choose` means, behind the product that makes logits.
+"""MoE routing in one launch; Triton version of `eager/moe_routing.choose`, after the projection to logits.
 
-A program routes one row, so that its choice depends on no other; PyTorch's operators are a dozen launches per
-layer. Of equal scores the expert with the lower number is first. Made by
-`drafter/compute/gpu_triton/backend.py`.
+A program routes one row, so its choice depends on no other; PyTorch takes a dozen launches per layer. Ties go
+to the lower expert id. Made by `drafter/compute/gpu_triton/backend.py`.
 
 Legend: N rows, E experts, k chosen per row, H hidden, G groups; in the kernel K = k rounded up to a power of
 two, and E likewise.
@@ -23,14 +22,14 @@ from ...layers.moe import MoeRouter, RouterWeights
 from ..common.launch import dependent_launch, wait_for_predecessor
 from ..linear.norms import rms_norm
 
-_NO_DIVISION_BY_ZERO = tl.constexpr(1e-20)  # beside the sum of sigmoids
+_NO_DIVISION_BY_ZERO = tl.constexpr(1e-20)  # added to the sum of sigmoids
 
 
 class TritonRoute:
-    """`experts.Route`.
+    """The router of a layer.
 
     Args:
-        project: the product with the router's weight and bias.
+        project: projection with the router's weight and bias.
     """
 
     __slots__ = ("_project", "_weights")
@@ -52,7 +51,7 @@ def choose(
     correction_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `eager/routing.choose`: int32 [N, k] and fp32 [N, k].
+    """Return experts, int32 [N, k], and weights, fp32 [N, k], as `eager/moe_routing.choose`.
 
     Args:
         logits_NE: any dtype; a row is contiguous.
@@ -107,7 +106,6 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's choice, the best first."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert_E = tl.arange(0, LANES)
@@ -144,7 +142,7 @@ def _choose(
 
 @triton.jit
 def _scores(logit_E, SIGMOID: tl.constexpr):
-    """Of fp32 logits; lanes behind the last hold minus infinity."""
+    """Return scores of fp32 logits; unused lanes hold -inf."""
     if SIGMOID:
         score_E = 1.0 / (1.0 + tl.exp(-logit_E))
     else:
@@ -155,13 +153,13 @@ def _scores(logit_E, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _first_of_highest(best_E, expert_E, EXPERTS: tl.constexpr):
-    """The lowest number among those whose value is the highest; the last, where values are no numbers."""
+    """Return the lowest id with the highest value; the last id if all values are NaN."""
     return tl.min(tl.where(best_E == tl.max(best_E, 0), expert_E, EXPERTS - 1), 0)
 
 
 @triton.jit
 def _in_best_groups(best_E, expert_E, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Minus infinity outside the groups whose two best have the highest sums."""
+    """Set scores to -inf outside the groups whose two best scores have the highest sums."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group_E = expert_E // SIZE
     sum_E = tl.full(best_E.shape, -float("inf"), tl.float32)

@@ -1,1 +1,1 @@
-"""A step's inputs on the GPU."""
+"""A step's inputs on the GPU. Start with `row_layout.py`."""

@@ -1,7 +1,7 @@
-"""Tables of numbers in one allocation of 32-bit words: what is written to them is words and values.
+"""Tables in one allocation of 32-bit words; updates are (word index, value) pairs.
 
-So one copy and one launch (`upload.py`) write any number of entries of any of the tables, whatever they hold.
-Used by `drafter/step/gpu_triton/request_states.py`.
+So one copy and one launch (`upload.py`) write any number of entries of any table, whatever the dtype. Used by
+`drafter/step/gpu_triton/request_states.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .row_layout import Ints
 
 Indices = NDArray[np.integer] | int
 
-_ALIGNMENT = 32  # words, of every table: a line of the cache, and more than a kernel's widest load
+_ALIGNMENT = 32  # words, of every table: a cache line, and more than a kernel's widest load
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
 class Arena:
-    """See the module's text.
+    """Tables of 32- or 64-bit values in one allocation.
 
     Args:
-        tables: shape and dtype by name; of 32 or 64 bits.
+        tables: shape and dtype by name.
 
     Attributes:
-        words: int32, all of it; zeros at first.
-        tables: views of it, by name.
+        words: int32, the whole allocation, initially zero.
+        tables: views by name.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Arena:
         return self.words[first : first + math.prod(shape) * dtype.itemsize // 4]
 
     def entries(self, name: str, indices: tuple[Indices, ...], values: ArrayLike) -> tuple[Ints, Ints]:
-        """Words and their values that stand for `table[indices] = values`.
+        """Return the word indices and values (int32) equivalent to `table[indices] = values`.
 
         Args:
-            indices: of every dimension; broadcast to the values' shape.
-            values: numbers of the table's kind.
+            indices: one per dimension; broadcast to the values' shape.
+            values: converted to the table's dtype.
         """
         table = self.tables[name]
         numbers = np.atleast_1d(np.asarray(values, _NUMPY[table.dtype]))

@@ -1,11 +1,11 @@
-"""A step's rows on the GPU: which there are, which tokens they carry, and where proposals go.
+"""Lays out a step's rows on the GPU: slots, positions, tokens, K/V slots, and places of drafts.
 
-What `drafter/step/inputs/row_layout.py` and `drafter/step/gpu_triton/request_states.py` do on the host, from
-request state that lives on the device: the host reads nothing and grids follow from shapes, so all of it can
-be captured in a CUDA graph. One launch each. Not the state's owner: tables are handed in.
+Does what `drafter/step/inputs/row_layout.py` does on the host, from request state on the device: the host
+reads nothing and grids follow from shapes, so it can be captured in a CUDA graph. One launch each. Tables are
+passed in; `drafter/step/gpu_triton/request_states.py` owns them.
 
-Rows are ragged, request after request; rows behind the last request's are padding: they read nothing, and
-their K and V go to the skip slot. Requests that are padding have no rows, and may have slot -1.
+Rows are ragged, request after request. Rows past the last request's are padding: they read nothing, and their
+K and V go to the skip slot. Padding requests have no rows, and may have slot -1.
 
     slots_R      7    2    -1          cu_rows_R1   0    3    5    5        num_rows 8
     slots_N      7    7    7    2    2    -1    -1    -1
@@ -32,19 +32,19 @@ from ....compute.gpu_triton.attention.attention_tiles import PagedRows
 
 Ints = NDArray[np.int32]
 _ROWS = 32  # rows, and requests, per program
-_REQUESTS = 64  # looked at in one turn
+_REQUESTS = 64  # scanned per iteration
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """What is known of the running requests, one row per request slot, on the device.
+    """State of the running requests on the device, one row per request slot.
 
     Attributes:
         token_ids: int32 [slots, longest sequence + 1].
         page_tables: int32 [G, slots, P].
         num_computed: int32 [slots], tokens whose K/V exist: the next row's absolute position.
         page_size: rows of a page.
-        skip_slots: int64 [G], the K/V slot that swallows what nobody may see.
+        skip_slots: int64 [G], the K/V slot to which discarded rows are written.
     """
 
     token_ids: Tensor
@@ -56,17 +56,16 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStepRequests:
-    """Who takes part in a pass; int32 tensors on the device, and what the host knows of them.
+    """The requests of a pass: int32 tensors on the device, and what the host knows of them.
 
     Attributes:
-        slots_R, cu_rows_R1, num_drafts_R: requests, rows before each, drafts among their last rows.
-        samples_R: 1 where tokens come back.
-        first_chosen_R: where a sampling request's verdicts begin among all sampled rows.
-        num_rows: N, padding included.
-        max_rows, max_drafts: no request has more.
-        sampled_X: rows of which a token is chosen; None where it is all of them.
-        host_spans_R2: first position and rows of each, on the host; None where they are known to the device
-            alone. `num_rows` is without padding then.
+        slots_R, cu_rows_R1, num_drafts_R: slots, rows before each, drafts among their last rows.
+        samples_R: 1 if the request samples tokens.
+        first_chosen_R: index of each request's first sampled row among all sampled rows.
+        num_rows: N, padding included; without padding if `host_spans_R2` is given.
+        max_rows, max_drafts: upper bounds over requests.
+        sampled_X: rows for which a token is sampled; None if all are.
+        host_spans_R2: first position and rows of each, on the host; None if only the device knows them.
     """
 
     slots_R: Tensor
@@ -82,20 +81,22 @@ class DeviceStepRequests:
 
     @staticmethod
     def room(max_requests: int) -> int:
-        """Integers of each of the lists of `pack`: for so many requests, and a multiple of 16 bytes."""
+        """Return the length of each list of `pack` for this many requests, a multiple of 16 bytes."""
         return (max_requests // 4 + 1) * 4
 
     @classmethod
     def decoding(cls, lists_LW: Tensor, num_requests: int, width: int, num_rows: int) -> DeviceStepRequests:
-        """Views of the lists of `pack` for requests that decode, of at most `width` rows each."""
+        """Return views of `pack`'s lists for decoding requests of at most `width` rows each."""
         return cls(*_views(lists_LW, num_requests), num_rows=num_rows, max_rows=width, max_drafts=width - 1)
 
     @classmethod
     def prompts(
         cls, lists_LW: Tensor, first_R: Ints, num_rows_R: Ints, num_sampled: int
     ) -> DeviceStepRequests:
-        """The same for requests without drafts, of which some choose a token in their last row; where they
-        stand is known."""
+        """Return views of `pack`'s lists for prompt chunks without drafts; some sample in their last row.
+
+        Positions are known to the host.
+        """
         return cls(
             *_views(lists_LW, len(num_rows_R)),
             num_rows=int(num_rows_R.sum()),
@@ -118,10 +119,10 @@ def _views(lists_LW: Tensor, num_requests: int) -> tuple[Tensor, Tensor, Tensor,
 def pack(
     slots_R: Ints, num_rows_R: Ints, num_drafts_R: Ints, samples_R: NDArray[np.bool_], room: int
 ) -> Ints:
-    """Requests as lists [L, W] of `room` integers each; those behind the given ones have no rows.
+    """Pack requests as lists [L, W] of `room` integers each; entries past the given requests have no rows.
 
-    In order: slots, rows before each, drafts, whether they sample, where their verdicts begin; and the last
-    rows of those that sample, for where nobody drafts.
+    Order: slots, rows before each, drafts, whether they sample, index of the first sampled row; and the last
+    rows of those that sample, used if no request drafts.
     """
     num_requests, ends_R = len(slots_R), np.cumsum(num_rows_R)
     counts_R, lasts_X = np.where(samples_R, 1 + num_drafts_R, 0), ends_R[samples_R] - 1
@@ -143,7 +144,7 @@ class DeviceStepRows(PlacedRows):
 
     Attributes:
         token_ids_N: int64, inputs; 0 for padding.
-        slots_N: int32, whose row it is; -1 is padding.
+        slots_N: int32, slot of each row's request; -1 is padding.
     """
 
     token_ids_N: Tensor
@@ -154,12 +155,12 @@ class DeviceStepRows(PlacedRows):
 
 
 def lay_out_rows(requests: DeviceStepRequests, tables: SlotTables) -> DeviceStepRows:
-    """The target's rows: known tokens and the drafts that `place_drafts` has put behind them."""
+    """Return the target's rows: known tokens and the drafts that `place_drafts` wrote after them."""
     return _lay_out(requests, tables, mask_id=None)
 
 
 def lay_out_block(requests: DeviceStepRequests, tables: SlotTables, mask_id: int) -> DeviceStepRows:
-    """The drafter's rows: a request's first holds its anchor's token, the others `mask_id`."""
+    """Return the drafter's rows: the anchor's token in a request's first row, `mask_id` in the others."""
     return _lay_out(requests, tables, mask_id)
 
 
@@ -172,7 +173,7 @@ def _lay_out(requests: DeviceStepRequests, tables: SlotTables, mask_id: int | No
         return torch.empty(size, dtype=dtype, device=slots_R.device)
 
     num_groups = len(tables.page_tables)
-    kv_stride = (num_rows + 1) // 2 * 2  # every group's begin at a multiple of 16 bytes
+    kv_stride = (num_rows + 1) // 2 * 2  # every group begins at a multiple of 16 bytes
     kv_slots_GN = empty(num_groups * kv_stride, torch.int64).view(num_groups, kv_stride)[:, :num_rows]
     kv_lengths_R = empty(num_requests, torch.int32)
     shared = slots_R, cu_rows_R1, kv_lengths_R
@@ -215,11 +216,11 @@ def _lay_out(requests: DeviceStepRequests, tables: SlotTables, mask_id: int | No
 
 
 def place_drafts(chosen_N: Tensor, rows: DeviceStepRows, tables: SlotTables) -> None:
-    """Write the proposals behind the known tokens, where `lay_out_rows` reads them.
+    """Write drafts after the known tokens, where `lay_out_rows` reads them.
 
     Args:
-        chosen_N: a token id per row of a block, int64; that of an anchor's row, and of padding, is ignored.
-        rows: of `lay_out_block`.
+        chosen_N: a token id per row of a block, int64; those of anchors and of padding are ignored.
+        rows: the rows from `lay_out_block`.
     """
     num_rows = len(chosen_N)
     assert len(rows.slots_N) == num_rows, "a choice per row"
@@ -262,9 +263,9 @@ def _lay_out_rows(
     REQUESTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """`ROWS` rows, and the lengths of as many requests."""
+    """Lay out `ROWS` rows, and compute the K/V lengths of as many requests."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    owner = tl.zeros([ROWS], tl.int32)  # requests that lie wholly before the row
+    owner = tl.zeros([ROWS], tl.int32)  # number of requests that end before the row
     for begin in range(0, num_requests, REQUESTS):
         requests = begin + tl.arange(0, REQUESTS)
         ends = tl.load(cu_rows + 1 + requests, mask=requests < num_requests, other=2**31 - 1)

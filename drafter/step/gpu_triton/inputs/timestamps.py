@@ -1,7 +1,7 @@
-"""The time on the device, written by the device: a step's parts are timed inside a CUDA graph.
+"""Timestamps written by the device, so that parts of a step can be timed inside a CUDA graph.
 
-Events would be nodes of the graph that the host has to ask one by one; a stamp is a number among those that a
-step brings home. Called by `actors/targets/runners/target_pass.py`.
+Events would be graph nodes that the host queries one by one; a timestamp is part of the step's result. Called
+by `actors/targets/runners/target_pass.py`.
 """
 
 # pyright: reportCallIssue=false
@@ -17,9 +17,9 @@ from triton.language.extra import cuda
 
 
 def stamp(times: Tensor, index: int) -> None:
-    """Write the time, in nanoseconds of the device's own clock, into `times` (int64) at `index`.
+    """Write the device clock in nanoseconds to `times` (int64) at `index`.
 
-    On a CPU the interpreter has no such clock, and the host's is the device's.
+    On a CPU (Triton's interpreter) the host's clock is used.
     """
     if times.is_cuda:
         _stamp[1,](times, index, num_warps=1)

@@ -1,17 +1,17 @@
-"""What the host says in a step, brought to the device by one copy that nobody waits for.
+"""Uploads a step's host data to the device in one asynchronous copy.
 
-A step's own integers (`rows.pack`) come first, at one address for good: CUDA graphs read them where they
-arrive. What changes in the requests' state follows, as pairs of a word's number in the state's arena and its
-new value (`drafter/step/gpu_triton/request_states.py` makes them); one launch writes them there.
+A step's own integers (`row_layout.pack`) come first, at a fixed address that CUDA graphs read. Changes of
+request state follow as pairs of a word index of the arena and its new value (made by
+`drafter/step/gpu_triton/request_states.py`); one launch writes them.
 
     a slot of the ring, pinned      [ step's integers | word value word value .. ]
-                                             │ one copy, in the stream of the steps
+                 │ one copy, in the stream of the steps
     staging, on the device          [ step's integers | word value word value .. ]
-                                       └▶ graphs          └▶ one launch: arena[word] = value
+                      └▶ graphs          └▶ one launch: arena[word] = value
 
-A slot is used again when its copy is over; with four of them, and two steps in flight, it is. It has room for
-the admission of a longest sequence; more changes (long prompts that enter together) take further rounds of
-the same step. Used by `actors/targets/runners/gpu_runner.py`.
+A slot is reused once its copy has completed; with four slots and two steps in flight it has. A slot has room
+for the admission of a longest sequence; more changes (several long prompts admitted together) take further
+rounds in the same step. Used by `actors/targets/runners/gpu_runner.py`.
 
 Legend: M changes.
 """
@@ -35,11 +35,11 @@ _CHANGES = 1024  # per program
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Memory that the host writes and the device reads: the same as a tensor and as an array."""
+    """Memory that the host writes and the device reads, as a tensor and as an array."""
 
     tensor: Tensor
     array: Ints
-    copied: torch.cuda.Event | None  # None where a copy is over when it returns
+    copied: torch.cuda.Event | None  # None if the copy is synchronous
 
     @classmethod
     def build(cls, size: int, *, on_gpu: bool) -> _Slot:
@@ -48,15 +48,15 @@ class _Slot:
 
 
 class Upload:
-    """The way of a step's integers and changes to one device.
+    """Transfers a step's integers and state changes to one device.
 
     Args:
-        arena: int32, what the changes are written to.
-        num_values: a step's own integers.
-        max_changes: of one round.
+        arena: int32, written with the changes.
+        num_values: number of a step's own integers.
+        max_changes: capacity of one round.
 
     Attributes:
-        values: int32 [num_values] on the device, where the step's integers arrive; zeros before the first.
+        values: int32 [num_values] on the device, the step's integers; zeros before the first step.
     """
 
     def __init__(self, arena: Tensor, num_values: int, max_changes: int) -> None:
@@ -68,7 +68,7 @@ class Upload:
         self._turn = 0
 
     def send(self, values: Ints, changes_M2: Ints) -> None:
-        """Bring a step's integers to `self.values` and write the changes; words are distinct."""
+        """Copy a step's integers to `self.values` and write the changes; word indices must be distinct."""
         for begin in range(0, max(len(changes_M2), 1), self._max_changes):
             self._send_round(values, changes_M2[begin : begin + self._max_changes])
 
@@ -88,7 +88,7 @@ class Upload:
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % _NUM_SLOTS
         if slot.copied is not None and not slot.copied.query():
-            slot.copied.synchronize()  # more rounds under way than there are slots
+            slot.copied.synchronize()  # more rounds in flight than slots
         return slot
 
 

@@ -1,8 +1,7 @@
-"""The keyed noise of `drafter/step/inputs/gumbel_noise.py` in kernels: the same integers, and precise
-logarithms.
+"""Triton version of `drafter/step/inputs/gumbel_noise.py`: the same integers, and precise logarithms.
 
-A GPU's fast logarithm is coarse near 1, just where the winning noise lies; so log is a polynomial of our own,
-within about one unit in the last place everywhere. Used by `sampler.py` and `top_k_top_p.py`.
+A GPU's fast logarithm is imprecise near 1, where the winning noise lies; so log is a polynomial, within about
+one unit in the last place everywhere. Used by `sampler.py` and `top_k_top_p.py`.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -20,8 +19,7 @@ _CHAIN_0, _CHAIN_1 = tl.constexpr(CHAINS[0]), tl.constexpr(CHAINS[1])
 
 @triton.jit
 def noise_keys(seed, position):
-    """`noise_keys` of drafter/step/inputs/gumbel_noise.py: unsigned 32-bit products wrap to the same low
-    bits."""
+    """Return the two 32-bit keys of a row; unsigned products wrap to the definition's low bits."""
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     position = position.to(tl.uint32)
     key_0 = _mix(_mix(_mix(low ^ _CHAIN_0) ^ high) ^ position)
@@ -31,8 +29,7 @@ def noise_keys(seed, position):
 
 @triton.jit
 def negative_gumbel(key_0, key_1, tokens):
-    """log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32, as `negative_gumbel` of
-    drafter/step/inputs/gumbel_noise.py."""
+    """Return log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32, as the definition's `negative_gumbel`."""
     bits = _mix(tokens.to(tl.uint32)) ^ key_0
     bits = bits * _FACTOR_A
     bits = bits ^ (bits >> 15) ^ key_1
@@ -54,21 +51,21 @@ def _mix(x):
 
 @triton.jit
 def log(x):
-    """Natural logarithm of normal positive fp32 numbers."""
+    """Return the natural logarithm of normal positive fp32 numbers."""
     fraction, exponent = _split(x)
     return _log_near_one(fraction - 1.0, exponent)
 
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for -1 < x <= 0, as precise near 0 as x itself."""
+    """Return log(1 + x) for -1 < x <= 0, as precise near 0 as x itself."""
     fraction, exponent = _split(1.0 + x)
     return _log_near_one(tl.where(exponent == 0, x, fraction - 1.0), exponent)
 
 
 @triton.jit
 def _split(x):
-    """x = fraction * 2^exponent, with sqrt(1/2) <= fraction < sqrt(2)."""
+    """Split x = fraction * 2^exponent, with sqrt(1/2) <= fraction < sqrt(2)."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     return (bits - (exponent << 23)).to(tl.float32, bitcast=True), exponent
@@ -76,7 +73,7 @@ def _split(x):
 
 @triton.jit
 def _log_near_one(f, exponent):
-    """log(1 + f) + exponent * log(2): the polynomial of Cephes' logf, log(2) in two parts."""
+    """Return log(1 + f) + exponent * log(2), with the polynomial of Cephes' logf and log(2) in two parts."""
     p = 7.0376836292e-2
     p = p * f - 1.1514610310e-1
     p = p * f + 1.1676998740e-1

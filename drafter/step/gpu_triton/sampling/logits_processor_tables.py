@@ -1,11 +1,11 @@
-"""The rules of request slots, on the device: tables of the arena, written when a request enters.
+"""Tables of each request slot's logits rules on the device, written at admission.
 
-What they mean is `drafter/step/inputs/logits_processors.py`; `logits_processors.py` beside this file reads
-them. Which tokens a row has seen is no state: they stand in the table of tokens. Owned by
+`drafter/step/inputs/logits_processors.py` defines the rules; `logits_processors.py` in this folder reads the
+tables. The tokens that a row has seen are read from the token table. Owned by
 `drafter/step/gpu_triton/request_states.py`.
 
-Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one; M
-tokens of a mark around reasoning.
+Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one; M tokens of a
+reasoning mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..inputs.row_layout import Ints
 RULE_LIMITS = RuleLimits(
     allowed_tokens=1024, biased_tokens=512, bad_words=256, bad_word_tokens=8, reasoning_tokens=16
 )
-_NUMBERS = {  # a number of each slot
+_NUMBERS = {  # a value per slot
     "is_ruled": torch.int32,
     "prompt_length": torch.int32,
     "num_allowed": torch.int32,
@@ -41,17 +41,17 @@ _NUMBERS = {  # a number of each slot
 
 @dataclass(frozen=True, slots=True)
 class RuleTables:
-    """Views of the arena; of a slot without rules only `is_ruled` is of any meaning.
+    """Views of the arena; for a slot without rules only `is_ruled` is meaningful.
 
     Attributes:
-        is_ruled, prompt_length, num_allowed, num_biased, num_bad_words: int32 [S]; with no allowed tokens
-            all are.
+        is_ruled, prompt_length, num_allowed, num_biased, num_bad_words: int32 [S]; `num_allowed` 0
+            allows all tokens.
         repetition, frequency, presence: fp32 [S].
         allowed_ids: int32 [S, A].
         biased_ids, biases: int32 and fp32 [S, B].
-        bad_words: int32 [S, W, L], the last token last, -1 before the first.
-        budget, start_length, end_length: int32 [S]; with no end reasoning has no limit.
-        marks: int32 [S, 2, M], the start and the end of reasoning.
+        bad_words: int32 [S, W, L], right-aligned, padded with -1.
+        budget, start_length, end_length: int32 [S]; `end_length` 0: reasoning has no limit.
+        marks: int32 [S, 2, M], the start and the end mark of reasoning.
     """
 
     is_ruled: Tensor
@@ -73,7 +73,7 @@ class RuleTables:
 
     @staticmethod
     def shapes(num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of the arena's tables."""
+        """Return shape and dtype of the arena's tables."""
         most = RULE_LIMITS
         return {
             **{name: ((num_slots,), dtype) for name, dtype in _NUMBERS.items()},
@@ -90,7 +90,7 @@ class RuleTables:
 
 
 def rule_entries(arena: Arena, slot: int, rules: LogitsProcessorParams | None) -> list[tuple[Ints, Ints]]:
-    """What an admission writes; of a request without rules one word."""
+    """Return the arena entries that an admission writes; a request without rules writes one word."""
     if rules is None:
         return [arena.entries("is_ruled", (slot,), 0)]
     allowed, bad_words, thinking = rules.allowed_token_ids or (), rules.bad_words, rules.thinking

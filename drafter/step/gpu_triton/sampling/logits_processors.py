@@ -1,13 +1,12 @@
-"""Requests' rules on the GPU: the meaning of `drafter/step/inputs/logits_processors.py`, in one launch over
-rows and columns.
+"""Triton version of `drafter/step/inputs/logits_processors.py`, in one launch over rows and columns.
 
-Nothing is counted ahead: each program counts, in a histogram of its columns, the tokens that stand before its
-row in the table of tokens, drafts among them. So a row sees the same whoever wrote them there and when, and
-the host, which does not know them yet, is not asked. Called by `sampler.py`, for steps in which any request
-has filters or rules; programs of rows without rules end at once.
+No counts are stored: each program counts, in a histogram of its columns, the tokens before its row in the
+token table, drafts included. So the result does not depend on when or by which step a token was written, and
+the host, which may not know it yet, is not involved. Called by `sampler.py` in steps in which any request has
+filters or rules; programs of rows without rules return at once.
 
-What may differ from PyTorch: logits of less than fp32 are rounded to their kind after the rules, and a
-product and a sum may be one rounding.
+Differences from PyTorch: logits below fp32 are rounded to their dtype after the rules, and a product and a
+sum may be fused.
 
 Legend: N rows, V columns of the logits.
 """
@@ -23,8 +22,8 @@ from torch import Tensor
 from ..inputs.row_layout import SlotTables
 from .logits_processor_tables import RuleTables
 
-_TILE = tl.constexpr(1024)  # tokens counted together
-_CHUNK = 1024  # columns of a program
+_TILE = tl.constexpr(1024)  # tokens counted per iteration
+_CHUNK = 1024  # columns per program
 
 
 def apply_rules(
@@ -41,8 +40,8 @@ def apply_rules(
     Args:
         logits_NV: any float dtype, columns contiguous, the whole vocabulary.
         slots_N: int32; -1 is padding.
-        positions_N: of the token to be chosen; the row sees all before it.
-        drafts: rows propose drafts, which see the known tokens alone.
+        positions_N: position of the token to sample; the row sees all tokens before it.
+        drafts: the rows propose drafts, which see only the known tokens.
     """
     num_rows, vocab_size = logits_NV.shape
     _apply[triton.cdiv(vocab_size, _CHUNK), num_rows](
@@ -114,7 +113,6 @@ def _apply(
     MARK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of one row."""
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -158,7 +156,7 @@ def _apply(
 
 @triton.jit
 def _count(tokens, begin, end, first, CHUNK: tl.constexpr):
-    """How often each column's token stands in tokens[begin:end], int32 [CHUNK]."""
+    """Return how often each column's token occurs in tokens[begin:end], int32 [CHUNK]."""
     counts = tl.zeros([CHUNK], tl.int32)
     for start in range(begin, end, _TILE):
         at = start + tl.arange(0, _TILE)
@@ -178,7 +176,7 @@ def _endings(
     WORD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How many bad words each column's token would end behind the tokens generated before `end`."""
+    """Return how many bad words of generated tokens each column's token would complete at `end`."""
     word = tl.arange(0, MOST_WORDS)
     is_word = word < num_words
     ends = is_word
@@ -193,8 +191,10 @@ def _endings(
 
 @triton.jit
 def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
-    """The token that reasoning must go on with to end (`drafter/step/sampling/thinking_budget.py`); -1 where
-    it is free."""
+    """Return the token that must come next to end reasoning; -1 if unconstrained.
+
+    See `drafter/step/sampling/thinking_budget.py`.
+    """
     start_length, end_length, budget = spans
     begin = prompt_length
     if start_length > 0:
@@ -203,7 +203,7 @@ def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
     if (begin >= 0) & (end - begin >= budget):
         place = _behind_last(tokens, begin, end, marks + MARK, end_length)
         if place < 0:
-            begun = 0  # tokens of the end that stand there already
+            begun = 0  # tokens of the end mark already present
             for length in range(1, end_length):
                 stands = end - begin >= length
                 for i in range(0, length):
@@ -216,10 +216,10 @@ def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
 
 @triton.jit
 def _behind_last(tokens, begin, end, mark, length):
-    """The position behind the last place in tokens[begin:end] where a mark stands; -1 if it does not."""
+    """Return the position after the last occurrence of a mark in tokens[begin:end]; -1 if there is none."""
     found = tl.full([_TILE], -1, tl.int32)
     for start in range(begin, end, _TILE):
-        at = start + tl.arange(0, _TILE)  # of the mark's last token
+        at = start + tl.arange(0, _TILE)  # position of the mark's last token
         stands = (at < end) & (at - begin >= length - 1)
         for i in range(0, length):
             seen = tl.load(tokens + at - length + 1 + i, mask=stands, other=-1)
@@ -230,6 +230,6 @@ def _behind_last(tokens, begin, end, mark, length):
 
 @triton.jit
 def _histogram(tokens, first, CHUNK: tl.constexpr):
-    """How often each column's token is among these; negative ones are none."""
+    """Return how often each column's token occurs among these; negative ids are ignored."""
     is_here = (tokens >= first) & (tokens < first + CHUNK)
     return tl.histogram(tl.where(is_here, tokens - first, 0), CHUNK, mask=is_here)

@@ -1,24 +1,22 @@
-"""Choosing tokens on the GPU: the rule of `drafter/step/sampling/sampler.py`, with requests' settings read by
-slot.
+"""Triton version of `drafter/step/sampling/sampler.py`, with sampling parameters by slot.
 
-Not the rule's definition: that is the function of the same name, whose ids come out here. The host reads
-nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. One launch, with filters
-or without: each program reads one chunk of one row (16 rows of 152k columns make 608 programs), and the last
-of a row to be done, by the row's counter, chooses from what all have left: the best chunk's best, or, where
-the row has filters, the best of what `top_k_top_p.py` keeps. Which program is the last changes nothing: what
-it reads is the same, and it reads it in the order of columns. Called by the step's GPU path for target and
-drafter.
+Returns the same ids as the definition of the same name. The host reads nothing and grids follow from shapes,
+so it can be captured in a CUDA graph. One launch, with or without filters: each program reads one chunk of
+one row (16 rows of 152k columns make 608 programs). The row's last program to finish, found with an atomic
+counter, reduces the results of all: the best chunk's best, or, if the row has filters, the best of what
+`top_k_top_p.py` keeps. The result does not depend on which program is last, as it reads the same values in
+column order. Called by the step's GPU path for target and drafter.
 
     chunk 0   chunk 1   chunk 2          chunk 1 done: counter 1
     ───┬───   ───┬───   ───┬───          chunk 0 done: counter 2
     maximum   maximum   maximum          chunk 2 done: counter 3 = all: reads three maxima, writes the id,
-                                                       counter 0 for the next launch
+                                         resets the counter to 0
 
-Where drafts are chosen the second best score is told beside the best: the margin between the two is how sure
-a draft is. Where filters keep one token alone, both are logits, as the definition wants it.
+For drafts the second best score is returned too: the margin between the two says how certain a draft is. If
+filters keep only one token, both are logits before filters, as in the definition.
 
-What may differ from PyTorch: the noise by a few units in the last place, so that two scores within about 1e-6
-may change places; and what `top_k_top_p.py` says of tokens at a threshold.
+Differences from PyTorch: the noise by a few units in the last place, so two scores within about 1e-6 may
+swap; and tokens at a filter's threshold (`top_k_top_p.py`).
 
 Legend: N rows, V columns of the logits, C chunks of a row.
 """
@@ -48,23 +46,23 @@ from .sampling_metadata import (
 from .top_k_top_p import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 
 _BEHIND_ALL = tl.constexpr(2**31 - 1)
-_TILE = tl.constexpr(1024)  # candidates scored together
-_BROKEN = tl.constexpr(2**16)  # counts chunks that hold no numbers, above the number of chunks
+_TILE = tl.constexpr(1024)  # candidates scored per iteration
+_BROKEN = tl.constexpr(2**16)  # counts chunks with NaN or +inf, above the number of chunks
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """Memory of a launch, for logits of at most this many rows and columns; launches follow one another.
+    """Memory of a launch for logits of at most this many rows and columns; launches are sequential.
 
     Attributes:
         chunk_size: columns per program.
-        num_done_N: programs of a row that are done, int32; 0 between launches.
+        num_done_N: finished programs of each row, int32; 0 between launches.
         score_NC, id_NC: the best of each chunk, fp32 and int32.
         second_NC: each chunk's second best score, fp32.
-        margins_N: fp32, how sure the drafts of a step are, row by row of their blocks: written where they are
-            made, read where they are cut (`drafter/step/gpu_triton/draft_trimming.py`).
-        filters: what finding the floors needs.
+        margins_N: fp32, margins of a step's drafts by row of their blocks; written by the draft pass,
+            read by `drafter/step/gpu_triton/draft_trimming.py`.
+        filters: workspace of `top_k_top_p.py`.
     """
 
     chunk_size: int
@@ -85,11 +83,11 @@ class SamplingWorkspace:
         chunk_size: int = 4096,
         max_candidates: int = 16384,
     ) -> SamplingWorkspace:
-        """Allocate; most of it are the candidates, 4 * num_rows * max_candidates bytes.
+        """Allocate. The candidates take most of it: 4 * num_rows * max_candidates bytes.
 
         Args:
             chunk_size: a power of two, at least 64.
-            max_candidates: of a row, for top-k and top-p; beyond it they are slow.
+            max_candidates: per row, for top-k and top-p; rows with more candidates are slow.
         """
         assert chunk_size & (chunk_size - 1) == 0, "a tile's side is a power of two"
         chunks = triton.cdiv(vocab_size, chunk_size)
@@ -118,26 +116,26 @@ def sample_rows(
     seconds_N: Tensor | None = None,
     checks: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [N] (int64), ties to the lowest id, and their scores [N] (fp32): z + T g, or z where greedy.
+    """Return token ids [N] (int64), ties to the lowest id, and scores [N] (fp32): z + T g, or z if greedy.
 
-    Over a vocabulary that is split between ranks, the token is that of the highest score, then of the lowest
-    id. Rows that are padding get id 0 and score -inf.
+    If the vocabulary is split over ranks, the token is that of the highest score, then of the lowest id.
+    Padding rows get id 0 and score -inf.
 
     Args:
-        logits_NV: any float dtype, columns contiguous; -inf where a token cannot be. Changed by rules and
-            masks alone.
+        logits_NV: any float dtype, columns contiguous; -inf for impossible tokens. Edited by rules and
+            masks only.
         slots_N: each row's request slot, int32; -1 is padding.
-        positions_N: absolute position of the token to be chosen (of the row + 1 for the target's rows),
+        positions_N: absolute position of the token to sample (that of the row + 1 for the target's rows),
             int32 or int64.
         filters: whether any running request has top-k, top-p, min-p or rules; needs the whole vocabulary.
-        workspace: its contents are overwritten.
+        workspace: overwritten.
         vocab_start: the token id of column 0.
         drafts: the rows propose drafts; see `apply_rules`.
-        masks: what grammars allow; they, too, need the whole vocabulary.
-        seconds_N: fp32, written if given: the best score of any other token that the filters keep. Where they
-            keep no other one, this and the score are the two best logits before filters. -inf where no other
-            token can be.
-        checks: a row that holds NaN or positive infinity gets NOT_A_NUMBER for an id, and an infinite score.
+        masks: grammars' masks; they need the whole vocabulary.
+        seconds_N: fp32, written if given: the best score of any other token that the filters keep. If they
+            keep no other, this and the score are the two best logits before filters. -inf if no other
+            token is possible.
+        checks: a row that holds NaN or +inf gets the id NOT_A_NUMBER and an infinite score.
     """
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, workspace.chunk_size)
@@ -194,11 +192,11 @@ def sample_rows(
 
 
 def margins_between(scores_N: Tensor, seconds_N: Tensor) -> Tensor:
-    """How sure choices are, fp32: inf where no other token can be, 0 where none can."""
+    """Return margins, fp32: inf if no other token is possible, 0 if none is."""
     return torch.where(scores_N == seconds_N, 0.0, scores_N - seconds_N)
 
 
-# Of addresses only that of the logits, and of what a chunk stores, tells anything by being a multiple of 16.
+# Only the logits' and the chunk results' addresses benefit from a 16-byte alignment specialization.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _choose(
     logits,
@@ -236,7 +234,7 @@ def _choose(
     NUM_STOP_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of one row; and the row's token, in its last program."""
+    """Process one chunk of one row; the row's last program also chooses its token."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -281,7 +279,7 @@ def _choose(
             second = tl.max(tl.where(columns == column, -float("inf"), z), 0)
             tl.store(second_scores + row * CHUNKS + chunk, second)
 
-    tl.debug_barrier()  # what all threads have stored is there before the counter says so
+    tl.debug_barrier()  # all threads' stores complete before the counter is incremented
     done += tl.atomic_add(num_done + row, done, sem="acq_rel", scope="gpu")
     if done % _BROKEN == CHUNKS:
         tl.store(num_done + row, 0)
@@ -301,7 +299,7 @@ def _choose(
             their_column = tl.load(best_ids + place, mask=is_chunk, other=_BEHIND_ALL)
             best = tl.max(their_best, 0)
             column = tl.min(tl.where(their_best == best, their_column, _BEHIND_ALL), 0)
-            if SECONDS:  # another chunk's best, or the second of the one that won
+            if SECONDS:  # another chunk's best, or the winning chunk's second
                 second = tl.load(second_scores + place, mask=is_chunk, other=-float("inf"))
                 second = tl.max(tl.where(their_column == column, second, their_best), 0)
         tl.store(ids + row, tl.where(done >= _BROKEN, _NOT_A_NUMBER, column + vocab_start).to(tl.int64))
@@ -321,8 +319,10 @@ def _best_kept(
     MAX_CANDIDATES: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
 ):
-    """The best score of the candidates that the floor leaves, its column, and the second best score; of no
-    candidates column 0."""
+    """Return the best score among candidates at or above the floor, its column, and the second best score.
+
+    Without candidates the column is 0.
+    """
     best = tl.full([_TILE], -float("inf"), tl.float32)
     second = tl.full([_TILE], -float("inf"), tl.float32)
     column = tl.zeros([_TILE], tl.int32)
@@ -334,7 +334,7 @@ def _best_kept(
         score = z - temperature * negative_gumbel(key_0, key_1, columns)
         score = tl.where(scaled >= floor, score, -float("inf"))
         second = tl.maximum(second, tl.minimum(score, best))
-        column = tl.where(score > best, columns, column)  # columns ascend: of equals the first stays
+        column = tl.where(score > best, columns, column)  # columns ascend: the first of equals stays
         best = tl.maximum(score, best)
     highest = tl.max(best, 0)
     chosen = tl.min(tl.where(best == highest, column, _BEHIND_ALL), 0)

@@ -1,14 +1,13 @@
-"""A row's candidates on the GPU: what `drafter/step/sampling/selector_candidates.py` means, by slots' state.
+"""Triton version of `drafter/step/sampling/selector_candidates.py`: a row's candidates, by slots' state.
 
-Two launches: each program of the first reads one chunk of one row and leaves the chunk's best, with their
-noise; one program per row then takes the best of all chunks. A token is a number that orders as scores do,
-of equals the lowest id first, so no order of programs changes anything, and ranks that share a vocabulary
-find what one rank would. Where requests have filters, the launch of `sampler.py` comes before: it applies
-rules and finds the rows' floors. The host reads nothing and grids follow from shapes, so that a CUDA graph
-may hold it all. Called where drafts are made: `actors/targets/runners/draft_pass.py`,
-`actors/workers/drafter/gpu_drafter_session.py`.
+Two launches: each program of the first finds the best of one chunk of one row, with noise; one program per
+row then takes the best of all chunks. A token is an int64 key that orders by score, ties by lowest id, so the
+order of programs does not matter, and ranks that share a vocabulary find what one rank would. If requests
+have filters, `sampler.py` is launched first: it applies rules and finds the rows' floors. The host reads
+nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. Called by
+`actors/targets/runners/draft_pass.py` and `actors/workers/drafter/gpu_drafter_session.py`.
 
-Legend: N rows of blocks, anchors and padding among them, U vocabulary of a rank, C chunks, K candidates of a
+Legend: N rows of blocks, anchors and padding included, U vocabulary of a rank, C chunks, K candidates of a
 row.
 """
 
@@ -36,16 +35,16 @@ from .sampling_metadata import (
 )
 
 _CUT = tl.constexpr(GREATEST_NEGATIVE)
-_NOTHING = tl.constexpr(-(2**63))  # behind every token
+_NOTHING = tl.constexpr(-(2**63))  # below every token
 _CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Of each row, [N, K], ids ascending.
+    """The candidates of each row, [N, K], ids ascending.
 
     Attributes:
-        scores_NK: z + T g, or z where greedy, fp32: what they are the largest of.
+        scores_NK: z + T g, or z if greedy, fp32: the ranking score.
         z_NK: logits, fp32.
         ids_NK: int64.
     """
@@ -65,12 +64,12 @@ def find_candidates(
     workspace: SamplingWorkspace,
     vocab_start: int = 0,
 ) -> Candidates:
-    """The best of each row under its noise; of padding any.
+    """Return the best tokens of each row under its noise; padding rows hold arbitrary ones.
 
     Args:
-        logits_NU: any float dtype, columns contiguous; edited as rules want it.
-        filters: whether any running request has rules, or filters; then `logits` has the whole vocabulary.
-        workspace: its contents are overwritten.
+        logits_NU: any float dtype, columns contiguous; edited by rules.
+        filters: whether any running request has rules or filters; needs the whole vocabulary.
+        workspace: overwritten.
         vocab_start: the token id of column 0.
     """
     assert logits_NU.stride(1) == 1, "columns must be contiguous"
@@ -122,7 +121,7 @@ def find_candidates(
     return Candidates(scores_NK, z_NK, ids_NK)
 
 
-# Of addresses only that of the logits tells anything by being a multiple of 16.
+# Only the logits' address benefits from a 16-byte alignment specialization.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _best_of_chunk(
     logits,
@@ -146,7 +145,7 @@ def _best_of_chunk(
     CHUNK: tl.constexpr,
 ):
     chunk, row = tl.program_id(0), tl.program_id(1)
-    slot = tl.maximum(tl.load(slots + row), 0)  # padding: as any row of the first slot
+    slot = tl.maximum(tl.load(slots + row), 0)  # padding: computed as a row of the first slot
     position = tl.load(positions + row).to(tl.int32)
     temperature = read_temperature(slot, temperatures, top_ks)
     logits_row = (
@@ -187,7 +186,7 @@ def _best_of_row(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The best of all chunks', in the order of their ids."""
+    """Select the best of all chunks, in the order of their ids."""
     row, places, at = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES), tl.arange(0, WIDTH)
     key = tl.load(keys + row * KEYS + at, mask=at < KEYS, other=_NOTHING)
     chosen = tl.full([PLACES], _NOTHING, tl.int64)
@@ -208,7 +207,7 @@ def _best_of_row(
 
 @triton.jit
 def _key(score, columns):
-    """Orders as scores do, of equals the lowest column first; a score of -0 is below 0."""
+    """Return an int64 key that orders by score, ties by lowest column; -0 sorts below 0."""
     bits = score.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - columns).to(tl.int64)

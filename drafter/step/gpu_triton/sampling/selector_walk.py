@@ -1,13 +1,11 @@
-"""DFlash2's walk over candidates on the GPU: what `drafter/step/sampling/selector_walk.py` means, by slots'
-state.
+"""Triton version of `drafter/step/sampling/selector_walk.py`, DFlash2's walk over candidates.
 
-Each request is walked by one program, a row after the other, for each choice needs the one before. A row
-reads what its 16 candidates need of the codebooks, some kilobytes. The host reads nothing and grids follow
-from shapes, so that a CUDA graph may hold it all. Called where drafts are made:
-`actors/targets/runners/draft_pass.py`, `actors/workers/drafter/gpu_drafter_session.py`.
+One program walks one request, row after row, because each choice needs the previous one. A row reads the
+codebook rows of its 16 candidates, some kilobytes. The host reads nothing and grids follow from shapes, so it
+can be captured in a CUDA graph. Called by `actors/targets/runners/draft_pass.py` and
+`actors/workers/drafter/gpu_drafter_session.py`.
 
-Legend: N rows of blocks, anchors and padding among them, E selector's rank, K candidates of a row, R
-requests.
+Legend: N rows of blocks, anchors and padding included, E selector's rank, K candidates of a row, R requests.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -37,13 +35,13 @@ def walk_paths(
     filters: bool,
     margins_N: Tensor,
 ) -> Tensor:
-    """A token id per row [N] (int64), for `place_drafts`; 0 for anchors and padding.
+    """Return a token id per row [N] (int64) for `place_drafts`; 0 for anchors and padding.
 
     Args:
-        found: of these rows.
-        gates_NE: what the hidden states of these rows become.
+        found: candidates of these rows.
+        gates_NE: h, the projected hidden states of these rows.
         cu_rows_R1: int32, rows before each request.
-        margins_N: fp32, written: by how much each chosen candidate's score is above the next one's.
+        margins_N: fp32, written: each chosen score minus the second best.
     """
     chosen_N = torch.zeros_like(rows.token_ids_N)
     z_NK, ids_NK = found.z_NK, found.ids_NK
@@ -99,7 +97,6 @@ def _walk(
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """The rows of one request behind its anchor."""
     request = tl.program_id(0)
     begin, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
     if begin == end:
@@ -135,7 +132,7 @@ def _walk(
         highest = tl.max(score, 0)
         best = tl.min(tl.where((score == highest) & is_place, places, PLACES - 1), 0)
         next_best = tl.max(tl.where(places == best, -float("inf"), score), 0)
-        if FILTERS & (next_best == -float("inf")):  # one alone is kept: sure as it is without filters
+        if FILTERS & (next_best == -float("inf")):  # only one is kept: use the margin without filters
             highest = tl.max(plain, 0)
             next_best = tl.max(tl.where(places == best, -float("inf"), plain), 0)
         tl.store(margins + row, tl.where(highest == next_best, 0.0, highest - next_best))
@@ -145,7 +142,7 @@ def _walk(
 
 @triton.jit
 def _kept(score, temperature, filters):
-    """The scores, -inf where min-p, top-k or top-p cut: as of a row whose only tokens these are."""
+    """Set scores that min-p, top-k or top-p cut to -inf, as if the row held no other tokens."""
     if has_filters(filters):
         top_k, top_p, min_p = filters
         scaled = tl.math.div_rn(score, temperature)

@@ -1,21 +1,22 @@
-"""Top-k, top-p and min-p on the GPU: a row's floor, below which no scaled logit (z / temperature) is kept.
+"""Top-k, top-p and min-p on the GPU: finds a row's floor, the least z / temperature it keeps.
 
-The meaning is `filter_logits`' of `drafter/step/sampling/top_k_top_p.py`. No launch of its own: the kernel of
-`sampler.py` calls `survey_chunk` where it reads a chunk of a row, and `find_floor` in the last of the row's
-programs. That one reads little more of the row than the tokens which may be kept:
+Implements `filter_logits` of `drafter/step/sampling/top_k_top_p.py`. Has no launch of its own: the kernel of
+`sampler.py` calls `survey_chunk` where it reads a chunk of a row, and `find_floor` in the row's last program,
+which rereads only little more than the tokens that may be kept:
 
     survey   per chunk   the largest scaled logit of every group of 64 columns
-    bound    per row     what the floor cannot lie below: min-p's own; the k-th largest of groups' maxima;
-                         for top-p alone, where even V tokens could not make up what p leaves out
-    collect  per row     the columns of what is not below it, from the groups whose maximum is not (k of them)
-    settle   per row     search over the order of floats, by count for top-k and by mass for top-p
+    bound    per row     a lower bound of the floor: min-p's own; the k-th largest group maximum; for
+                         top-p alone, a value below which even V tokens sum to less than 1 - p
+    collect  per row     the columns at or above the bound, from the groups whose maximum is
+    settle   per row     bisection over the order of floats, by count for top-k and by mass for top-p
 
-Where a row has more candidates than room (a flat distribution), all its columns are candidates: slower, with
-the same result. Mass is summed in integers of 2^-44 of the likeliest token's: no order of summation matters.
+If a row has more candidates than room (a flat distribution), all its columns are candidates: slower, with the
+same result. Mass is summed in integers, in units of 2^-44 of the likeliest token's: the order of summation
+does not matter.
 
-What may differ from PyTorch: exp and log by a few units in the last place, and the rounding of softmax's sum.
-A token that stands at a threshold to within about 1e-6 (of probability; for top-p of the sum up to it) may
-fall on the other side of top-p or min-p. Top-k has no such freedom.
+Differences from PyTorch: exp and log by a few units in the last place, and the rounding of softmax's sum. A
+token within about 1e-6 of a threshold (in probability; for top-p in the sum up to it) may fall on the other
+side of top-p or min-p. Top-k is exact.
 
 Legend: N rows, V columns of the logits, C chunks of a row, G groups of a row, Q candidates of a row.
 """
@@ -34,23 +35,23 @@ from torch import Tensor
 from .gumbel_noise import log
 from .sampling_metadata import read_logits
 
-GROUP = 64  # neighbouring columns that share a maximum
+GROUP = 64  # adjacent columns that share a maximum
 _GROUP = tl.constexpr(GROUP)
-_TILE = tl.constexpr(1024)  # places looked at together
-_TRIES = tl.constexpr(8)  # floors tried together: three bits of a float in one look
+_TILE = tl.constexpr(1024)  # places per iteration
+_TRIES = tl.constexpr(8)  # floors tried together: three bits of a float per pass
 _MASS_UNIT = tl.constexpr(float(2**44))  # times the largest vocabulary, 2^18, still an int64
 _GROUPS, _TOKENS, _MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True)
 class FilterWorkspace:
-    """A row's memory between its programs, and within the last of them.
+    """Intermediate results of a row's programs, and of the last of them.
 
     Attributes:
-        group_max_NG, chunk_max_NC, chunk_sum_NC: what `survey_chunk` saw, fp32.
+        group_max_NG, chunk_max_NC, chunk_sum_NC: results of `survey_chunk`, fp32.
         groups_NG: groups that hold candidates, int32.
         candidates_NQ: columns whose scaled logits are not below the bound, int32, ascending.
-        floor_N: what was found, fp32; for rows that have filters.
+        floor_N: the floors, fp32; valid for rows with filters.
     """
 
     group_max_NG: Tensor
@@ -83,7 +84,7 @@ class FilterWorkspace:
 
 @triton.jit
 def survey_chunk(z, temperature, filters, memory, row, chunk, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store the maxima of a chunk's groups, its own, and, if asked for, the sum of exp relative to it.
+    """Store the maxima of a chunk and its groups and, if needed, the sum of exp relative to the chunk's.
 
     Args:
         z: the chunk's logits, [CHUNK].
@@ -98,7 +99,7 @@ def survey_chunk(z, temperature, filters, memory, row, chunk, CHUNKS: tl.constex
     tl.store(group_maxima + place * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP), maxima)
     tl.store(chunk_maxima + place, largest)
     if _weighs_whole_row(filters):
-        relative = tl.where(scaled == -float("inf"), -float("inf"), scaled - largest)  # also if all are
+        relative = tl.where(scaled == -float("inf"), -float("inf"), scaled - largest)  # no nan if all are
         tl.store(chunk_sums + place, tl.sum(tl.exp(relative), 0))
 
 
@@ -114,12 +115,14 @@ def find_floor(
     NUM_STOP_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A row's floor: the largest value such that those at least as large are k, or weigh p of what top-k and
-    min-p keep. And how many candidates there are: what is kept, and somewhat more.
+    """Return a row's floor and its number of candidates (those kept, and some more).
+
+    The floor is the largest value such that k tokens are at least as large, or that those at least as large
+    weigh p of what top-k and min-p keep.
 
     Args:
-        filters, memory: as in `survey_chunk`; candidates are those of the row.
-        logits_row: as in `read_logits`.
+        filters, memory: see `survey_chunk`; candidates are the row's.
+        logits_row: see `read_logits`.
         WIDTH: a power of two, at least CHUNKS.
     """
     top_k, top_p, min_p = filters
@@ -140,11 +143,11 @@ def find_floor(
     if min_p > 0:
         floor = largest + log(min_p)  # the exact floor of min-p
     if top_k > 0:
-        # k groups hold k tokens at least as large as the k-th largest of the groups' maxima.
+        # k groups hold at least k tokens not below the k-th largest group maximum.
         source = (logits_row, largest, group_maxima, NUM_GROUPS)
         floor = _search(floor, top_k, source, _GROUPS, MAX_CANDIDATES, NUM_STOP_IDS)
     elif min_p <= 0:
-        # V tokens below this floor sum to half of what p leaves out at most; the other half is for rounding.
+        # V tokens below this bound sum to at most half of 1 - p; the other half is for rounding.
         floor = largest + log(0.5 * (1.0 - top_p) * total / vocab_size)
 
     memory = (group_maxima, groups + row * NUM_GROUPS, candidates)
@@ -164,7 +167,7 @@ def find_floor(
 
 @triton.jit
 def num_places(count, logits_row, MAX_CANDIDATES: tl.constexpr):
-    """How many places there are for `read_candidates` to read."""
+    """Return the number of places for `read_candidates` to read."""
     _, vocab_size, _, _, _ = logits_row
     return tl.where(count <= MAX_CANDIDATES, count, vocab_size)
 
@@ -173,8 +176,10 @@ def num_places(count, logits_row, MAX_CANDIDATES: tl.constexpr):
 def read_candidates(
     places, count, candidates, logits_row, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr
 ):
-    """Columns, ascending, logits and scaled logits of candidates: of the whole row where there are more than
-    there is room for. Beyond the last place logits are -inf."""
+    """Return columns (ascending), logits and scaled logits of candidates.
+
+    Reads the whole row if there are more candidates than room. Past the last place logits are -inf.
+    """
     _, vocab_size, _, _, temperature = logits_row
     has_all = count <= MAX_CANDIDATES
     columns = tl.load(candidates + places, mask=has_all & (places < count), other=vocab_size)
@@ -185,7 +190,7 @@ def read_candidates(
 
 @triton.jit
 def _weighs_whole_row(filters):
-    """Whether top-p is alone: else it weighs what the others keep."""
+    """Return whether top-p is the only filter, so that its mass is that of the whole row."""
     top_k, top_p, min_p = filters
     return (top_p < 1) & (top_k <= 0) & (min_p <= 0)
 
@@ -199,8 +204,10 @@ def _collect(
     MAX_CANDIDATES: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
 ):
-    """List the columns whose scaled logits are at least `floor` and not -inf. Returns how many there are,
-    also those beyond the room for them."""
+    """List the columns whose scaled logits are at least `floor` and not -inf.
+
+    Returns their number, including those beyond the room.
+    """
     group_maxima, groups, candidates = memory
     _, _, _, _, temperature = logits_row
     num_columns = 0
@@ -231,7 +238,7 @@ def _collect(
 def _search(
     floor, target, source, OF: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr
 ):
-    """The largest fp32 number, from `floor` up, above which the weight of a row reaches `target`."""
+    """Return the largest fp32 value, from `floor` up, at which the weight of a row still reaches `target`."""
     _, largest, _, _ = source
     low, high = _order(floor).to(tl.int64), _order(largest).to(tl.int64)
     parts = tl.arange(0, _TRIES).to(tl.int64) + 1
@@ -245,10 +252,10 @@ def _search(
 
 @triton.jit
 def _weigh(floors, source, OF: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr):
-    """How much of a row is at least each of `floors`; int64 [_TRIES].
+    """Return the weight of a row's values at or above each of `floors`; int64 [_TRIES].
 
     Args:
-        source: (logits_row, largest scaled logit, a list, its length): of groups' maxima, or of candidates.
+        source: (logits_row, largest scaled logit, a list, its length): of group maxima or candidates.
         OF: what is counted: _GROUPS, _TOKENS, or _MASS, the mass of tokens.
     """
     logits_row, largest, listed, count = source
@@ -273,7 +280,7 @@ def _weigh(floors, source, OF: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_S
 
 @triton.jit
 def _order(x):
-    """An int32 that orders as fp32 numbers do (-0 below 0)."""
+    """Return an int32 that orders as fp32 does (-0 below 0)."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
