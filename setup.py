@@ -5,4 +5,5 @@ from setuptools import find_packages, setup
 LAYERS = ("cluster", "drafter", "actors", "jobs")
 FOUND = find_packages(include=[pattern for layer in LAYERS for pattern in (layer, f"{layer}.*")])
 
-setup(packages=["manta", *(f"manta.{package}" for package in FOUND)])
+# Named, so that the file itself is not taken for a module of `manta`.
+setup(script_name="setup.py", packages=["manta", *(f"manta.{package}" for package in FOUND)])

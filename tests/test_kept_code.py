@@ -27,7 +27,7 @@ import json, os, sys
 import numba, torch
 
 def look():
-    from manta.drafter.step.cpu_numba import choice
+    from manta.drafter.step.cpu_numba import gumbel_argmax as choice
 
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
@@ -85,8 +85,8 @@ def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Pack
 @pytest.mark.parametrize(
     ("file", "old", "new", "stays"),
     [
-        (f"{STEP_LOOPS}/choice.py", "score_2[0] - score_2[1]", "score_2[1] - score_2[0]", False),
-        (f"{LOOPS}/scans.py", "(i, 64)", "(i, 32)", False),
+        (f"{STEP_LOOPS}/gumbel_argmax.py", "score_2[0] - score_2[1]", "score_2[1] - score_2[0]", False),
+        (f"{LOOPS}/lane_scans.py", "(i, 64)", "(i, 32)", False),
         ("drafter/step/inputs/gumbel_noise.py", "0x21F0AAAD", "0x21F0AAAF", False),
         ("drafter/step/request_states.py", "A mirror", "A copy", True),
     ],
