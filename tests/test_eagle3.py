@@ -390,7 +390,7 @@ def test_what_is_not_served_is_refused(tiny_qwen3: Path, folder: Path, tmp_path:
     spec = {"method": "eagle3", "model": str(folder)}
     for changes, said in (
         ({"placement": "split"}, 'placement=.split. is not supported with method="eagle3"'),
-        ({"placement": "shared"}, "placement=.shared. is not served"),
+        ({"placement": "shared"}, "placement=.shared. is not supported"),
         ({"input_embedding_scale": 2.0}, "input_embedding_scale=2.0 is not served"),
         ({"prompt_lookup_max": 3}, "prompt_lookup_max=3 is not served"),
     ):

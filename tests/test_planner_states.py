@@ -65,7 +65,7 @@ def test_states_take_at_most_half_of_what_pages_and_states_have(plan: LoadPlan) 
     assert affordable_states(replace(plan, config=replace(plan.config, num_states=3)), 10 * each) == 3
     sizes = page_bytes(plan)
     assert affordable_pages(plan, sizes, 40 * sizes[0] + 5 * each, 5 * each) == (40,)
-    with pytest.raises(ConfigError, match=f"beside {5 * each} bytes of recurrent states"):
+    with pytest.raises(ConfigError, match=f"next to {5 * each} bytes of recurrent states"):
         affordable_pages(plan, sizes, 5 * each + sizes[0], 5 * each)
 
 

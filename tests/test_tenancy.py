@@ -391,7 +391,7 @@ def test_what_is_kept_is_read_by_the_servers_user_alone(server: LiveServer, fold
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
-def test_what_is_from_before_is_the_operators(config: EngineConfig, tmp_path: Path) -> None:
+def test_batches_made_without_keys_are_the_operators(config: EngineConfig, tmp_path: Path) -> None:
     storage, content = tmp_path / "batches", lines("x")
     before = ServerSettings(served_model_name="tiny", batch_storage=str(storage))
 
@@ -405,10 +405,6 @@ def test_what_is_from_before_is_the_operators(config: EngineConfig, tmp_path: Pa
     with LiveServer(config, before, simulated) as server:
         ask = asking(server.url)
         batch = batch_of(ask, None, content)
-        paper = storage / "batches" / f"{batch['id']}.json"
-        old = json.loads(paper.read_text())
-        assert old.pop("owner") is None and old.pop("domain") is None
-        paper.write_text(json.dumps({name: value for name, value in old.items() if name != "tenant"}))
     after = ServerSettings(**{**_fields(before), "api_key": (ALICE, BOB), "admin_api_key": ROOT})
     with LiveServer(config, after, simulated) as server:
         ask = asking(server.url)
