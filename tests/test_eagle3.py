@@ -391,8 +391,8 @@ def test_what_is_not_served_is_refused(tiny_qwen3: Path, folder: Path, tmp_path:
     for changes, said in (
         ({"placement": "split"}, 'placement=.split. is not supported with method="eagle3"'),
         ({"placement": "shared"}, "placement=.shared. is not supported"),
-        ({"input_embedding_scale": 2.0}, "input_embedding_scale=2.0 is not served"),
-        ({"prompt_lookup_max": 3}, "prompt_lookup_max=3 is not served"),
+        ({"input_embedding_scale": 2.0}, "input_embedding_scale=2.0 is not supported"),
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max=3 is not supported"),
     ):
         with pytest.raises(ConfigError, match=said):
             settings(tiny_qwen3, speculative_config={**spec, **changes})
