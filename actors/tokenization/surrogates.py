@@ -13,10 +13,9 @@ from typing import Any
 
 import orjson
 
-# A pair or a half, as group 1, after complete pairs of backslashes: after an odd number it is not an escape.
-_ESCAPES = re.compile(
-    rb"(?<!\\)(?:\\\\)*"
-    rb"(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|\\u[dD][89a-fA-F][\da-fA-F]{2})"
+# The escapes of a pair, or of a half alone.
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|\\u[dD][89a-fA-F][\da-fA-F]{2}"
 )
 _LONE_BYTES = 6
 _REPLACEMENT = rb"\ufffd"
@@ -41,13 +40,25 @@ def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], An
 
 def replace_escapes(body: bytes | bytearray) -> bytes | bytearray:
     """Return JSON with U+FFFD for each escape of a lone surrogate; the same object if there is none."""
+    # By `find`: a regular expression over a long body would keep Python's lock, and stop all other threads.
     replaced: bytearray | None = None
-    for found in _ESCAPES.finditer(body):
-        begin, end = found.span(1)
-        if end - begin == _LONE_BYTES:
-            replaced = bytearray(body) if replaced is None else replaced
-            replaced[begin:end] = _REPLACEMENT
+    at = 0
+    while (begin := body.find(b"\\u", at)) >= 0:
+        at = begin + 2
+        if not _is_escaped(body, begin) and (found := _ESCAPE.match(body, begin)):
+            at = found.end()
+            if at - begin == _LONE_BYTES:
+                replaced = bytearray(body) if replaced is None else replaced
+                replaced[begin:at] = _REPLACEMENT
     return body if replaced is None else replaced
+
+
+def _is_escaped(body: bytes | bytearray, at: int) -> bool:
+    """Return whether an odd number of backslashes precedes the byte."""
+    first = at
+    while first and body[first - 1] == ord("\\"):
+        first -= 1
+    return (at - first) % 2 == 1
 
 
 def without_surrogates(text: str) -> str:
