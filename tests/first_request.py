@@ -1,14 +1,16 @@
 """Measures how well speculation works from the first token, and how long `manta serve` takes to be ready.
 
-    python tests/first_request.py docs/benchmarks/first-request-cpu.json     (15 minutes, on an idle machine)
+    python tests/first_request.py docs/benchmarks/first-request-cpu.json     (20 minutes, on an idle machine)
 
 For each interface (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes
 answer a prompt as their first request, then a dozen others, and the first one again. Each process begins
-with another prompt, because texts differ: of some the drafter predicts nearly every token. `fresh` has no
-cache, `kept` that of an undisturbed earlier process, `stale` the same with drafting ten times as expensive
-and drafts that are hardly ever accepted, as a busy machine or other text would leave it.
+with another prompt, because texts differ: of some the drafter predicts nearly every token. `off` is plain
+decoding; `fresh` has no cache, `kept` that of an undisturbed earlier process, `stale` the same with drafting
+ten times as expensive and drafts that are hardly ever accepted, as a busy machine or other text would leave
+it. The speed-up of a request is the time that it takes in `off`, by the time that it takes in another state.
 
-The bars: the first request has 0.9 of the steady acceptance length and speed; a server is ready within 10 s.
+The bars: the first request has 0.9 of the steady acceptance length and of the steady speed-up; a server is
+ready within 10 s.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from served import Served
 MODELS = Path(__file__).resolve().parent.parent / "models"
 PROCESSES, SERVERS = 10, 5
 NUM_OTHERS, MAX_TOKENS = 12, 128
-STATES = ("fresh", "kept", "stale")
+STATES = ("off", "fresh", "kept", "stale")  # `off` first: the others are compared with it
+Runs = list[dict[str, list[float]]]
 PROCESS = """
 import json, sys, time
 from manta import LLM, SamplingParams
@@ -43,7 +46,7 @@ def ask(prompt, **more):
     seconds, after = time.perf_counter() - begin_s, llm.stats()
     return [after.generation_tokens - before.generation_tokens, after.steps - before.steps, seconds]
 if __name__ == "__main__":
-    spec = {"method": "dflash", "model": models + "/drafter"}
+    spec = {"method": "dflash", "model": models + "/drafter"} if sys.argv[4] != "off" else None
     with LLM(models + "/target", speculative_config=spec, enable_prefix_caching=False) as llm:
         first = ask(prompts[0])
         for prompt in prompts[1:]:
@@ -96,21 +99,21 @@ class Cache:
         return self._folder
 
 
-def run_process(cache: Path, prompts: list[str]) -> dict[str, list[float]]:
+def run_process(cache: Path, state: str, prompts: list[str]) -> dict[str, list[float]]:
     environment = {**os.environ, "MANTA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", PROCESS, str(MODELS), json.dumps(prompts), str(MAX_TOKENS)]
+    command = [sys.executable, "-c", PROCESS, str(MODELS), json.dumps(prompts), str(MAX_TOKENS), state]
     done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_server(cache: Path, log: Path, prompts: list[str]) -> tuple[dict[str, list[float]], float]:
+def run_server(
+    cache: Path, state: str, log: Path, prompts: list[str]
+) -> tuple[dict[str, list[float]], float]:
     """The same over HTTP, and the seconds until the server was ready."""
     os.environ["MANTA_CACHE_DIR"] = str(cache)
-    settings = {
-        "model": str(MODELS / "target"),
-        "speculative_config": {"method": "dflash", "model": str(MODELS / "drafter")},
-        "enable_prefix_caching": False,
-    }
+    settings: dict[str, Any] = {"model": str(MODELS / "target"), "enable_prefix_caching": False}  # Any: JSON
+    if state != "off":
+        settings["speculative_config"] = {"method": "dflash", "model": str(MODELS / "drafter")}
     begin_s = time.monotonic()
     with Served(settings, log, cpus=os.cpu_count() or 1) as served:
         ready_s = time.monotonic() - begin_s
@@ -133,15 +136,21 @@ def run_server(cache: Path, log: Path, prompts: list[str]) -> tuple[dict[str, li
         return {"first": first, "steady": ask(prompts[0])}, ready_s
 
 
-def summarize(runs: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Medians: tokens per step (or event) and seconds, of the first request and of the steady one."""
-    figures = dict[str, float]()
+def summarize(runs: Runs, off: Runs) -> dict[str, float]:
+    """Medians: tokens per step (or event) and seconds, of the first request and of the steady one.
+
+    Args:
+        off: the runs of plain decoding, of the same prompts in the same order.
+    """
+    figures, pairs = dict[str, float](), list(zip(runs, off, strict=True))
     for when in ("first", "steady"):
         figures[f"{when}_tokens_per_step"] = round(median(run[when][0] / run[when][1] for run in runs), 3)
         figures[f"{when}_s"] = round(median(run[when][2] for run in runs), 4)
+        figures[f"{when}_speedup"] = round(median(plain[when][2] / run[when][2] for run, plain in pairs), 3)
     length = median(run["first"][0] / run["first"][1] * run["steady"][1] / run["steady"][0] for run in runs)
     figures["first_by_steady_length"] = round(length, 3)
     figures["first_by_steady_speed"] = round(median(run["steady"][2] / run["first"][2] for run in runs), 3)
+    figures["first_by_steady_speedup"] = round(figures["first_speedup"] / figures["steady_speedup"], 3)
     return figures
 
 
@@ -150,20 +159,24 @@ def main(output: Path) -> int:
     prompts = read_prompts()
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder))
-        run_process(cache.prepare("fresh"), prompts)  # compiles loops
+        run_process(cache.prepare("fresh"), "fresh", prompts)  # compiles loops
         cache.save()
+        off: Runs = []
         for state in STATES:
-            runs = [run_process(cache.prepare(state), rotated(prompts, k)) for k in range(PROCESSES)]
-            figures[f"LLM, {state}"] = summarize(runs)
+            runs = [run_process(cache.prepare(state), state, rotated(prompts, k)) for k in range(PROCESSES)]
+            off = off or runs
+            figures[f"LLM, {state}"] = summarize(runs, off)
             print(f"LLM, {state}", figures[f"LLM, {state}"], flush=True)
-        ready = list[float]()
+        ready, off = list[float](), []
         for state in STATES:
             served = [
-                run_server(cache.prepare(state), Path(folder) / "log", rotated(prompts, k))
+                run_server(cache.prepare(state), state, Path(folder) / "log", rotated(prompts, k))
                 for k in range(SERVERS)
             ]
             ready += [ready_s for _, ready_s in served]
-            figures[f"HTTP, {state}"] = summarize([run for run, _ in served])
+            runs = [run for run, _ in served]
+            off = off or runs
+            figures[f"HTTP, {state}"] = summarize(runs, off)
             print(f"HTTP, {state}", figures[f"HTTP, {state}"], flush=True)
         figures["ready_s"] = {"median": round(median(ready), 1), "most": math.ceil(10 * max(ready)) / 10}
     print("ready", figures["ready_s"])
