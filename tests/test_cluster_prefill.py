@@ -74,7 +74,7 @@ def test_short_prompts_that_cost_nothing_measurable_do_not_admit_a_long_one_at_o
         budget.learn(rows, seconds)
     assert budget.rows() <= 128
     budget.learn(40, 4e-3)  # so is the first chunk that counts
-    assert budget.rows() <= 8 * 40
+    assert budget.rows() <= 4 * 40
     for rows in (320, 4096):  # chunks that are cheap become long
         budget.learn(rows, 5e-3 + 1e-6 * rows)
     assert budget.rows() == 4096

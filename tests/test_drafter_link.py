@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +21,7 @@ from manta.actors.workers.drafter import drafter_server
 from manta.actors.workers.drafter.drafter_client import LEAST_WAIT_S, DrafterClient
 from manta.actors.workers.drafter.drafter_protocol import MAX_OPEN, Hello, Sizes
 from manta.actors.workers.drafter.drafter_server import DrafterServer
+from manta.actors.workers.shm.abstract_sockets import knock
 from manta.actors.workers.shm.endpoint import PeerLostError, SpinWaiter
 from manta.actors.workers.shm.tensor_mailbox import RoundRobinBuffer, padded
 from manta.cluster.config import EngineConfig
@@ -210,6 +218,33 @@ def test_who_is_refused_hears_why(house: House) -> None:
     with pytest.raises(ConfigError, match="no pages") as caught:
         house.guest("a", num_pages=0)
     assert caught.value.param == "num_pages"
+
+
+class _Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:  # Any: pickle's own
+        return (Path.touch, (self.path,))
+
+
+def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
+    house: House, tmp_path: Path
+) -> None:
+    name, _, key = house.server.address.partition("/")
+    for wrong in (secrets.token_hex(len(key) // 2), key[len(key) // 2 :] * 2):
+        sock, _ = knock(f"{name}/{wrong}")
+        file = os.memfd_create("stranger")
+        with contextlib.suppress(OSError):
+            socket.send_fds(sock, [pickle.dumps(_Touch(tmp_path / "ran"))], [file])
+        os.close(file)
+        house.guest(f"next to {wrong[:4]}")
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) == b"", "no byte of ours"
+        sock.close()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_who_was_served_least_comes_first_and_everyone_hears_what_the_queue_was(house: House) -> None:

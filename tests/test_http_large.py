@@ -5,20 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import orjson
 import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.wire.errors import install_handlers
 from manta.actors.http.wire.json_io import (
     MAX_STRINGS_AND_CONTAINERS,
     MAX_VALUES,
     SHORT_BODY_BYTES,
+    JsonRoute,
     check_pieces,
 )
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
+from pydantic import BaseModel, field_validator
 from starlette.exceptions import HTTPException
 from text_pair import LiveServer, make_text_pair
 
@@ -177,3 +182,37 @@ def test_what_stands_inside_a_string_is_not_counted(text: str) -> None:
     check_pieces(orjson.dumps({"prompt": text, "stop": [text, ""]}))
     with pytest.raises(HTTPException):
         check_pieces(orjson.dumps({"prompt": text, "stop": [[]] * MAX_STRINGS_AND_CONTAINERS}))
+
+
+class Checked(BaseModel):
+    """A body whose values must not be negative; records the threads that validate it."""
+
+    validated_on: ClassVar[list[int]] = []
+
+    values: list[int]
+
+    @field_validator("values")
+    @classmethod
+    def check(cls, values: list[int]) -> list[int]:
+        cls.validated_on.append(threading.get_ident())
+        if min(values) < 0:
+            raise ValueError("no negative values")
+        return values
+
+
+def test_a_long_body_is_validated_once_and_not_on_the_event_loop() -> None:
+    router, app = APIRouter(route_class=JsonRoute), FastAPI()
+    loops: list[int] = []
+
+    @router.post("/")
+    async def post(body: Checked) -> int:
+        loops.append(threading.get_ident())
+        return len(body.values)
+
+    app.include_router(router)
+    install_handlers(app)
+    with TestClient(app) as client:
+        assert client.post("/", json={"values": [7] * SHORT_BODY_BYTES}).json() == SHORT_BODY_BYTES
+        answer = client.post("/", json={"values": [-7] * SHORT_BODY_BYTES})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "values"
+    assert len(Checked.validated_on) == 2 and not {*Checked.validated_on} & {*loops}

@@ -19,7 +19,7 @@ _MAX_DELAY_STEPS = 4.0  # then prompts get four fifths of the time, and take 1.2
 _NUM_SAMPLES = 5  # latest samples whose median is used, so that one slow step has no effect
 _FIRST_ROWS = 128  # while no chunk of `_MIN_ROWS` has been measured
 _MIN_ROWS = 32  # minimum chunk; shorter prompts take no longer than a step's own noise
-_MAX_GROWTH = 8  # growth of a chunk over the largest measured one, so that noise cannot admit a whole prompt
+_MAX_GROWTH = 4  # growth over the largest measured chunk: the first one of a size also touches new memory
 
 
 class PrefillBudget:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import orjson
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,17 +53,31 @@ class JsonRoute(APIRoute):
             model = None
 
         async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request, model))
+            asked = _JsonRequest(request, model)
+            try:
+                return await handler(asked)
+            except HTTPException:
+                if asked.invalid is not None:
+                    raise asked.invalid from None
+                raise
 
         return handle
 
 
 class _JsonRequest(Request):
+    """A request whose long body is validated in a thread.
+
+    Attributes:
+        invalid: what is wrong with a long body. FastAPI would replace any error of `json` other than an
+            HTTPException, and validate the values a second time, on the event loop.
+    """
+
     _body: bytearray
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
+        self.invalid: RequestValidationError | None = None
 
     async def body(self) -> Bytes:  # type: ignore[override]  # who asks does not change it
         """Return the body, collected in place as it arrives.
@@ -82,15 +97,12 @@ class _JsonRequest(Request):
         found = await parsed(body)
         take_request_id(self.scope, found)
         if self._model is not None and len(body) > SHORT_BODY_BYTES:
-            return await asyncio.to_thread(_validated, self._model, found)
-        return found
-
-
-def _validated(model: type[BaseModel], found: Any) -> Any:
-    """Return an instance of the model, which FastAPI accepts; an invalid body unchanged for its error."""
-    try:
-        return model.model_validate(found)
-    except Exception:
+            try:
+                return await asyncio.to_thread(self._model.model_validate, found)
+            except ValidationError as error:
+                wrong = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+                self.invalid = RequestValidationError(wrong)
+                raise HTTPException(400) from None
         return found
 
 
