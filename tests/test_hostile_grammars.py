@@ -31,6 +31,7 @@ from manta.actors.workers.ray_executor import RayExecutor
 from manta.actors.workers.shm.step_channel import StepChannel, WorkerChannel, knock
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
+from manta.cluster.request.request import Request
 from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
@@ -135,6 +136,25 @@ def test_a_trial_says_which_limit_was_exceeded(
 ) -> None:
     refusal = trials.ask(kind, text, SLOW_S).refusal
     assert refusal is None if word is None else word in (refusal or "")
+
+
+def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: GrammarTrials) -> None:
+    measured_s = trials.ask("regex", "[a-z]{1,40}", SLOW_S).mask_s
+    assert 0 < measured_s < 0.01
+
+    def most_drafts(mask_s: float, **more: Any) -> int:
+        params = SamplingParams(grammar=Grammar("regex", "a", mask_s=mask_s), seed=0)
+        return Request(request_id="a", prompt_token_ids=(1,), params=params, **more).most_drafts(15)
+
+    assert [most_drafts(mask_s) for mask_s in (0.0, measured_s, 0.01, 0.025, 0.04, 1.0)] == [
+        15,
+        15,
+        4,
+        1,
+        0,
+        0,
+    ]
+    assert most_drafts(0.01, max_draft_tokens=2) == 2
 
 
 def test_what_was_tried_is_known_and_a_killed_process_is_started_again(tokenizer: Tokenizer) -> None:

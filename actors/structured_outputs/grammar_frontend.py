@@ -221,9 +221,8 @@ class GrammarFrontend:
         if tried.refusal is not None:
             raise _refusal(field, tried.refusal)
         written: GrammarKind = "lark" if kind == "grammar" else kind  # type: ignore[assignment]
-        return Grammar(
-            written, text if tried.text is None else tried.text, after, tried.is_cheap, tried.forces
-        )
+        text = text if tried.text is None else tried.text
+        return Grammar(written, text, after, tried.is_cheap, tried.forces, tried.mask_s)
 
 
 _Kind = GrammarKind | Literal["grammar"]

@@ -39,7 +39,7 @@ class Tried:
 
     Attributes:
         text: the grammar to compile if it differs from the one sent: EBNF converted to Lark.
-        is_cheap, forces: as in `Grammar`.
+        is_cheap, forces, mask_s: as in `Grammar`.
         refusal: why it was rejected, as the end of a sentence; None if it was accepted.
         is_slow: it exceeded the given time.
     """
@@ -47,6 +47,7 @@ class Tried:
     text: str | None = None
     is_cheap: bool = False
     forces: bool = False
+    mask_s: float = 0.0
     refusal: str | None = None
     is_slow: bool = False
 
@@ -169,7 +170,7 @@ def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
         return Tried(refusal=answer["error"])
     is_cheap = answer["cpu_s"] <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
     other = None if answer["text"] == text else answer["text"]
-    return Tried(other, is_cheap, answer["forces"])
+    return Tried(other, is_cheap, answer["forces"], answer["mask_s"])
 
 
 def _killed(by: int, cpu_s: float) -> Tried:

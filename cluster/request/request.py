@@ -331,4 +331,9 @@ class Request:
 
     def most_drafts(self, engine_max: int) -> int:
         """Return the most drafts per step in an engine with this maximum."""
-        return engine_max if self.max_draft_tokens is None else min(self.max_draft_tokens, engine_max)
+        limits = [engine_max]
+        if self.max_draft_tokens is not None:
+            limits.append(self.max_draft_tokens)
+        if self.params.grammar is not None:
+            limits.append(self.params.grammar.max_drafts)
+        return min(limits)

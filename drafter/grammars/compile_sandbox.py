@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
 
@@ -56,6 +56,7 @@ class CompileAnswer(TypedDict):
     Attributes:
         text: the grammar; EBNF is converted to Lark.
         forces: see `Grammar`.
+        mask_s: see `Grammar`.
         cpu_s: CPU time used.
         grown_bytes: memory used.
         error: why llguidance refuses it.
@@ -64,38 +65,51 @@ class CompileAnswer(TypedDict):
 
     text: NotRequired[str]
     forces: NotRequired[bool]
+    mask_s: NotRequired[float]
     cpu_s: NotRequired[float]
     grown_bytes: NotRequired[int]
     error: NotRequired[str]
     signal: NotRequired[int]
 
 
-def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> tuple[str, bool]:
-    """Compile a grammar and consume a few tokens with it. Raises GrammarError.
+class TriedGrammar(NamedTuple):
+    """A grammar that has been compiled, and with which a few tokens were consumed.
 
-    Returns:
-        its text, and whether no run of forced tokens that was seen is longer than `MAX_FORCED`.
+    Attributes:
+        text: as in `CompileAnswer`.
+        forces: whether no run of forced tokens that was seen is longer than `MAX_FORCED`.
+        mask_s: longest CPU time of a mask, the first one excepted: it makes most of the lexer's states.
     """
+
+    text: str
+    forces: bool
+    mask_s: float
+
+
+def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> TriedGrammar:
+    """Compile a grammar and consume a few tokens with it. Raises GrammarError."""
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
-    most_forced = len(matcher.compute_ff_tokens())
-    for token in _tokens(matcher.compute_bitmask):
+    most_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
+    for token in _tokens(matcher.compute_bitmask, masks_s):
         matcher.try_consume_tokens([token])
         most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         if matcher.is_stopped():
             break
-    return text, most_forced <= MAX_FORCED
+    return TriedGrammar(text, most_forced <= MAX_FORCED, max(masks_s[1:], default=0.0))
 
 
-def _tokens(mask: Callable[[], bytes]) -> Iterator[int]:
-    """Yield allowed tokens, chosen pseudo-randomly with a fixed seed."""
+def _tokens(mask: Callable[[], bytes], masks_s: list[float]) -> Iterator[int]:
+    """Yield allowed tokens, chosen pseudo-randomly with a fixed seed; append the CPU time of each mask."""
     chance = random.Random(0)
     for _ in range(NUM_TOKENS):
+        began_s = time.thread_time()  # the process's is only updated with each tick while its timer is set
         bits = mask()
+        masks_s.append(time.thread_time() - began_s)
         places = [place for place, byte in enumerate(bits) if byte]
         if not places:
             return
@@ -161,9 +175,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
     try:
-        text, forces = on_stack(
-            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
-        )
+        tried = on_stack(TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"]))
     except GrammarError as error:
         answer = CompileAnswer(error=str(error)[:2000])
     except MemoryError:
@@ -172,7 +184,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         answer = CompileAnswer(
-            text=text, forces=forces, cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
+            **tried._asdict(), cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
         )
     signal.setitimer(signal.ITIMER_PROF, 0)
     _send(connection, answer)
