@@ -32,11 +32,10 @@ from .common.engine_passes import (
     tried_dtypes,
 )
 from .common.idle_check import Watch, print_warning
-from .common.interleaving import prompts_per_turn, ratios, run_rounds, split_evenly
+from .common.interleaving import LINE_S, prompts_per_turn, ratios, run_rounds, split_evenly
 from .common.options import BenchOptions
 
 TRIAL_PROMPTS = 4
-LINE_S = 4.0  # interval of progress lines
 _Runs = Mapping[tuple[str, str], EnginePass]  # key: mode and dtype
 
 

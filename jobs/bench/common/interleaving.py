@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from ...common.progress import counting
 from .engine_passes import Pass, joined, say
 
+LINE_S = 4.0  # interval of progress lines
 TURN_S = 0.5  # duration for the slowest side
 # Minimum number of full batches in a turn: at its end the batch is not full, which must not dominate.
 LEAST_GROUPS = 2
@@ -41,11 +43,11 @@ def run_rounds(
     """Return for each side one pass over all prompts per round, summed over its turns."""
     passes: dict[str, list[_Pass]] = {name: [] for name in sides}
     for number in range(rounds):
-        say(f"{title}, round {number + 1}/{rounds}")
         done: dict[str, list[_Pass]] = {name: [] for name in sides}
-        for i, turn in enumerate(turns):
-            for name in rotated(list(sides), number + i):
-                done[name].append(sides[name](turn))
+        with counting(f"{title}, round {number + 1}/{rounds}", say, every_s=LINE_S):
+            for i, turn in enumerate(turns):
+                for name in rotated(list(sides), number + i):
+                    done[name].append(sides[name](turn))
         for name, parts in done.items():
             passes[name].append(joined(parts))
     return passes
