@@ -1,15 +1,19 @@
 """Small all-reduces between GPUs through peer memory, where it works; NCCL does the rest.
 
 A decoding step of a tensor-parallel target sums a few KB twice per layer. NCCL takes 20 to 30 microseconds
-for each sum, while one kernel that reads the peers' buffers (`one_shot_all_reduce` of torch's symmetric
-memory) takes half of that and adds no host node to a CUDA graph. It needs all ranks' devices visible in every
-process, and peer access between them. If anything is missing, or a test sum is wrong, no rank uses it. Used
-by `process_group.py`.
+for each sum, while one kernel on torch's symmetric memory takes half of that and adds no host node to a CUDA
+graph. With NVLink multicast each rank sums a slice and sends it to all ranks (`multimem_all_reduce_`), which
+gives all ranks the same bits by construction; without it each rank reads all peers' buffers
+(`one_shot_all_reduce_copy_out`). Both need all ranks' devices visible in every process, and peer access
+between them. If anything is missing or wrong on one rank, all ranks use NCCL. Used by `process_group.py`.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,48 +23,101 @@ logger = logging.getLogger(__name__)
 # Above this size every rank reads more from its peers than with NCCL's rings. For scale: 16 rows of 4096 in
 # bf16 are 128 KiB.
 MAX_BYTES = 512 * 1024
+_CHECKED_VALUES = 4096
+
+T = TypeVar("T")
 
 
 class CustomAllReduce:
-    """Sums over one group. Use `of`: the constructor fails where peer memory is missing."""
+    """Sums over one group. Use `of`.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory  # an alpha interface, for CUDA only
+    Args:
+        buffer: symmetric memory of one dimension, of `MAX_BYTES`, after its rendezvous.
+        has_multicast: whether its devices can send to all ranks at once.
+    """
 
-        self._group_name = group.group_name
-        self._buffer = symmetric_memory.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(self._buffer, self._group_name)
+    def __init__(self, buffer: torch.Tensor, group_name: str, *, has_multicast: bool) -> None:
+        self._buffer, self._group_name, self._has_multicast = buffer, group_name, has_multicast
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> CustomAllReduce | None:
         """Return a working instance on all ranks, or None on all ranks. Collective."""
-        if device.type != "cuda":
-            return None
-        peers, reason = None, "a sum came out wrong"
-        works_1 = torch.zeros(1, device=device)
-        try:
-            peers = cls(group, device, dtype)
-            works_1 += peers._sums_correctly(group)
-        except (RuntimeError, ImportError, AttributeError) as error:  # an alpha interface may be missing
-            reason = str(error).split("\n", 1)[0]
-        dist.all_reduce(works_1, op=dist.ReduceOp.MIN, group=group)
-        if works_1.item():
-            return peers
-        logger.info("sums between GPUs only use NCCL: symmetric memory does not work here (%s)", reason)
+        return cls._tried(group, device, dtype) if device.type == "cuda" else None
+
+    @classmethod
+    def _tried(
+        cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    ) -> CustomAllReduce | None:
+        reason = "it failed on another rank"
+
+        def on_all_ranks(step: Callable[[], T]) -> T | None:
+            """Return what a step returns; None if it raises on any rank, so that no rank waits for one
+            that has given up."""
+            nonlocal reason
+            result, works_1 = None, torch.zeros(1, device=device)
+            try:
+                result = step()
+                works_1 += 1
+            except (RuntimeError, ImportError, AttributeError) as error:  # an alpha interface may change
+                reason = str(error).split("\n", 1)[0]
+            dist.all_reduce(works_1, op=dist.ReduceOp.MIN, group=group)
+            return result if works_1.item() else None
+
+        def allocated() -> tuple[Any, torch.Tensor]:  # Any: a module that only torch with CUDA has
+            memory = importlib.import_module("torch.distributed._symmetric_memory")
+            return memory, memory.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
+
+        def connected() -> CustomAllReduce:
+            memory, buffer = found
+            handle = memory.rendezvous(buffer, group.group_name)
+            return cls(buffer, group.group_name, has_multicast=bool(handle.multicast_ptr))
+
+        found = on_all_ranks(allocated)
+        if found is not None:
+            peers = on_all_ranks(connected)
+            if peers is not None and on_all_ranks(lambda: peers._check(group)):
+                return peers
+        logger.warning(
+            "sums between GPUs only use NCCL, which adds about 1 ms to a step: symmetric memory does not "
+            "work here (%s)",
+            reason,
+        )
         return None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has the right dtype and is small enough."""
-        return tensor.dtype is self._buffer.dtype and tensor.numel() <= self._buffer.numel()
+        """Return whether a tensor has the right dtype, and is small enough and a multiple of 4 bytes."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        return tensor.dtype is self._buffer.dtype and num_bytes <= MAX_BYTES and num_bytes % 4 == 0
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place."""
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(self._buffer, tensor, "sum", self._group_name, tensor)
+        view, ops = self._buffer[: tensor.numel()].view_as(tensor), torch.ops.symm_mem
+        if self._has_multicast:
+            view.copy_(tensor)
+            ops.multimem_all_reduce_(view, "sum", self._group_name)
+            tensor.copy_(view)
+        else:
+            ops.one_shot_all_reduce_copy_out(view, tensor, "sum", self._group_name, tensor)
 
-    def _sums_correctly(self, group: dist.ProcessGroup) -> bool:
-        """Test one sum of small integers, which is exact in any order."""
+    def _check(self, group: dist.ProcessGroup) -> bool:
+        """Test two sums. Raises RuntimeError if one is wrong.
+
+        Small integers have one right sum in any order. Sums of random values depend on the order of the
+        ranks, and must be the same bits on all: routers and samplers on each rank rely on it.
+        """
+        device, dtype = self._buffer.device, self._buffer.dtype
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        ones = torch.arange(4096, device=self._buffer.device).remainder_(8).to(self._buffer.dtype)
-        total = ones * (rank + 1)
+        integers = torch.arange(_CHECKED_VALUES, device=device).remainder_(8).to(dtype)
+        total = integers * (rank + 1)
         self.add_up(total)
-        return torch.equal(total, ones * (world_size * (world_size + 1) // 2))
+        own = torch.Generator().manual_seed(rank)
+        random = torch.randn(_CHECKED_VALUES, generator=own).to(device, dtype)
+        self.add_up(random)
+        lowest, highest = random.float(), random.float()
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        if not torch.equal(total, integers * (world_size * (world_size + 1) // 2)):
+            raise RuntimeError("a sum was wrong")
+        if not torch.equal(lowest, highest):
+            raise RuntimeError("ranks got different sums")
+        return True

@@ -1,0 +1,165 @@
+"""Sums through symmetric memory over real processes and gloo, with stand-ins for the operators of CUDA.
+
+The stand-ins check arguments as PyTorch's own do (`CUDASymmetricMemoryOps.cu` of 2.5 to 2.13): equal sizes,
+contiguity, memory after a rendezvous, dtypes, multicast. They sum in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+WORKER = """
+import json, logging, sys
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as memory
+from manta.actors.workers.comm import process_group as pg
+from manta.actors.workers.comm.custom_all_reduce import MAX_BYTES, CustomAllReduce
+
+rank, ranks, port, cases = (json.loads(argument) for argument in sys.argv[1:])
+store = port
+if rank == 0:
+    store = pg.open_store(ranks)
+    print(store.port, flush=True)
+pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=60)
+group, fault = dist.group.WORLD, "none"
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(f"{record.levelname}: {record.getMessage()}")
+logging.getLogger("manta.actors.workers.comm.custom_all_reduce").addHandler(handler)
+joined = {}  # pointers of memory after a rendezvous
+
+class Handle:
+    @property
+    def multicast_ptr(self):
+        return 0 if fault == "no multicast" else 1
+
+def empty(*size, dtype, device):
+    if fault == "no memory" and rank == 1:
+        raise RuntimeError("peer access is not supported")
+    return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+def rendezvous(tensor, name):
+    if fault == "no rendezvous" and rank == ranks - 1:
+        raise RuntimeError("cannot import a handle")
+    assert name == group.group_name
+    joined[tensor.untyped_storage().data_ptr()] = name
+    return Handle()
+
+def check(what, condition):
+    if not condition:
+        raise RuntimeError(what)
+
+def summed(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor)
+    order = range(ranks) if fault != "order" else [(rank + i) % ranks for i in range(ranks)]
+    total = parts[order[0]].clone()
+    for other in order[1:]:
+        total += parts[other]
+    return total + (fault == "wrong" and rank == 0)
+
+class Ops:
+    def one_shot_all_reduce_copy_out(self, buffer, local, op, name, out):
+        used.append("one shot")
+        are_contiguous = buffer.is_contiguous() and local.is_contiguous() and out.is_contiguous()
+        check("input must be contiguous", are_contiguous)
+        check("input/output size mismatch", out.shape == buffer.shape)
+        check("only sum", op == "sum")
+        check("local input size must match", local.numel() == buffer.numel() and local.dtype == buffer.dtype)
+        check("not symmetric memory", joined.get(buffer.untyped_storage().data_ptr()) == name)
+        check("alignment", local.numel() * local.element_size() % 4 == 0)
+        check("dtype", local.dtype in (torch.float32, torch.bfloat16))
+        return out.copy_(summed(local))
+
+    def multimem_all_reduce_(self, tensor, op, name):
+        used.append("multicast")
+        check("input must be contiguous", tensor.is_contiguous())
+        check("only sum", op == "sum")
+        check("not symmetric memory", joined.get(tensor.untyped_storage().data_ptr()) == name)
+        check("multicast support is required", Handle().multicast_ptr)
+        check("alignment", tensor.numel() * tensor.element_size() % 4 == 0)
+        check("dtype", tensor.dtype in (torch.float32, torch.bfloat16))
+        return tensor.copy_(summed(tensor))
+
+def run(dtype):
+    peers = CustomAllReduce._tried(group, torch.device("cpu"), dtype)
+    out = {"works": peers is not None, "sums": []}
+    if peers:
+        for shape in ((3, 2), (16, 4096), (1, MAX_BYTES // dtype.itemsize)):
+            generator = torch.Generator().manual_seed(7)
+            parts = torch.randint(-8, 8, (ranks, *shape), generator=generator).to(dtype)
+            own = parts[rank].clone()
+            assert peers.takes(own)
+            peers.add_up(own)
+            out["sums"].append(torch.equal(own, parts.sum(0)))
+        others = {"too large": (MAX_BYTES // dtype.itemsize + 2, dtype), "other dtype": (8, torch.float64)}
+        if dtype is torch.bfloat16:
+            others["odd"] = (3, dtype)
+        out["taken"] = [name for name, (n, dt) in others.items() if peers.takes(torch.empty(n, dtype=dt))]
+    return out
+
+memory.empty, memory.rendezvous, torch.ops.symm_mem = empty, rendezvous, Ops()
+results = []
+for fault, dtype in cases:
+    messages, used = [], []
+    results.append({**run(getattr(torch, dtype)), "used": sorted(set(used)), "messages": messages})
+print(json.dumps(results))
+dist.destroy_process_group()
+"""
+
+
+WORKING = {
+    ("none", "bfloat16"): "multicast",
+    ("no multicast", "bfloat16"): "one shot",
+    ("no multicast", "float32"): "one shot",
+}
+FAILING = {
+    ("no memory", "bfloat16"): "peer access is not supported",
+    ("no rendezvous", "bfloat16"): "cannot import a handle",
+    ("wrong", "bfloat16"): "a sum was wrong",
+    ("order", "bfloat16"): "ranks got different sums",  # two values have one sum
+    ("none", "float16"): "dtype",
+}
+Result = dict[str, Any]  # Any: JSON
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[Result]]:
+    """What each rank found, for each case."""
+    cases = [case for case in (*WORKING, *FAILING) if request.param > 2 or case[0] != "order"]
+
+    def start(rank: int, port: int) -> subprocess.Popen[str]:
+        arguments = [json.dumps(each) for each in (rank, request.param, port, cases)]
+        command = [sys.executable, "-c", WORKER, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = start(0, 0)
+    assert first.stdout is not None
+    port = int(first.stdout.readline())
+    workers = [first] + [start(rank, port) for rank in range(1, request.param)]
+    ended = [worker.communicate(timeout=120) for worker in workers]
+    assert not any(worker.returncode for worker in workers), [error[-800:] for _, error in ended]
+    found = [json.loads(output.splitlines()[-1]) for output, _ in ended]
+    return {case: [each[i] for each in found] for i, case in enumerate(cases)}
+
+
+def test_small_sums_use_the_operator_that_the_devices_support(
+    results: dict[tuple[str, str], list[Result]],
+) -> None:
+    for case, operator in WORKING.items():
+        for result in results[case]:
+            assert result["works"] and result["used"] == [operator] and not result["messages"]
+            assert result["sums"] == [True] * 3 and not result["taken"]
+
+
+def test_if_one_rank_cannot_all_use_nccl_and_say_why(results: dict[tuple[str, str], list[Result]]) -> None:
+    for case, reason in FAILING.items():
+        for result in results.get(case, []):
+            assert not result["works"]
+            assert len(result["messages"]) == 1 and result["messages"][0].startswith("WARNING")
+        assert case not in results or any(reason in result["messages"][0] for result in results[case])
