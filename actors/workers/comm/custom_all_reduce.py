@@ -67,14 +67,13 @@ class CustomAllReduce:
             memory = importlib.import_module("torch.distributed._symmetric_memory")
             return memory, memory.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
-        def connected() -> CustomAllReduce:
-            memory, buffer = found
+        def connected(memory: Any, buffer: torch.Tensor) -> CustomAllReduce:
             handle = memory.rendezvous(buffer, group.group_name)
             return cls(buffer, group.group_name, has_multicast=bool(handle.multicast_ptr))
 
         found = on_all_ranks(allocated)
         if found is not None:
-            peers = on_all_ranks(connected)
+            peers = on_all_ranks(lambda: connected(*found))
             if peers is not None and on_all_ranks(lambda: peers._check(group)):
                 return peers
         logger.warning(
