@@ -24,15 +24,14 @@ from ..cluster.config import EngineConfig
 from ..cluster.fleet.placement import DeploymentDemand, Topology
 from ..cluster.fleet.replica_stats import ReplicaStatsMeter
 from .gateway.deployment import GATEWAY, Gateway, door_host
-from .gateway.registry_records import ReplicaRecord, state_of
-from .gateway.replica_registry import DirectoryClient
+from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
 from .http.config.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.generation.tracing import check_tracing
 from .http.middleware.api_keys import behind_gateway, refuse_written_keys, with_keys
 from .serve.autoscaling_policy import initial_replicas, scaling_options
 from .serve.serve_hooks import door_is_there, listen_as_ray_does, restore_print
-from .system.gc_tuning import spare_streams
+from .system.event_loop import spare_streams
 from .system.log_setup import Event, LogSettings, log_to_stderr
 from .workers.base.ray_resources import check_room, machine_resources, warn_of_this_machine
 

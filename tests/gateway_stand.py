@@ -13,8 +13,8 @@ import uvicorn
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.registry_records import Directory, ReplicaRecord, state_of
 from manta.actors.gateway.replica_endpoint import ReplicaEndpoint
+from manta.actors.gateway.replica_registry import Directory, ReplicaRecord, state_of
 from manta.actors.gateway.replica_set import Fleet, ServedModel
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings

@@ -26,7 +26,7 @@ from loop_probe import LoopProbe
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.app import create_app
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.system.gc_tuning import spare_streams
+from manta.actors.system.event_loop import spare_streams
 from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from devices import DEVICE, HALVES, ON_GPU
 from manta.actors.llm import LLM
 from manta.actors.targets.loading.backend_selection import choose_backend
-from manta.actors.targets.loading.batch_invariance_check import check_invariance
 from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.warmup import check_invariance
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.backend import DeviceCapabilities, Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant

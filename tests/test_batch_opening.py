@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.dataset.storage import Storage
-from manta.actors.batch.ledger.fingerprints import checkpoint_identity
+from manta.actors.batch.ledger.job_spec import checkpoint_identity
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.batch.row_ranges import count
 from manta.cluster.config import EngineConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
-from manta.actors.batch.ledger.fingerprints import settings_identity
+from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.answer_parts import together
 from manta.actors.chat.chat_formats import CALLS, marks_of
 from manta.actors.chat.chat_model import ChatModel

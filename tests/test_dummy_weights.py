@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
-from manta.actors.batch.ledger.fingerprints import settings_identity
+from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.targets.families import FAMILIES as READERS
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load

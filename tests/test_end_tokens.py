@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.tokenization.token_ids import TokenIds
 from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.actors.tokenization.tokenizer_config import TokenIds
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from manta.actors.engine.output_processor import Begun
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.registry_records import Directory, ReplicaRecord
+from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.stream_resume import ToldStream
 from manta.actors.http.config.settings import ServerSettings

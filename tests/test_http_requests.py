@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from manta.actors.http.anthropic.request import MessagesRequest
 from manta.actors.http.config.settings import split_settings
+from manta.actors.http.openai.tokenization import DetokenizeRequest
 from manta.actors.http.protocol.chat_request import ChatRequest, conversation
 from manta.actors.http.protocol.completion_request import CompletionRequest
 from manta.actors.http.protocol.protocol import GenerationRequest
-from manta.actors.http.protocol.tokenize_request import DetokenizeRequest
 from manta.actors.http.protocol.unsupported_fields import REFUSED, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.wire.errors import ClientGoneError, error_response, from_validation, public_error
 from manta.actors.http.wire.sse import unless_gone
-from manta.actors.observability.log_lines import acceptance_line, engine_line
 from manta.actors.observability.prometheus_text import family_of
+from manta.actors.observability.telemetry import acceptance_line, engine_line
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import (

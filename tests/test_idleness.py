@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from benchmarks.busy_processes import busy_processes
 from benchmarks.cpu_quota import quota_group
-from manta.actors.system.cgroups import ControlGroup
+from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.idle_check import IDLE_SHARE, Idleness, Watch, print_warning
 

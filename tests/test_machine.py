@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manta.actors.system import cgroups as control_groups
+from manta.actors.system import host_resources as control_groups
 from manta.actors.system import host_resources as machine
 
 GIB = 2**30

@@ -23,7 +23,7 @@ from ...cluster.errors import (
     shown,
 )
 from ...cluster.request.request import FinishReason
-from ..system.loop_yielding import LoopYielder
+from ..system.event_loop import LoopYielder
 from .output_processor import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
 from .unread_outputs import ReaderLimit, Unread
 

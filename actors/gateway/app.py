@@ -20,8 +20,7 @@ from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.metrics_aggregator import joined
 from ..http.admin.explain import PATH, lives_response
-from ..http.admin.health import load_figures
-from ..http.admin.usage import receipt_routes
+from ..http.admin.operations import load_figures, receipt_routes
 from ..http.anthropic.errors import LostMessage
 from ..http.config.settings import ServerSettings
 from ..http.middleware.inflight_requests import Traffic
@@ -29,7 +28,7 @@ from ..http.middleware.key_limits import KeyShares
 from ..http.middleware.request_gate import METHODS
 from ..http.middleware_stack import surround
 from ..http.openai.models import model_card
-from ..http.responses.errors import LostResponse
+from ..http.responses.event_writer import LostResponse
 from ..http.wire.json_io import JsonObject, json_response
 from ..http.wire.sse import DoneEnding, Ending
 from .forward_proxy import Forwarded

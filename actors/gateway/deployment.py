@@ -19,7 +19,7 @@ from ..http.config.settings import ServerSettings
 from ..http.middleware.inflight_requests import Traffic
 from ..serve.replica_lifecycle import LOOK_S
 from ..serve.serve_hooks import RayServeHost, door_is_there, listen_as_ray_does, restore_print
-from ..system.gc_tuning import spare_streams
+from ..system.event_loop import spare_streams
 from ..system.log_setup import LogSettings, log_to_stderr
 from ..workers.base.ray_resources import may_grow
 from .replica_registry import DirectoryClient

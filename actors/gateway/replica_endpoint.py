@@ -24,7 +24,7 @@ from ...cluster.errors import UnreachableError
 from ..http.generation.resume_origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import read_caller
 from ..http.wire.errors import json_error
-from .registry_records import BEAT_S, DirectoryPort, ReplicaRecord
+from .replica_registry import BEAT_S, DirectoryClient, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ReplicaEndpoint:
         app: ASGIApp,
         host: str,
         describe: Callable[[str, str, int], ReplicaRecord],
-        directory: DirectoryPort,
+        directory: DirectoryClient,
     ) -> None:
         self._socket = socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, shown
 from ...cluster.fleet.router import LOAD_FACTOR, LOAD_SLACK, RouteChoice, Router
-from .registry_records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
+from .replica_registry import BEAT_S, SILENT_S, DirectoryClient, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Fleet:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        directory: DirectoryPort,
+        directory: DirectoryClient,
         wake: Callable[[ServedModel], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.models = models

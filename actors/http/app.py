@@ -25,8 +25,7 @@ from ..observability.usage_store import ReceiptKeeper
 from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
-from .admin.health import operation_routes
-from .admin.usage import receipt_routes
+from .admin.operations import operation_routes, receipt_routes
 from .anthropic.routes import message_routes
 from .batch_api.batches import batch_routes
 from .batch_api.files import file_routes

@@ -4,7 +4,7 @@ A process has its own file for each day, `2026-01-31.NAME.jsonl`, and appends a 
 changed: its *totals* of that day in that process. The last line of an account counts, so nothing is counted
 twice, a truncated line is skipped, and a kill loses at most the seconds since the last write. A long file is
 rewritten with one line per account. The receipts of a day are the sums over all its files, so replicas share
-a folder. Read by `http/admin/usage.py` and `manta receipts`.
+a folder. Read by `http/admin/operations.py` and `manta receipts`.
 """
 
 from __future__ import annotations

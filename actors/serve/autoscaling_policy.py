@@ -3,20 +3,24 @@
 Named in a deployment's `autoscaling_config.policy`. Serve's controller creates one instance per deployment
 and calls it ten times a second with the last values of the replicas' `record_autoscaling_stats`. This module
 is pickled into the controller and its imports run there, so it imports nothing heavy, and of Ray only its
-metrics (`autoscaling_metrics.py`). Serve then applies its own bounds, factors and delays; `scaling_options`
+metrics (`ScalingMetrics`). Serve then applies its own bounds, factors and delays; `scaling_options`
 sets the delays to zero because two delays in a row would only be slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from ray.util.metrics import Counter, Gauge
 
 from ...cluster.config import from_mapping
 from ...cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
 from ...cluster.fleet.replica_stats import ReplicaStats
-from .autoscaling_metrics import ScalingMetrics
+from ...cluster.metrics.fleet_metrics import SCALING_CATALOGUE
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 POLICY = "manta.actors.serve.autoscaling_policy:SpeculativeScaling"
 # Interval at which Serve sends replica statistics; the key is deprecated, but its replacements have no effect
@@ -24,35 +28,6 @@ POLICY = "manta.actors.serve.autoscaling_policy:SpeculativeScaling"
 METRICS_INTERVAL_S = 1.0
 LOOK_BACK_S = 5.0  # must be longer than the interval
 _FIGURES = tuple(field.name for field in fields(ReplicaStats))
-
-
-class TimedValue(Protocol):
-    """One sample of a replica's statistics."""
-
-    value: float
-
-
-class ServeContext(Protocol):
-    """The used parts of Serve's `AutoscalingContext`. `raw_metrics`: samples by metric and replica."""
-
-    @property
-    def app_name(self) -> str: ...
-    @property
-    def deployment_name(self) -> str: ...
-    @property
-    def current_num_replicas(self) -> int: ...
-    @property
-    def target_num_replicas(self) -> int: ...
-    @property
-    def total_queued_requests(self) -> float | None: ...
-    @property
-    def raw_metrics(self) -> Mapping[str, Mapping[Any, Sequence[TimedValue]]] | None: ...  # Any: Serve's ids
-    @property
-    def capacity_adjusted_min_replicas(self) -> int: ...
-    @property
-    def capacity_adjusted_max_replicas(self) -> int: ...
-    @property
-    def current_time(self) -> float: ...
 
 
 class SpeculativeScaling:
@@ -69,9 +44,7 @@ class SpeculativeScaling:
         self._count = ReplicaCount(from_mapping(ScalingRules, rules, "policy_kwargs."))
         self._metrics: ScalingMetrics | None = None  # created in the controller, as metrics cannot be pickled
 
-    def __call__(
-        self, ctx: ServeContext
-    ) -> tuple[int, dict[str, Any]]:  # Any: policy state; ours is in this object
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:  # Any: Serve's policy state
         """Return the number of replicas, and an empty state for Serve."""
         load = FleetLoad.of(latest(ctx), ctx.current_num_replicas, ctx.total_queued_requests or 0.0)
         wanted = self._count.wanted(
@@ -87,7 +60,7 @@ class SpeculativeScaling:
         return wanted, {}
 
 
-def latest(ctx: ServeContext) -> list[ReplicaStats]:
+def latest(ctx: AutoscalingContext) -> list[ReplicaStats]:
     """Return each replica's latest statistics. Serve's means would lag by seconds and cost a merge each."""
     found: dict[Any, dict[str, float]] = {}
     for name in _FIGURES:
@@ -118,3 +91,36 @@ def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any
             "policy": {"policy_function": POLICY, "policy_kwargs": asdict(rules)},
         }
     }
+
+
+class ScalingMetrics:
+    """Autoscaling metrics of one deployment.
+
+    Args:
+        application, deployment: values of the metrics' tags.
+    """
+
+    def __init__(self, application: str, deployment: str) -> None:
+        tags = {"application": application, "deployment": deployment}
+        self._gauges: dict[str, Gauge] = {}
+        for metric in SCALING_CATALOGUE:
+            if metric.kind == "gauge":
+                self._gauges[metric.name] = Gauge(metric.name, metric.help, metric.labels)
+                self._gauges[metric.name].set_default_tags(tags)
+            else:
+                self._decisions = Counter(f"{metric.name}_total", metric.help, metric.labels)
+                self._decisions.set_default_tags(tags)
+
+    def show(self, load: FleetLoad, target: int, wanted: int) -> None:
+        """Export one evaluation: `target` replicas were wanted before it, `wanted` are wanted now."""
+        values = {
+            "manta_autoscaler_replicas": load.there,
+            "manta_autoscaler_wanted_replicas": wanted,
+            "manta_autoscaler_busy_replicas": load.busy,
+            "manta_autoscaler_backlog_seconds": load.backlog_s,
+            "manta_autoscaler_queued_requests": load.queued,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        if wanted != target:
+            self._decisions.inc(1, {"direction": "up" if wanted > target else "down"})

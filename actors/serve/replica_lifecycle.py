@@ -17,11 +17,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...cluster.errors import DrainingError
 from ..engine.async_engine import AsyncEngine
 from ..http.middleware.inflight_requests import Traffic
+
+if TYPE_CHECKING:
+    from .serve_hooks import RayServeHost
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +33,6 @@ CLOSING_S = 0.3  # uvicorn checks ten times a second whether to close
 FLUSH_S = 2.0  # upper bound, for the last events of requests whose engine is dead or whose time is up
 EXIT_DEAD = 70
 ENDED = "The server is stopping and this request's time is up. Send it again."
-
-
-class ServeHost(Protocol):
-    """Serve's object in this process: the state and the operations used here."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether Serve has asked the replica to stop."""
-        ...
-
-    def close_door(self) -> None:
-        """Refuse new connections; open ones continue. Call it on the event loop."""
-        ...
-
-    async def leave(self) -> None:
-        """Run Serve's graceful shutdown; returns when the requests have ended."""
-        ...
 
 
 class ReplicaLifecycle:
@@ -64,7 +50,7 @@ class ReplicaLifecycle:
         self,
         engine: AsyncEngine,
         traffic: Traffic,
-        place: ServeHost,
+        place: RayServeHost,
         timeout_s: float,
         exit: Callable[[int], object] = os._exit,
     ) -> None:

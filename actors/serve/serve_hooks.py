@@ -1,7 +1,7 @@
 """Hooks into Serve's own objects in a replica's process: its shutdown state, and an ASGI wrapper before its
 queue.
 
-`RayServeHost` is a `replica_lifecycle.ServeHost`. `ProbeBypass` wraps the HTTP server that Serve opens in a
+`RayServeHost` is used by `replica_lifecycle.py`. `ProbeBypass` wraps the HTTP server that Serve opens in a
 replica behind HAProxy, and Serve's own proxy, if the environment of their processes names `middlewares`
 (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as set by `manta serve`). It does the following:
 
@@ -87,9 +87,11 @@ class RayServeHost:
 
     @property
     def is_leaving(self) -> bool:
+        """Whether Serve has asked the replica to stop."""
         return self._replica._shutting_down
 
     def close_door(self) -> None:
+        """Refuse new connections; open ones continue. Call it on the event loop."""
         self._replica._event_loop.call_soon_threadsafe(self._replica._stop_accepting_direct_ingress)
 
     def on_sigterm(self, told: Callable[[], object]) -> None:
@@ -103,6 +105,7 @@ class RayServeHost:
         setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())
 
     async def leave(self) -> None:
+        """Run Serve's graceful shutdown; return when the requests have ended."""
         leaving = self._replica.perform_graceful_shutdown()
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leaving, self._replica._event_loop))
 

@@ -7,9 +7,120 @@ import os
 import platform
 import random
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from .cgroups import ControlGroup
+_MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+Controller = Literal["cpu", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """This process's group in the hierarchy of a controller: `folder`, at or below `mount`."""
+
+    folder: Path
+    mount: Path
+    version: int
+
+    @classmethod
+    def of_this_process(cls, controller: Controller = "cpu") -> ControlGroup | None:
+        """Return the group, or None if no such hierarchy is mounted."""
+        places = [line.split(":", 2)[1:] for line in _lines(_MEMBERSHIP)]
+        v1 = next((path for names, path in places if controller in names.split(",")), None)
+        v2 = next((path for names, path in places if not names), None)
+        path, version = (v2, 2) if v1 is None else (v1, 1)
+        found = _mounted(controller, version)
+        if path is None or found is None:
+            return None
+        root, mount = found
+        below = path.removeprefix(root.rstrip("/")).strip("/")  # a container sees its own group as the root
+        folder = mount / below
+        return cls(folder if folder.is_dir() else mount, mount, version)
+
+    @property
+    def _folders(self) -> Iterator[Path]:
+        """This group's folder and those of its parents."""
+        folder = self.folder
+        yield folder
+        while folder != self.mount:
+            folder = folder.parent
+            yield folder
+
+    def cpu_quota(self) -> float | None:
+        """Return the smallest CPU quota, in cores; None without one."""
+        quotas = [quota for folder in self._folders if (quota := _cpu_quota(folder)) is not None]
+        return min(quotas, default=None)
+
+    def throttled_s(self) -> float | None:
+        """Return the seconds throttled by quotas, summed over cores and groups; None without a quota."""
+        found = [held_s for folder in self._folders if (held_s := _throttled_s(folder)) is not None]
+        return sum(found) if found else None
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that the tightest memory limit leaves; None without one."""
+        found = [free for folder in self._folders if (free := _free_bytes(folder)) is not None]
+        return min(found, default=None)
+
+
+def _mounted(controller: Controller, version: int) -> tuple[str, Path] | None:
+    """Return the group that the mount shows as its root, and the mount's path."""
+    for line in _lines(_MOUNTS):
+        before, after = line.split(" - ", 1)
+        root, where = before.split()[3:5]
+        kind, _, options = after.split(" ", 2)
+        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
+            return root, Path(where)
+    return None
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    share, period, *_ = [*_words(folder / "cpu.max"), None, None]
+    if share is None:
+        share, period = (_first(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if share in (None, "max", "-1") or period is None:
+        return None
+    return int(share) / int(period)
+
+
+def _throttled_s(folder: Path) -> float | None:
+    facts = _facts(folder / "cpu.stat")
+    if "throttled_usec" in facts:
+        return facts["throttled_usec"] / 1e6
+    return facts["throttled_time"] / 1e9 if "throttled_time" in facts else None
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free bytes of one group; cached file pages count as free."""
+    for most, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+        limit, taken = _first(folder / f"memory.{most}"), _first(folder / f"memory.{used}")
+        if limit not in (None, "max") and taken is not None:
+            facts = _facts(folder / "memory.stat")
+            cached = facts.get("total_inactive_file", facts.get("inactive_file", 0))
+            return int(limit) - int(taken) + cached
+    return None
+
+
+def _facts(file: Path) -> dict[str, int]:
+    return {name: int(value) for name, value in (line.split() for line in _lines(file))}
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file, or none if it does not exist or is not readable."""
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _words(file: Path) -> list[str]:
+    return [word for line in _lines(file) for word in line.split()]
+
+
+def _first(file: Path) -> str | None:
+    return next(iter(_words(file)), None)
+
 
 # The fraction of a core in a quota, beyond whole cores, that justifies one more, partly throttled thread.
 _WORTH_A_THREAD = 0.6

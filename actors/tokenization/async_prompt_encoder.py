@@ -19,7 +19,7 @@ import tokenizers
 from ...cluster.errors import RequestError
 from ...cluster.request.request import SamplingParams
 from ...cluster.step.limits import prompt_too_long
-from ..system.loop_yielding import LoopYielder
+from ..system.event_loop import LoopYielder
 from .prompts import (
     Chat,
     EncodedPrompt,

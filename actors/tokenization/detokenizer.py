@@ -7,7 +7,7 @@ the output; if the output does not complete it, the U+FFFD in its place belongs 
 Text is returned as soon as no later token can change it. This depends on the tokens, not on how they are
 split into blocks. There are three kinds of decoders:
 
-    lossy   ByteLevel: tokens are bytes. Text is returned per complete character; a broken one is a U+FFFD.
+    bytes   ByteLevel: tokens are bytes. Text is returned per complete character; a broken one is a U+FFFD.
     runs    all others that decode token by token. ByteFallback, if it is among them, turns a run of byte
             tokens into text only if the whole run is UTF-8, else into a U+FFFD per byte: a run is returned
             at its end.
@@ -112,7 +112,7 @@ class TokenPieces(dict[int, Piece]):
         self._context: list[int] = []  # a token placed before the tokens to decode; its text is cut off again
         self._num_context = 0  # characters of that text
         if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
-            self.kind, self._make = LossyDetokenizer, self._bytes_of
+            self.kind, self._make = ByteLevelDetokenizer, self._bytes_of
         elif _goes_by_token(parts):
             self.kind, self._make = RunDetokenizer, self._text_of
             self._context = self._find_context()
@@ -159,7 +159,7 @@ class TokenPieces(dict[int, Piece]):
         return []
 
 
-class LossyDetokenizer(IncrementalDetokenizer):
+class ByteLevelDetokenizer(IncrementalDetokenizer):
     """Decodes tokens that are bytes."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:

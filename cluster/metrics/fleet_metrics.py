@@ -1,7 +1,7 @@
 """Metrics that gateways, the autoscaler and batch jobs export, in addition to the engines'.
 
 Gateways export theirs on their own `/metrics` (`actors/gateway/gateway_metrics.py`). The autoscaler's policy,
-which runs in Serve's controller (`actors/serve/autoscaling_metrics.py`), and a batch job's driver
+which runs in Serve's controller (`actors/serve/autoscaling_policy.py`), and a batch job's driver
 (`jobs/batch/progress.py`) export theirs through Ray.
 """
 

@@ -3,7 +3,7 @@
 Measured at start, because it depends on the CPU, the dtype and the libraries. If it holds, greedy and seeded
 outputs are identical with speculation on or off and in any batch; otherwise they are identical up to
 near-ties. Used in `actors/targets/loading/`: to choose a CPU's dtype (`backend_selection.py`), to time
-implementations on the block (`cpu_autotune.py`), and when a target is loaded (`batch_invariance_check.py`).
+implementations on the block (`cpu_autotune.py`), and when a target is loaded (`warmup.py`).
 """
 
 from __future__ import annotations

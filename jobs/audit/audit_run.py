@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ...actors.batch.ledger.fingerprints import checkpoint_identity
+from ...actors.batch.ledger.job_spec import checkpoint_identity
 from ...actors.engine.output_processor import RequestOutput
 from ...actors.llm import LLM
 from ...actors.system.atomic_files import rounded, write_json

@@ -14,8 +14,7 @@ import numpy as np
 
 from ...actors.batch.dataset.passthrough_columns import as_members
 from ...actors.batch.dataset.row_requests import RowSchema
-from ...actors.batch.ledger.fingerprints import model_identity
-from ...actors.batch.ledger.job_spec import JobSpec
+from ...actors.batch.ledger.job_spec import JobSpec, model_identity
 from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows

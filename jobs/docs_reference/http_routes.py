@@ -13,10 +13,10 @@ from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.app import create_app
 from ...actors.http.batch_api.batches import BatchRequest
 from ...actors.http.config.settings import ServerSettings
+from ...actors.http.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from ...actors.http.protocol.chat_request import ChatRequest
 from ...actors.http.protocol.completion_request import CompletionRequest
 from ...actors.http.protocol.protocol import GenerationRequest, Speculative
-from ...actors.http.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 from ...actors.http.wire.openapi_errors import MEANINGS
 from ...cluster.config import EngineConfig
 from ...cluster.request.request import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manta.actors.system.cgroups import ControlGroup
+from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 
 PERIOD_US = 100_000  # the kernel's default

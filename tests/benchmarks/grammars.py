@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from manta.actors.system.atomic_files import write_json
-from manta.actors.targets.loading.grammar_loading import make_grammars
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.loading.operator_factory import make_step_operators
+from manta.actors.targets.loading.operator_factory import make_grammars, make_step_operators
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.request import SamplingParams

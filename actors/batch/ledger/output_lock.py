@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TypeAlias
 
 from ....cluster.errors import ConfigError, InUseError
 from ...system.atomic_files import PRIVATE_FILE, make_folder, open_own
@@ -31,19 +31,6 @@ CLAIM = f"{FOLDER}/lock-"
 BEAT_S = 5.0
 DEAD_S = 15.0  # a claim not rewritten for this long belongs to a dead job
 LOOK_S = 1.0
-
-
-class Lock(Protocol):
-    """A lock on an output."""
-
-    @property
-    def held(self) -> bool:
-        """Return False once another job has taken the output over."""
-        ...
-
-    def close(self) -> None:
-        """Unlock. Idempotent."""
-        ...
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
@@ -67,6 +54,7 @@ class FileLock:
 
     @property
     def held(self) -> bool:
+        """Return False once another job has taken the output over."""
         return not self._file.closed and _stands_at(self._path, self._file)
 
     def close(self) -> None:
@@ -151,6 +139,9 @@ class LockClaim:
         with contextlib.suppress(OSError):
             return _in_words(self._output.read(next(iter(others))))
         return ""
+
+
+Lock: TypeAlias = FileLock | LockClaim
 
 
 def _holder() -> str:

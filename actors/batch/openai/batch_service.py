@@ -24,7 +24,7 @@ from ...engine.tenant import Tenant
 from ...observability.telemetry import BatchLines, FinishedRow
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
-from ..ledger.fingerprints import model_identity
+from ..ledger.job_spec import model_identity
 from ..row_answerer import RowAnswerer
 from .batch_admission import LAYOUT, OpenBatch, Opener
 from .batch_run import BatchRun

@@ -1,1 +1,1 @@
-"""Routes for operators: health, explain, usage."""
+"""Routes for operators: health, metrics, receipts, explain."""

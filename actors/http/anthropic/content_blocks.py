@@ -7,42 +7,23 @@ refused, except redacted thinking, which only its own server can decrypt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
-from ..protocol.tool_outputs import output_text, readable_text
+from ..protocol.tool_outputs import TranslatedMessages, output_text, readable_text, required_text
 from ..wire.json_io import JsonObject
 
 Content = str | list[dict[str, Any]]  # Any: JSON
 FAILED = "Error:"
 
 
-@dataclass(slots=True)
-class AnthropicConversation:
-    """Messages in chat's format.
-
-    Attributes:
-        names: `messages.3` of the chat -> the body's message that it came from, for errors.
-        is_open: whether the last message is the beginning of the answer.
-    """
-
-    messages: list[JsonObject] = field(default_factory=list[JsonObject])
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    is_open: bool = False
-
-    def add(self, message: JsonObject, name: str) -> None:
-        self.names[f"messages.{len(self.messages)}"] = name
-        self.messages.append(message)
-
-
-def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> AnthropicConversation:
+def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> TranslatedMessages:
     """Return the conversation of a request.
 
     Args:
         messages: pairs of a role (user, assistant or system) and a content.
     """
-    found = AnthropicConversation()
+    found = TranslatedMessages()
     if system:
         found.add({"role": "system", "content": _text_of(system, "system")}, "system")
     for i, (role, content) in enumerate(messages):
@@ -60,7 +41,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
     return found
 
 
-def _read_user(found: AnthropicConversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
+def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
     """Add texts and tool results in their order. Adjacent texts form one message."""
     texts: list[str] = []
 
@@ -85,7 +66,7 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
     content = output_text(block.get("content"), f"{at}.content")
     if block.get("is_error"):
         content = f"{FAILED} {content}".rstrip()
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
+    return {"role": "tool", "tool_call_id": required_text(block, "tool_use_id", at), "content": content}
 
 
 def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
@@ -96,7 +77,7 @@ def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
         where = f"{at}.content.{i}"
         kind = block.get("type")
         if kind == "thinking":
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(block, kind, where)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + required_text(block, kind, where)
         elif kind == "tool_use":
             turn.setdefault("tool_calls", []).append(_call(block, where))
         elif kind != "redacted_thinking":
@@ -106,8 +87,8 @@ def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:
-    function = {"name": _string(block, "name", at), "arguments": block.get("input")}
-    return {"id": _string(block, "id", at), "type": "function", "function": function}
+    function = {"name": required_text(block, "name", at), "arguments": block.get("input")}
+    return {"id": required_text(block, "id", at), "type": "function", "function": function}
 
 
 def _text_of(content: Any, at: str) -> str:  # Any: JSON.
@@ -120,18 +101,11 @@ def _text_of(content: Any, at: str) -> str:  # Any: JSON.
 
 
 def _text(block: Mapping[str, Any], at: str) -> str:
-    kind = _string(block, "type", at)
+    kind = required_text(block, "type", at)
     if kind != "text":
         raise RequestError(
             f"{at}: a block of type {kind[:60]} cannot stand here. This model reads text: blocks of "
             "type text, tool_use, tool_result and thinking, each where Anthropic's API has it.",
             param=at,
         )
-    return _string(block, "text", at)
-
-
-def _string(block: Mapping[str, Any], name: str, at: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
-    return value
+    return required_text(block, "text", at)

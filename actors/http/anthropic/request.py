@@ -15,9 +15,10 @@ from ....cluster.errors import RequestError
 from ..generation.chat_adapter import Heeds
 from ..generation.request_translation import chat_request, said_of
 from ..protocol.chat_request import ChatRequest
+from ..protocol.tool_outputs import TranslatedMessages
 from ..wire.json_io import JsonObject
 from ..wire.json_numbers import Integer, Number
-from .content_blocks import AnthropicConversation, Content, read_messages
+from .content_blocks import Content, read_messages
 
 # Field -> what to do instead of using it.
 NEVER: Mapping[str, str] = {
@@ -129,7 +130,7 @@ class CountRequest(BaseModel):
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
 
-    def conversation(self) -> AnthropicConversation:
+    def conversation(self) -> TranslatedMessages:
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
 
     def ignored(self, heeds: Heeds) -> list[str]:
@@ -142,7 +143,7 @@ class CountRequest(BaseModel):
             found.append("thinking.budget_tokens")
         return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
 
-    def for_chat(self, conversation: AnthropicConversation, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: TranslatedMessages, heeds: Heeds) -> ChatRequest:
         """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
@@ -165,7 +166,7 @@ class CountRequest(BaseModel):
             names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
         return names
 
-    def _fields(self, conversation: AnthropicConversation, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: TranslatedMessages, heeds: Heeds) -> JsonObject:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "model": self.model,
@@ -197,7 +198,7 @@ class MessagesRequest(CountRequest):
     top_k: Integer | None = None
     stop_sequences: list[str] | None = None
 
-    def _fields(self, conversation: AnthropicConversation, heeds: Heeds) -> JsonObject:
+    def _fields(self, conversation: TranslatedMessages, heeds: Heeds) -> JsonObject:
         return {
             **super()._fields(conversation, heeds),
             "max_tokens": self.max_tokens,

@@ -138,7 +138,7 @@ class ServerSettings:
         capture_max_bytes: most bytes that the folder holds; the oldest are deleted first. A token takes about
             five bytes.
         capture_redact: function that is called with each completion before it is kept; returns it, perhaps
-            changed, or None. It runs in a process of its own (`actors/capture/redaction.py`).
+            changed, or None. It runs in a process of its own (`actors/capture/writer_process.py`).
         capture_prompts: keep prompts, too. False keeps answers without their prompts.
         max_metric_labels: number of tenants, and of categories, with labels of their own in metrics and
             receipts (`actors/engine/tenant.py`), first come, first served. All others count as "other". Each

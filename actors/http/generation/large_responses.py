@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...engine.output_processor import CompletionOutput
-from ...system.loop_yielding import LoopYielder
+from ...system.event_loop import LoopYielder
 from ..protocol.logprobs import token_lengths
 from ..wire.json_io import JsonObject
 

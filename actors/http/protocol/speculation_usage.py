@@ -20,6 +20,7 @@ from itertools import islice
 
 from ...engine.output_processor import RequestMetrics
 from ...engine.request_spec_stats import TracedStep, token_origins
+from ...system.atomic_files import rounded
 from ..wire.json_io import JsonObject
 
 MAX_TRACED_TOKENS = 16_384  # about 200 kB of JSON
@@ -63,7 +64,3 @@ def _trace(steps: Sequence[TracedStep], first_token: int) -> JsonObject:
         "steps": [number for number, _ in told],
         "truncated": sum(step.num_tokens for step in steps) > len(told),
     }
-
-
-def rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -1,4 +1,6 @@
-"""Tool outputs as text: `tool` messages of chat, outputs of /v1/responses, results of /v1/messages.
+"""Messages of a chat made from other APIs' bodies, and tool outputs as text.
+
+Tool outputs are `tool` messages of chat, outputs of /v1/responses, and results of /v1/messages.
 
 A client does not control what its tools return, so parts of every type are accepted: search results and
 documents are converted to text, images and files to a placeholder. Parts are separated by newlines.
@@ -7,13 +9,43 @@ documents are converted to text, images and files to a placeholder. Parts are se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
+from ..wire.json_io import JsonObject
 
 MAX_KIND_CHARS = 60
 _TEXTS = ("text", "input_text", "output_text")
 _KINDS = {"image_url": "image", "input_image": "image", "input_file": "file", "input_audio": "audio"}
+
+
+@dataclass(slots=True)
+class TranslatedMessages:
+    """Messages in chat's format.
+
+    Attributes:
+        names: `messages.3` of the chat -> the item of the body that it began with, for errors.
+        skipped: types of skipped items, as X-Ignored-Params names them.
+        is_open: whether the last message is the beginning of the answer.
+    """
+
+    messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    skipped: list[str] = field(default_factory=list[str])
+    is_open: bool = False
+
+    def add(self, message: JsonObject, name: str) -> None:
+        self.names[f"messages.{len(self.messages)}"] = name
+        self.messages.append(message)
+
+
+def required_text(part: Mapping[str, Any], name: str, at: str) -> str:  # Any: JSON.
+    """Return a field of a part at `at`. Raises RequestError if it is not a string."""
+    value = part.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
+    return value
 
 
 # Any: JSON.
@@ -41,9 +73,7 @@ def _part_text(part: Any, at: str) -> str:
         raise RequestError(f"{at}: a part of a tool's output must be an object with a type.", param=at)
     if kind in _TEXTS or kind == "tool_reference":
         name = "tool_name" if kind == "tool_reference" else "text"
-        if not isinstance(part.get(name), str):
-            raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
-        return part[name]
+        return required_text(part, name, at)
     found = readable_text(part)
     return _placeholder(kind, part) if found is None else found
 

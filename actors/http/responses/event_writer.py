@@ -20,6 +20,7 @@ from ....cluster.request.request import FinishReason
 from ..generation.output_items import Events, Section, SectionWriter
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
+from ..wire.sse import named_event
 from .tools import ClientTools
 
 PREFIX = "resp_"
@@ -38,7 +39,7 @@ class ResponseWriter(SectionWriter):
     """Writes the response of one request.
 
     Args:
-        frame: the fields of the response that do not grow (`response_envelope.py`).
+        frame: the fields of the response that do not grow (`routes.py`).
         tools: of the request.
         metrics: called at the end; returns the field next to `usage`.
     """
@@ -193,3 +194,14 @@ def _usage(usage: JsonObject) -> JsonObject:
         },
         "total_tokens": usage["total_tokens"],
     }
+
+
+class LostResponse:
+    """Ends the stream with an error event numbered -1: the gateway does not know how many were sent."""
+
+    done = b""
+
+    def failed(self, error: BaseException) -> bytes:
+        shown = public_error(error)
+        event = {"type": "error", "code": "server_error", "message": shown.message, "param": None}
+        return named_event({**event, "sequence_number": -1})

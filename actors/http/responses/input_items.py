@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
-from ..protocol.tool_outputs import output_text
+from ..protocol.tool_outputs import TranslatedMessages, output_text, required_text
 from ..wire.json_io import JsonObject
 from .tools import INPUT, flat_name
 
@@ -26,25 +25,7 @@ NAMED_CALLS = ("function_call", "custom_tool_call")
 TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
-@dataclass(slots=True)
-class ResponsesConversation:
-    """Messages in chat's format.
-
-    Attributes:
-        names: `messages.3` of the chat -> the item that it began with, for errors.
-        skipped: types of skipped items, as X-Ignored-Params names them.
-    """
-
-    messages: list[JsonObject] = field(default_factory=list[JsonObject])
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    skipped: list[str] = field(default_factory=list[str])
-
-    def add(self, message: JsonObject, name: str) -> None:
-        self.names[f"messages.{len(self.messages)}"] = name
-        self.messages.append(message)
-
-
-def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> ResponsesConversation:
+def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> TranslatedMessages:
     """Return the conversation of a request; the instructions are its system message."""
     reader = _Reader()
     if instructions:
@@ -56,10 +37,10 @@ def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> 
 
 class _Reader:
     def __init__(self) -> None:
-        self.conversation = ResponsesConversation()
+        self.conversation = TranslatedMessages()
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
-        kind = _string(item, "type", at) if item.get("type") is not None else _kind_without_type(item)
+        kind = required_text(item, "type", at) if item.get("type") is not None else _kind_without_type(item)
         if kind == "message":
             self._read_message(item, at)
         elif kind == "reasoning":
@@ -68,7 +49,7 @@ class _Reader:
         elif kind in NAMED_CALLS or (kind.endswith("_call") and _call_id(item)):
             self._read_call(kind, item, at)
         elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
-            id = _call_id(item) or _string(item, "call_id", at)
+            id = _call_id(item) or required_text(item, "call_id", at)
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
         elif f"input.{kind}" not in self.conversation.skipped:
             self.conversation.skipped.append(f"input.{kind}")
@@ -91,9 +72,9 @@ class _Reader:
             self._answer(at, without=PARTS[1:])["content"] = text
 
     def _read_call(self, kind: str, item: Mapping[str, Any], at: str) -> None:
-        name = _string(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
+        name = required_text(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
         function = {"name": flat_name(item.get("namespace"), name), "arguments": _arguments(kind, item)}
-        call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
+        call = {"id": required_text(item, "call_id", at), "type": "function", "function": function}
         calls = self._answer(at).setdefault("tool_calls", [])
         place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
         self.conversation.names |= {f"{place}.function": at, place: at}
@@ -148,13 +129,6 @@ def _reasoning(item: Mapping[str, Any], at: str) -> str:
         if parts:
             return "".join(part["text"] for part in parts)
     return ""
-
-
-def _string(item: Mapping[str, Any], name: str, at: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
-    return value
 
 
 def _call_id(item: Mapping[str, Any]) -> str | None:

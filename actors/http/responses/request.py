@@ -16,9 +16,10 @@ from ....cluster.errors import RequestError
 from ..generation.chat_adapter import Heeds
 from ..generation.request_translation import chat_request, said_of
 from ..protocol.chat_request import ChatRequest
+from ..protocol.tool_outputs import TranslatedMessages
 from ..wire.json_io import JsonObject
 from ..wire.json_numbers import Integer
-from .input_items import ResponsesConversation, read_items
+from .input_items import read_items
 from .tools import ClientTools
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
@@ -134,10 +135,10 @@ class ResponsesRequest(BaseModel):
         unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
         return [*found, "reasoning.effort"] if unheeded else found
 
-    def conversation(self) -> ResponsesConversation:
+    def conversation(self) -> TranslatedMessages:
         return read_items(self.instructions, self.input)
 
-    def for_chat(self, conversation: ResponsesConversation, heeds: Heeds) -> ChatRequest:
+    def for_chat(self, conversation: TranslatedMessages, heeds: Heeds) -> ChatRequest:
         """Translate the body to a chat. Raises RequestError with this body's field names."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():

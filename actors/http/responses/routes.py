@@ -10,10 +10,10 @@ from ..generation.request_run import GenerationRun
 from ..generation.request_translation import said_of
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
-from ..wire.json_io import JsonRoute
+from ..protocol.chat_request import ChatRequest
+from ..wire.json_io import JsonObject, JsonRoute
 from .event_writer import PREFIX, ResponseWriter
 from .request import NAMES, ResponsesRequest
-from .response_envelope import frame
 
 
 def response_routes(frontend: ServerContext) -> APIRouter:
@@ -46,3 +46,41 @@ def response_routes(frontend: ServerContext) -> APIRouter:
         )
 
     return router
+
+
+def frame(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
+    """Return all fields of the SDKs' response model except those that grow (`event_writer.py`).
+
+    Args:
+        chat: the translated body.
+    """
+    params = run.work.params
+    text = body.text.model_dump() if body.text else {"format": {"type": "text"}}
+    return {
+        "id": run.work.id,
+        "object": "response",
+        "created_at": run.work.created_s,
+        "completed_at": None,
+        "model": run.work.model,
+        "system_fingerprint": run.frontend.fingerprint,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": text,
+        "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": 0,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "truncation": "disabled",
+        "background": False,
+        "store": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+        "user": None,
+    }

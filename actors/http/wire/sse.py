@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ....cluster.errors import ENDINGS
-from ...system.loop_yielding import LoopYielder
+from ...system.event_loop import LoopYielder
 from .errors import ClientGoneError, error_body, log_if_ours, public_error
 
 T = TypeVar("T")

@@ -22,28 +22,24 @@ from . import (
     llama,
     mimo_v2,
     minimax_m2,
-    mistral,
     muse_glimmer,
-    qwen2,
-    qwen3,
     qwen3_5,
-    qwen3_moe,
     qwen3_next,
 )
 
 Reader = Callable[[Json, str], ModelSpec]
 
 FAMILIES: Mapping[str, Reader] = {
-    "Qwen3ForCausalLM": qwen3.read,
-    "Qwen3MoeForCausalLM": qwen3_moe.read,
+    "Qwen3ForCausalLM": llama.read_qwen3,
+    "Qwen3MoeForCausalLM": llama.read_qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next.read,
     "Qwen3_5ForCausalLM": qwen3_5.read,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read,
     "Qwen3_5MoeForCausalLM": qwen3_5.read_moe,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5.read_moe,
-    "Qwen2ForCausalLM": qwen2.read,
-    "LlamaForCausalLM": llama.read,
-    "MistralForCausalLM": mistral.read,
+    "Qwen2ForCausalLM": llama.read_qwen2,
+    "LlamaForCausalLM": llama.read_llama,
+    "MistralForCausalLM": llama.read_mistral,
     "Gemma3ForCausalLM": gemma3.read,
     "Gemma3ForConditionalGeneration": gemma3.read,
     "Gemma4ForCausalLM": gemma4.read,

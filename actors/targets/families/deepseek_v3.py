@@ -7,8 +7,8 @@ that of cosines and sines. The norms of both bottlenecks have an epsilon that is
 layers for multi-token prediction (`num_nextn_predict_layers`) are not read. Of Kimi K2.5 and later the text
 part is read.
 
-Published weights are FP8 in blocks (`actors/targets/families/shared/fp8_block_weights.py`), or INT4 in groups
-for experts only (`actors/targets/families/shared/compressed_tensors_int4.py`).
+Published weights are FP8 in blocks (`actors/targets/families/shared/quantization_configs.py`), or INT4 in groups
+for experts only (`actors/targets/families/shared/quantization_configs.py`).
 
 Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
 """
@@ -26,10 +26,9 @@ from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import Latent, TargetAttention
 from ..model.mlp_spec import GatedMLP, RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
-from .shared.compressed_tensors_int4 import INT4_GROUP, Int4Weights, int4_tensors
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig
-from .shared.fp8_block_weights import Fp8Weights
 from .shared.llama_like import model_of
+from .shared.quantization_configs import INT4_GROUP, Fp8Weights, Int4Weights, int4_tensors
 
 _BOTTLENECK_EPS = 1e-6  # as in the publishers' code and in transformers
 

@@ -1,10 +1,18 @@
-"""Llama 2 and 3, and models of the same shape: plain blocks, with optional biases."""
+"""Families of plain blocks: Llama 2 and 3, Mistral 7B, Qwen2 and 2.5, Qwen3 dense and with routed experts.
+
+Sources for Qwen3 with experts: transformers' modeling_qwen3_moe.py and configuration_qwen3_moe.py.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from pydantic import field_validator
+
 from ....drafter.compute.checkpoint.hf_config import Json, parse
 from ..model.model_spec import ModelSpec
-from .shared.llama_like import PlainConfig, read_plain
+from .shared.llama_like import TENSORS, PlainConfig, QwenConfig, read_plain
+from .shared.qwen_moe import EXPERT_TENSORS, SoftmaxExpertsConfig
 
 
 class LlamaConfig(PlainConfig):
@@ -12,7 +20,57 @@ class LlamaConfig(PlainConfig):
     mlp_bias: bool = False
 
 
-def read(raw: Json, file: str) -> ModelSpec:
+class Qwen3Config(QwenConfig):
+    attention_bias: bool = False
+
+
+class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):
+    """config.json of Qwen3MoeForCausalLM, with transformers' defaults.
+
+    Qwen3-Coder states that no expert is shared (0); transformers ignores the key.
+    """
+
+    @field_validator("shared_expert_intermediate_size")
+    @classmethod
+    def _check_no_shared_expert(cls, size: int | None) -> int | None:
+        if size:
+            raise ValueError("must be 0 or absent: this class has no shared expert")
+        return size
+
+
+def read_llama(raw: Json, file: str) -> ModelSpec:
+    """Return a model with optional biases, as others of Llama's shape have them."""
     config = parse(LlamaConfig, raw, file)
     bias = config.attention_bias
     return read_plain(raw, file, config, bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
+
+
+def read_mistral(raw: Json, file: str) -> ModelSpec:
+    """Return a model of which either all layers or none have a sliding window."""
+    config = parse(PlainConfig, raw, file)
+    return read_plain(raw, file, config, windows=(config.sliding_window,) * config.num_hidden_layers)
+
+
+def read_qwen2(raw: Json, file: str) -> ModelSpec:
+    """Return a model whose queries, keys and values always have biases, and whose heads have no norms."""
+    config = parse(QwenConfig, raw, file)
+    return read_plain(raw, file, config, windows=config.windows(file), bias=True)
+
+
+def read_qwen3(raw: Json, file: str) -> ModelSpec:
+    return _read_dense_qwen3(raw, file, parse(Qwen3Config, raw, file))
+
+
+def read_qwen3_moe(raw: Json, file: str) -> ModelSpec:
+    config = parse(Qwen3MoeConfig, raw, file)
+    dense, mlps = _read_dense_qwen3(raw, file, config), config.mlps(file)
+    layers = tuple(replace(layer, mlp=mlp) for layer, mlp in zip(dense.layers, mlps, strict=True))
+    return replace(dense, layers=layers, tensors={**TENSORS, **EXPERT_TENSORS})
+
+
+def _read_dense_qwen3(raw: Json, file: str, config: Qwen3Config) -> ModelSpec:
+    """Return a model whose layers all have dense MLPs, heads of size 128, and normed queries and keys."""
+    bias, windows = config.attention_bias, config.windows(file)
+    return read_plain(
+        raw, file, config, head_dim=128, windows=windows, qk_norm=True, bias=bias, out_bias=bias
+    )

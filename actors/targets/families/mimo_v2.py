@@ -5,7 +5,7 @@
 `sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes, includes
 the row. The scale of values is multiplied into v's rows at load. Published files and those saved by
 transformers name most of this differently; both are read. FP8 matrices in blocks are dequantized
-(`actors/targets/families/shared/fp8_block_weights.py`).
+(`actors/targets/families/shared/quantization_configs.py`).
 
 Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
 """
@@ -25,8 +25,8 @@ from ..model.attention import TargetAttention
 from ..model.mlp_spec import GatedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
 from .shared.deepseek_moe import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
-from .shared.fp8_block_weights import Fp8Weights
 from .shared.llama_like import model_of, refuse_rope_scaling
+from .shared.quantization_configs import Fp8Weights
 
 _ROTARY_FACTOR = 0.334  # rotated share of a head if config.json does not say: 64 of 192 dimensions
 _THETA = {"full_attention": 5e6, "sliding_attention": 1e4}

@@ -4,7 +4,7 @@
     s = sigmoid(W u) in fp32;  the top k of s + correction;  x += sum of  s_e / (sum of these s) expert_e(u)
 
 Published weights are FP8 in blocks, which are dequantized
-(`actors/targets/families/shared/fp8_block_weights.py`).
+(`actors/targets/families/shared/quantization_configs.py`).
 
 Sources: transformers' modeling_minimax_m2.py and configuration_minimax_m2.py.
 """
@@ -24,8 +24,8 @@ from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import LayerSpec, ModelSpec, TensorRule
 from .shared.deepseek_moe import in_fp32
-from .shared.fp8_block_weights import Fp8Weights
 from .shared.llama_like import TENSORS, PlainConfig, model_of
+from .shared.quantization_configs import Fp8Weights
 
 _THETA = 5e6
 

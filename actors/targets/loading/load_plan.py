@@ -23,7 +23,7 @@ from ....drafter.dflash.target_features import TargetFacts
 from ....drafter.eagle3.checkpoint import check_eagle3
 from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
 from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
-from ...tokenization.token_ids import TokenIds
+from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_model
 from ..model.model_spec import ModelSpec
 from ..model.tensor_parallel import Sharding

@@ -6,14 +6,21 @@ Triton. Called by `rank_loader.py`, and by the worker of a split drafter.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
+from ...system.host_resources import owned_cores
+from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
 from .backend_selection import take_cpu, why_not
 from .load_plan import LoadPlan
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.matchers import GrammarStates
 
 
 def make_backend(plan: LoadPlan) -> Backend:
@@ -62,3 +69,23 @@ def _has_loops(plan: LoadPlan) -> bool:
     if plan.device.type != "cpu":
         return False  # do not import Numba to find out
     return why_not("loops", plan.models, plan.machine) is None
+
+
+MAX_MASK_THREADS = 8
+
+
+def make_grammars(plan: LoadPlan) -> GrammarStates | None:
+    """Return the grammars; None without a tokenizer, or if none of the target's end tokens is in it."""
+    config = plan.config
+    folder = plan.target_folder if config.tokenizer is None else tokenizer_folder(config)
+    if config.skip_tokenizer_init or not plan.target.eos_token_ids or not has_tokenizer(folder):
+        return None
+    from ....drafter.grammars.compiler import GrammarCompiler
+    from ....drafter.grammars.matchers import GrammarStates
+    from ...tokenization.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder)
+    if not (eos := tokenizer.known(plan.target.eos_token_ids)):
+        return None
+    compiler = GrammarCompiler(tokenizer.to_json(), plan.target.vocab_size, eos)
+    return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

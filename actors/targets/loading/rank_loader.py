@@ -38,8 +38,6 @@ from ..model.weights import TargetWeights, target_shapes
 from ..runners.colocated_drafter import ColocatedDrafter
 from ..runners.cpu_runner import CpuModelRunner, DraftSource
 from ..runners.runner_interface import Drafter, RemoteDrafter, Runner
-from .batch_invariance_check import check_invariance
-from .grammar_loading import make_grammars
 from .load_plan import LoadPlan, plan_load
 from .memory_budget import (
     affordable_pages,
@@ -49,8 +47,8 @@ from .memory_budget import (
     page_bytes,
     state_bytes,
 )
-from .operator_factory import make_backend, make_drafter_backend, make_step_operators
-from .warmup import measure_step_bytes, warm_up
+from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
+from .warmup import check_invariance, measure_step_bytes, warm_up
 
 __all__ = [
     "LoadPlan",

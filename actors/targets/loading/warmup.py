@@ -7,17 +7,21 @@ They write to the first slots and pages, which are overwritten once they are all
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from ....cluster.errors import ConfigError
 from ....cluster.pages.page_pool import pages_for
 from ....cluster.request.logits_processors import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
 from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.batch_invariance import rows_are_invariant
 from ..runners.runner_interface import Runner
 from .load_plan import LoadPlan
 from .memory_budget import used_gpu_bytes
@@ -120,3 +124,28 @@ def _prefill(
     return dummy_step(
         none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups, sampling=sampling
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_invariance(plan: LoadPlan, backend: Backend) -> None:
+    """Log whether rows are batch-invariant.
+
+    Raises:
+        ConfigError: they are not, and `batch_invariant` is set.
+    """
+    required = plan.config.batch_invariant
+    if plan.attention_backend in ("triton", "flash_attn") and not (required and plan.device.type == "cuda"):
+        return
+    head_dims = sorted({dim for model in plan.models for dim in model.head_dims})
+    routed = any("routed experts" in model.features for model in plan.models)
+    holds = rows_are_invariant(backend, plan.dtype, plan.device, head_dims, routed=routed)
+    logger.info("rows are batch-invariant: %s", holds)
+    if required and not holds:
+        raise ConfigError(
+            f"batch_invariant does not hold here with dtype={str(plan.dtype).removeprefix('torch.')} and "
+            f"attention_backend={plan.attention_backend}: a row's bits were seen to depend on its batch. "
+            "Set dtype to float32, or leave attention_backend out.",
+            param="batch_invariant",
+        )

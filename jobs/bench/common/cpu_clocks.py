@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....actors.system.cgroups import ControlGroup
+from ....actors.system.host_resources import ControlGroup
 
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: columns of a line of /proc/stat
 _STEAL = 7

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....actors.system.cgroups import ControlGroup
+from ....actors.system.host_resources import ControlGroup
 from .cpu_clocks import Clocks, ProcessTree, read_clocks
 
 IDLE_SHARE = 0.05  # of CPU time; the machine is idle if others use less

@@ -1,8 +1,12 @@
-"""`quantization_config` of checkpoints whose experts are INT4 in groups of 32
-(`drafter/compute/quantization/int4.py`).
+"""`quantization_config` of checkpoints with packed weights: FP8 in blocks, INT4 in groups of 32.
 
-Of what compressed-tensors supports, only Kimi K2's scheme is read, and everything else is refused. The list
-of modules that are not packed is ignored: it names all but routed experts, as do the tensors' names.
+FP8: each block of a matrix has a scale (`fp8_block_reader.py`). `activation_scheme` is ignored: matrices are
+dequantized and multiplied in the dtype of the model, so outputs are at least as exact as with quantized
+activations, but not the same bits.
+
+INT4: experts in groups of 32 (`drafter/compute/quantization/int4.py`). Of what compressed-tensors supports,
+only the scheme of Kimi K2 is read. The list of modules that are not packed is ignored: it names all but
+routed experts, as do the names of the tensors.
 """
 
 from __future__ import annotations
@@ -12,11 +16,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from .....drafter.compute.checkpoint.hf_config import HfConfig, Off
+from .....drafter.compute.checkpoint.hf_config import Count, HfConfig, Off
 from .....drafter.compute.checkpoint.safetensors_reader import WORDS
 from .....drafter.compute.quantization.int4 import bytes_of_words
 from .....drafter.compute.quantization.packed_4bit import BLOCK
 from ...model.model_spec import Axis, TensorRule
+
+
+def _check_two_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) != 2:
+        raise ValueError("must be a list of two positive integers: rows and columns of a block")
+    return sizes
+
+
+class Fp8Weights(HfConfig):
+    """FP8 in blocks; any other `quant_method` is refused."""
+
+    quant_method: Literal["fp8"]
+    fmt: Literal["float8_e4m3fn", "e4m3"] = "e4m3"
+    weight_block_size: Annotated[tuple[Count, ...], AfterValidator(_check_two_sizes)]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        rows, columns = self.weight_block_size
+        return rows, columns
 
 
 class _Weights(HfConfig):
