@@ -87,8 +87,7 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the application to serve; called by Serve in the replica after `__init__`.
 
-        Raises:
-            EngineDeadError: it does not answer a first request.
+        Raises EngineDeadError if it does not answer a first request.
         """
         from .http.app import create_app, create_check_app
         from .http.warmup_request import ask_first
@@ -215,10 +214,7 @@ class RoutedReplica(Replica):
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
     """Return the Serve application of one endpoint: one engine, or a gateway for several or one that may
-    sleep.
-
-    Args:
-        args: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
+    sleep. `args`: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
 
     Raises:
         ConfigError: a setting is unknown or wrong; nothing has been started.

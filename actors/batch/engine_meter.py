@@ -121,6 +121,5 @@ class EngineMeter:
         return {"device_s": now_s - self._began_s, "open_s": open_s, "busy_s": self._busy_s}
 
     def _compared(self) -> dict[str, Any]:
-        """Return both sides of the baseline sample; zeros until it is complete."""
         found = None if self._sample is None else self._sample.comparison
         return NO_COMPARISON if found is None else asdict(found)

@@ -106,9 +106,6 @@ class RowAnswerer:
     """Answers rows concurrently with one engine.
 
     Args:
-        engine: a started engine.
-        layout: how records are read.
-        generation: the checkpoint's defaults.
         model_name: reported in OpenAI responses.
         columns: columns passed through from the input to the results.
         background: rows yield to the engine's other requests.
@@ -245,7 +242,6 @@ class RowAnswerer:
     def _response(
         self, request: RowRequest, answer: RequestOutput, reading: AnswerParserFactory, shown: PromptParts
     ) -> Mapping[str, Any]:
-        """Return the body of the HTTP endpoint's response."""
         shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [

@@ -49,7 +49,6 @@ class DuplicateIds:
     copies: np.ndarray
 
     def within(self, ranges: RowRanges) -> dict[int, int]:
-        """Return the numbers of the duplicates in a set of rows, by row."""
         found: dict[int, int] = {}
         for begin, end in ranges if len(self.rows) else ():
             some = slice(*np.searchsorted(self.rows, (begin, end)))
@@ -112,14 +111,13 @@ def index_rows(
 ) -> RowIndex:
     """Read all rows and index them.
 
+    Raises DatasetError if a file cannot be read, there are no rows, an id is duplicated, or a column cannot
+    be passed through.
+
     Args:
         duplicates: what to do if the data contains an id twice. Rows without an id get a hash of their
             content as id and are always numbered.
         stop: polled; CancelledError is raised if it returns True.
-
-    Raises:
-        DatasetError: a file cannot be read, there are no rows, an id is duplicated, or a column cannot be
-            passed through.
     """
     scan = _Scan(source, layout, stop)
     for file in source.files:
@@ -141,8 +139,6 @@ def index_rows(
 
 
 class _Scan:
-    """Reads all files once and collects the index."""
-
     def __init__(self, source: Dataset, layout: RowSchema, stop: Stop) -> None:
         self.hashes: array[int] = array("Q")
         self.begins: list[int] = []
@@ -162,7 +158,6 @@ class _Scan:
             self._add_text(file, self._source.format)
 
     def columns(self) -> pa.Schema:
-        """Return the columns to pass through. Raises DatasetError."""
         if self._types is None:
             return pa.schema([])
         columns = of_parquet(self._schemas, self._layout) if self._schemas else self._types.schema()
@@ -355,7 +350,6 @@ def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _id(row: Row, layout: RowSchema) -> tuple[str, bool]:
-    """Return the row's id, and whether it comes from the data."""
     try:
         own = own_id(record_of(row, layout), layout)
     except RequestError:

@@ -181,7 +181,6 @@ class Categories:
         self._merge_named(other.named)
 
     def ranked(self) -> list[tuple[str, Category]]:
-        """Return the named categories, largest first, then all others together."""
         named = sorted(self.named.items(), key=lambda item: (-item[1].rows, item[0]))
         return [*named, ("(all others)", self.rest)] if self.rest.rows else named
 
@@ -281,7 +280,6 @@ class RowStats(PlainComparison):
         self.timeline.merge(other.timeline)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return everything, for `from_json`."""
         return asdict(self)
 
     @classmethod
@@ -303,7 +301,6 @@ class RowStats(PlainComparison):
         return self.ranked_errors()[0][1].example if self.errors else ""
 
     def ranked_errors(self) -> list[tuple[str, ErrorCount]]:
-        """Return error types with their counts, most frequent first."""
         return sorted(self.errors.items(), key=lambda item: (-item[1].rows, item[0]))
 
     @property
@@ -320,7 +317,6 @@ class RowStats(PlainComparison):
         return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
     def summary(self) -> dict[str, Any]:  # Any: JSON
-        """Return the main numbers for reports."""
         return {
             "rows": self.rows,
             "failed": self.failed,
@@ -494,7 +490,6 @@ def _samples(answered: pa.Table) -> list[tuple[int, str, str]]:
 
 
 def _acceptance(histograms: pa.ChunkedArray) -> list[int]:
-    """Return the sum of the rows' histograms by index."""
     known = histograms.combine_chunks().drop_null()
     sizes = np.diff(known.offsets.to_numpy())
     indices = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -47,8 +47,6 @@ AGAIN_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class CapturedAnswers:
-    """The answers of one captured request, collected as they arrive."""
-
     prompts: Sequence[EncodedPrompt]
     model: str
     asker: Tenant
@@ -78,7 +76,6 @@ class TrafficCapture:
     """Captures the traffic of one engine.
 
     Args:
-        settings: settings of the writing process.
         fraction: share of the requests to capture.
         prompts: False stores answers only.
         count: called with the outcome of each completion.
@@ -104,8 +101,7 @@ class TrafficCapture:
     ) -> CapturedAnswers | None:
         """Return a collector for this request's answers if it is selected, else None.
 
-        Args:
-            begun: tokens of its only completion that another engine generated.
+        `begun`: tokens of its only completion that another engine generated.
         """
         if random.random() >= self._fraction:
             return None
@@ -113,7 +109,6 @@ class TrafficCapture:
         return CapturedAnswers(prompts, model, asker, known)
 
     def submit(self, answers: CapturedAnswers) -> None:
-        """Send complete answers to the writer."""
         for record in answers.records(prompts=self._prompts):
             line, pipe = record.line(), self._pipe
             if pipe is None or pipe.get_write_buffer_size() + len(line) > MAX_WAITING_BYTES:
@@ -152,7 +147,6 @@ class TrafficCapture:
                 await self._end(process, replies)
 
     async def _count_outcomes(self, replies: asyncio.StreamReader) -> None:
-        """Count the outcome of each line."""
         while line := await replies.readline():
             outcome, _, why = line.decode().rstrip("\n").partition(" ")
             if why:

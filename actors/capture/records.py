@@ -66,10 +66,8 @@ def read_captured(path: Path) -> Iterator[CapturedRecord]:
     """Yield all records of a folder, oldest segment first, or of one segment.
 
     A last line without a newline is still being written, or its writer died; it is skipped. So are segments
-    that are removed in the meantime.
-
-    Raises:
-        DatasetError: there are no segments, or a line is not a captured completion.
+    that are removed in the meantime. Raises DatasetError if there are no segments, or a line is not a
+    captured completion.
     """
     paths = segments(path) if path.is_dir() else [path]
     if not paths:
@@ -92,7 +90,6 @@ def read_captured(path: Path) -> Iterator[CapturedRecord]:
 
 
 def segments(folder: Path) -> list[Path]:
-    """Return the segments of a folder, oldest first."""
     found = [(segment_number(path), path) for path in folder.iterdir()]
     return [path for number, path in sorted(each for each in found if each[0] is not None)]
 

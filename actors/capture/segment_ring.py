@@ -25,12 +25,11 @@ _LOCK = ".lock"
 class SegmentRing:
     """The segments of one folder, including the one that this process writes.
 
+    Raises ConfigError if other users may read the folder, or it cannot be written.
+
     Args:
         folder: created if missing; only its owner may read it.
         max_bytes: limit on all segments together.
-
-    Raises:
-        ConfigError: other users may read the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:

@@ -107,8 +107,6 @@ class WriterSettings:
     """Settings of the writing process.
 
     Attributes:
-        folder: folder of the segments.
-        max_bytes: limit on all segments together.
         redact: `module:function` (`load_hook`); None stores completions unchanged.
         tokenizer: folder of the tokenizer, for the hook.
     """

@@ -19,11 +19,8 @@ from .stream_parser import Splitter
 class AnswerParser:
     """Parses the text of one completion incrementally.
 
-    Args:
-        with_reasoning: False drops the reasoning from the output.
-
-    Attributes:
-        called: whether the completion has called a tool so far.
+    `with_reasoning`: False drops the reasoning from the output. `called`: whether the completion has called a
+    tool so far.
     """
 
     def __init__(self, splitter: Splitter, *, with_reasoning: bool = True) -> None:
@@ -76,13 +73,11 @@ class AnswerParserFactory:
         return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)
 
     def counted(self, token_ids: Sequence[int]) -> ReasoningCounter | None:
-        """Return the counter after a complete output."""
         if counter := self.token_counter():
             counter.feed(token_ids)
         return counter
 
     def whole(self, response_id: str, index: int, text: str) -> AnswerDelta:
-        """Parse a complete output."""
         return self.answer(response_id, index).feed(text, final=True)
 
 

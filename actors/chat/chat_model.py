@@ -165,7 +165,6 @@ class ChatModel:
         return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
     def _opened(self, prompt: str, continued: str | None) -> bool:
-        """Return whether the prompt ends within reasoning."""
         if not isinstance(self.thinking, ThinkingFormat):
             return False
         begin, end = self.thinking.begin, self.thinking.end
@@ -191,8 +190,6 @@ def _chosen(setting: str, name: str, known: Mapping[str, object], found: str | N
 
 
 def _by_template(tokenizer: Tokenizer | None) -> tuple[str | None, str | None]:
-    """Return the names of the tool-call and reasoning formats."""
-
     def names(signs: Sequence[str]) -> bool:
         return tokenizer is not None and all(map(tokenizer.template_uses, signs))
 

@@ -14,15 +14,12 @@ from .chat_formats import Messages, ThinkingFormat
 
 
 class ReasoningCounter:
-    """Counts the reasoning tokens of one completion.
+    """Counts the reasoning tokens of one completion. `count`: reasoning tokens so far, without the marks.
 
     Args:
         begin: the tokens before reasoning.
         end: the token after it.
         opened: the prompt ends within reasoning.
-
-    Attributes:
-        count: reasoning tokens so far, without the marks.
     """
 
     def __init__(self, begin: Sequence[int], end: int, *, opened: bool) -> None:
@@ -35,8 +32,6 @@ class ReasoningCounter:
     def of(
         cls, thinking: ThinkingFormat | Messages, tokenizer: Tokenizer, *, opened: bool
     ) -> ReasoningCounter | None:
-        """Return a counter, or None if a mark is not a single token."""
-
         begin, end = reasoning_marks(thinking, tokenizer)
         last = thinking.begin if isinstance(thinking, ThinkingFormat) else thinking.body
         if len(end) != 1 or len(tokenizer.encode(last, add_special_tokens=False)) != 1:

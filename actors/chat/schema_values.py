@@ -63,8 +63,7 @@ def _resolved(
 ) -> Mapping[str, Any] | None:
     """Return a schema with references resolved at its top level and in its branches; None if invalid.
 
-    Args:
-        parts: budget of schemas to visit; None is returned once it is exhausted.
+    `parts`: budget of schemas to visit; None is returned once it is exhausted.
     """
     if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES or next(parts, None) is None:
         return None

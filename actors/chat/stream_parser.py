@@ -149,7 +149,6 @@ class Splitter:
         yield from self._source.skip("\n")
 
     def _read_call(self, calls: CallSyntax, mark: str) -> Waiting[None]:
-        """Read what a mark begins: a call, or a section of several."""
         self._source.mark()
         before = self._num_calls
         try:
@@ -228,7 +227,6 @@ class Splitter:
                 yield from self._source.through(ends, self._sink(messages, header))
 
     def _sink(self, messages: Messages, header: str) -> Any:
-        """Return the sink for the text of a message that is not a call."""
         to, channel = _RECIPIENT.search(header), None
         if messages.channel:
             channel = _CHANNEL.match(header.rpartition(messages.channel)[2])
@@ -237,7 +235,6 @@ class Splitter:
 
 
 def _tool(messages: Messages, header: str) -> str | None:
-    """Return the tool that a message calls, or None."""
     to = _RECIPIENT.search(header)
     if to is None or to[1] in messages.thoughts | messages.answers or not to[1].startswith(messages.prefix):
         return None
@@ -245,12 +242,10 @@ def _tool(messages: Messages, header: str) -> str | None:
 
 
 def _header_marks(messages: Messages) -> tuple[str, ...]:
-    """Return the marks that no content begins with."""
     return tuple(filter(None, (messages.start, messages.channel)))
 
 
 def _begins(calls: CallSyntax | None) -> tuple[str, ...]:
-    """Return the marks that begin a call or a section of calls."""
     if calls is None:
         return ()
     if isinstance(calls, JsonCalls):

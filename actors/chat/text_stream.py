@@ -23,9 +23,8 @@ class NotACallError(Exception):
 class Marks:
     """Strings that end a stretch of text; without any, nothing ends it. No mark may begin within another.
 
-    Args:
-        newlines: up to this many newlines before a mark belong to it; they are neither shown nor part of a
-            value.
+    `newlines`: up to this many newlines before a mark belong to it; they are neither shown nor part of a
+    value.
     """
 
     def __init__(self, *marks: str, newlines: int = 0) -> None:
@@ -52,8 +51,6 @@ class Marks:
 
 
 class TextSource:
-    """Text received and not read yet."""
-
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
@@ -97,7 +94,6 @@ class TextSource:
         return found
 
     def skip(self, characters: str = " \t\r\n") -> Waiting[None]:
-        """Skip characters of this set."""
         while (found := (yield from self.peek())) and found in characters:
             self._at += 1
 
@@ -115,7 +111,6 @@ class TextSource:
         return None
 
     def expect(self, mark: str) -> Waiting[None]:
-        """Read `mark`. Raises NotACallError if something else comes."""
         if (yield from self.starts_with(mark)) is None:
             raise NotACallError
 

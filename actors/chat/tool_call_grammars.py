@@ -25,13 +25,12 @@ def forced_calls(
 ) -> str:
     """Return the Lark grammar of at least one call of these tools and nothing else.
 
+    Raises RequestError if the schemas are too long or nested too deep.
+
     Args:
         schemas: argument schemas by tool name.
         special: ids of special tokens by text.
         several: whether several calls may follow each other.
-
-    Raises:
-        RequestError: the schemas are too long or nested too deep.
     """
     check_size(schemas, "tools")
     return _Writer(special).lark(syntax, schemas, several=several)
@@ -62,13 +61,10 @@ def strict_calls(
 
 
 def _json_head(syntax: JsonCalls, name: str) -> str:
-    """Return a call up to its arguments."""
     return f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
 
 
 class _Writer:
-    """Collects Lark rules as they are needed."""
-
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: dict[str, str] = {}
@@ -82,7 +78,6 @@ class _Writer:
         return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
 
     def _around(self, syntax: CallSyntax | Messages) -> tuple[str, str, str]:
-        """Return the Lark before, between and after calls."""
         if isinstance(syntax, JsonCalls):
             return "", self._text("\n" if syntax.begin else syntax.between + " "), ""
         if isinstance(syntax, HeadedCalls):
@@ -155,7 +150,6 @@ class _Writer:
         return rule
 
     def _text(self, text: str) -> str:
-        """Return text as Lark, with special tokens by their ids."""
         parts: list[str] = []
         while text:
             found = [(text.find(mark), mark) for mark in self._special if mark in text]

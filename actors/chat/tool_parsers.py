@@ -100,8 +100,6 @@ _LABELS = {"type", "id"}
 
 
 class OpenCalls(Protocol):
-    """Receives the calls that a reader finds."""
-
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Argument schemas of the callable tools by name (Any: JSON)."""
@@ -164,7 +162,6 @@ def read_json_call(source: TextSource, calls: OpenCalls, syntax: JsonCalls) -> W
 
 
 def read_headed_call(source: TextSource, calls: OpenCalls, syntax: HeadedCalls) -> Waiting[None]:
-    """Read `functions.NAME:0 heading {..} end`."""
     header = (yield from source.short(Marks(syntax.heading))).strip()
     calls.open(header.removeprefix(syntax.prefix).rpartition(":")[0] or header, header)
     yield from read_raw_arguments(source, calls, Marks(syntax.end))
@@ -277,7 +274,6 @@ def read_quoted_call(source: TextSource, calls: OpenCalls, syntax: QuotedCalls) 
 
 
 def _read_quoted_value(source: TextSource, add: Sink, quote: str) -> Waiting[None]:
-    """Read one value that begins with a brace."""
     depth = 0
     quotes = Marks(quote)
     while True:

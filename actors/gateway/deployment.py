@@ -34,11 +34,8 @@ GATEWAY = "gateway"
 class Gateway:
     """The class of the ingress deployment.
 
-    Args:
-        models: the models that it serves.
-        settings: of the endpoint.
-        engines: the models' deployments, in the same order. Passing them here is what makes them part of the
-            Serve application.
+    `engines`: the models' deployments, in the same order. Passing them here is what makes them part of the
+    Serve application.
     """
 
     async def __init__(

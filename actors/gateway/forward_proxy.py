@@ -73,7 +73,6 @@ class Forwarded(Response):
         return self._http.headers.get("content-type", "").startswith("application/json")
 
     async def _small_body(self) -> bytes | None:
-        """Return the body, or None if it is to be streamed."""
         length = self._http.headers.get("content-length")
         if self._http.method in _SAFE or length == "0":
             return b""

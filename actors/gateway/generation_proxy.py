@@ -67,8 +67,6 @@ UNTAKEN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """State that all requests of a gateway share."""
-
     fleet: Fleet
     upstream: Upstream
     figures: GatewayFigures
@@ -81,7 +79,6 @@ class Generation(Response):
     """The response to a generation request; the request runs when Starlette sends the response.
 
     Args:
-        parts: of the gateway.
         http: the request; its body has been read.
         body: the raw body.
         asked: routing hints read from the body.
@@ -326,7 +323,6 @@ async def _listens(url: URL) -> bool:
 
 
 def _error_of(refusal: Response) -> JsonObject:
-    """Return the error object of a body; empty if there is none."""
     try:
         error = orjson.loads(bytes(refusal.body))["error"]
     except (orjson.JSONDecodeError, TypeError, KeyError):

@@ -85,8 +85,6 @@ class Isolation:
 
 
 class ReplicaAttempt:
-    """A request that is waiting for a replica."""
-
     def __init__(self, isolation: Isolation, model: ServedModel, case: SuspectRequest) -> None:
         self.case = case
         self._isolation = isolation
@@ -121,17 +119,11 @@ class ReplicaAttempt:
         return None
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the state of suspects has changed or the time is over."""
         await self._isolation.wait(timeout_s)
 
 
 class SuspectRequest:
     """A request with its death records, and its trial on a replica if it is a suspect.
-
-    Args:
-        isolation: of the gateway.
-        path: the route.
-        body: of the request.
 
     Attributes:
         digest: of the request; None until it is needed.
@@ -192,7 +184,6 @@ class SuspectRequest:
             self._trial = None
 
     def tell(self, num_tokens: int) -> None:
-        """Record the number of tokens received in this attempt."""
         self.told_tokens = num_tokens
         if self._trial is not None and num_tokens >= OUTLIVED_TOKENS:
             self._outlive()
@@ -204,7 +195,6 @@ class SuspectRequest:
             self._trial.end()
 
     def complete(self) -> None:
-        """Record that the request got its whole response."""
         if self.digest is not None:
             self._isolation.records.complete(self.digest)
 
@@ -235,7 +225,6 @@ class _Trial:
         isolation.testing.add(digest)
 
     def end(self) -> None:
-        """End the trial. Idempotent."""
         if not self.ended:
             self.ended = True
             self._member.tests_suspect = False

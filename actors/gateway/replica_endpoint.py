@@ -38,8 +38,6 @@ class ReplicaEndpoint:
     """Serves an application to gateways until it is closed.
 
     Args:
-        app: of the replica.
-        host: address of the socket.
         describe: returns the replica's current record, given its URL, token and heartbeat number.
         directory: gets a heartbeat every half second.
     """
@@ -69,7 +67,6 @@ class ReplicaEndpoint:
         self._draining = False
 
     async def open(self) -> None:
-        """Start the server, then the heartbeats."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.01)

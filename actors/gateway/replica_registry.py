@@ -71,11 +71,9 @@ class Directory:
         self._records[record.replica] = record, self._called_s
 
     def leave(self, replica: str) -> None:
-        """Remove a replica that has ended."""
         self._records.pop(replica, None)
 
     def replicas(self) -> list[ReplicaRecord]:
-        """Return the replicas with a recent heartbeat."""
         self._called_s = self._clock()
         oldest_s = self._called_s - SILENT_S
         self._records = {name: seen for name, seen in self._records.items() if seen[1] >= oldest_s}
@@ -87,7 +85,6 @@ class Directory:
 
 
 def state_of(engine: AsyncEngine) -> State:
-    """Return the state of a replica with a started engine."""
     try:
         engine.check_health()
     except MantaError:
@@ -100,8 +97,6 @@ NAMESPACE = "manta"
 
 
 class DirectoryActor(Directory):
-    """A directory in a process of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         threading.Thread(target=self._end_when_alone, daemon=True).start()

@@ -99,7 +99,6 @@ class Member:
             self._attempts.discard(bound)
 
     def lose(self) -> None:
-        """Expire the timeouts of all requests that wait for the replica."""
         now_s = asyncio.get_running_loop().time()
         for bound in self._attempts:
             bound.reschedule(now_s)
@@ -234,7 +233,6 @@ class Fleet:
         member.broken = True
 
     async def watch_forever(self) -> None:
-        """Update from the directory until cancelled."""
         while True:
             try:
                 self.update(await self._directory.replicas())

@@ -41,7 +41,6 @@ class ToldStream:
 
     @property
     def begun(self) -> Begun:
-        """Return the tokens and characters with which the next replica begins."""
         return Begun(tuple(self._token_ids), self._num_chars)
 
     def next_replica(self) -> None:

@@ -68,14 +68,12 @@ def path_of(http: Request) -> str:
 
 
 def request_headers(http: Request) -> list[tuple[str, str]]:
-    """Return the headers for a replica: the client's, the request id and the caller."""
     own = ("x-request-id", http.scope["state"]["request_id"])
     mine = [(name, value) for name, value in http.headers.items() if _goes_on(name) and name != own[0]]
     return [*mine, own, caller_header(http.scope)]
 
 
 def caller_header(scope: Scope) -> tuple[str, str]:
-    """Return the header that reports the caller of a request to a replica."""
     return CALLER_HEADER, told_caller(caller_of(scope))
 
 

@@ -120,8 +120,7 @@ DRAINING_ENTRY = "draining"
 def rewritten(text: str, places: Places, connections: Connections) -> Front:
     """Return Serve's configuration with the changes that the module's docstring lists.
 
-    Raises:
-        ValueError: a line that must be changed is missing.
+    Raises ValueError if a line that must be changed is missing.
     """
     found = _SOCKET.search(text)
     if found is None:
@@ -158,7 +157,6 @@ def rewritten(text: str, places: Places, connections: Connections) -> Front:
 
 
 def write_error_files(folder: Path) -> None:
-    """Write the raw HTTP responses that HAProxy sends for its own errors."""
     folder.mkdir(exist_ok=True)
     for found, (status, reason, kind, message) in FAILURES.items():
         body = _body(message, status, kind)
@@ -189,7 +187,6 @@ def _with_defaults(text: str, places: Places) -> str:
 
 
 def _backends(text: str) -> list[tuple[str, str]]:
-    """Return (name, section) of each application's backend."""
     pieces = _BACKEND.split(text)[1:]
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
 

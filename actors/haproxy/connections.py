@@ -46,8 +46,7 @@ class Connections:
     def of(cls, max_files: int, environment: Mapping[str, str]) -> Connections:
         """Return the limits of a process that may open `max_files` files.
 
-        Raises:
-            ConfigError: an environment variable is not a number in its range.
+        Raises ConfigError if an environment variable is not a number in its range.
         """
         files = max_files - min(OTHER_FILES, max_files // 4)
         for_probes = min(PROBE_CONNECTIONS, files // 16)

@@ -21,8 +21,6 @@ KEY_HEADERS = ("authorization", "x-api-key")  # as in `http/middleware/api_keys.
 
 
 class ScrapeAnswer(NamedTuple):
-    """The response of one replica to a scrape."""
-
     status: int
     content_type: str
     body: bytes

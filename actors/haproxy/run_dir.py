@@ -31,9 +31,8 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 class HAProxyFolder:
     """The folder and its files. Raises ConfigError when HAProxy is not installed.
 
-    Attributes:
-        path: the folder, readable by its owner alone. The path is short because it holds Unix sockets, whose
-            paths are limited in length.
+    `path`: the folder, readable by its owner alone. The path is short because it holds Unix sockets, whose
+    paths are limited in length.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,6 @@ class HAProxyFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which Ray Serve uses this folder."""
         names = {
             "CONFIG_FILE_LOC": "haproxy.cfg",
             "SOCKET_PATH": "admin.sock",

@@ -78,11 +78,9 @@ class Supervisor:
     """Runs one HAProxy, with the admin socket that Serve sees and the server of the joined metrics.
 
     Args:
-        haproxy: path of the program.
         folder: holds the files of all HAProxies of a server.
         owner: process id of the folder's creator, which normally removes it; None: the folder stays.
         config: path of Serve's configuration; rewritten in place.
-        arguments: HAProxy's arguments from Serve.
     """
 
     def __init__(
@@ -182,13 +180,11 @@ class Supervisor:
         return _put_in_place(self._places.scrape, lambda beside: scrape_server(beside, front.replicas))
 
     def _sweep(self) -> None:
-        """Remove the folder if its owner no longer runs."""
         if self._owner is not None and not _lives(self._owner):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs; zombies do not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -22,7 +22,6 @@ _ENDS = tuple(each for each in get_args(Verdict) if each != "better")  # "better
 
 
 def engine_values(stats: EngineStats, speedup: float | None) -> dict[str, Values]:
-    """Return the metric values of one engine, by metric name."""
     drafts = stats.num_drafts
     length = mean_acceptance_length(drafts, stats.num_accepted_tokens)
     return {
@@ -84,7 +83,6 @@ def _load_values(stats: EngineStats) -> dict[str, Values]:
 
 
 def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
-    """Return the number of requests that the engine rejected, by reason."""
     return {("queue_full",): 0, **_by_name(stats.rejected)}
 
 
@@ -97,7 +95,6 @@ def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
 
 
 def trial_values(engine: AsyncEngine) -> dict[str, Values]:
-    """Return the evidence of a candidate's trial."""
     evidence = NO_EVIDENCE if engine.trial is None else engine.trial.evidence
     tallies = {"incumbent": evidence.incumbent, "candidate": evidence.candidate}
     logs = {"better": evidence.log_better, "worse": evidence.log_worse}

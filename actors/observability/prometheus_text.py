@@ -21,7 +21,6 @@ class Exposition(Collector):
     """Exports some metrics as Prometheus text.
 
     Args:
-        catalogue: the metrics.
         labels: labels that all metrics share, with their values.
         values: returns the values by name at each scrape. Metrics without a value are left out.
     """
@@ -48,7 +47,6 @@ class Exposition(Collector):
 
 
 def family_of(metric: Metric, labels: Mapping[str, str], value: Values) -> Family:
-    """Return one metric with its samples."""
     shared = {name: given for name, given in labels.items() if name in metric.labels}
     if isinstance(value, HistogramCounts):
         family = HistogramMetricFamily(metric.name, metric.help, labels=list(shared))

@@ -141,7 +141,6 @@ class RequestTelemetry:
     """All metrics of one engine.
 
     Args:
-        engine: the engine whose counters are exported.
         model_name: label of all metrics.
         replica: included in log lines and label of all metrics. (The label `engine` is vLLM's number of an
             engine in its process, here always "0".)
@@ -241,11 +240,9 @@ class RequestTelemetry:
             self._rejected[reason,] += 1
 
     def count_audit(self, result: AuditResult) -> None:
-        """Count a response that was audited or skipped."""
         self._audits[result,] += 1
 
     def count_captured(self, result: CaptureResult) -> None:
-        """Count a completion that was captured or dropped."""
         self._captured[result,] += 1
 
     def finish_request(self, request: FinishedRequest) -> None:
@@ -256,7 +253,6 @@ class RequestTelemetry:
     # Output.
 
     def render(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
         return self._exposition.text()
 
     async def report_forever(self) -> None:

@@ -41,18 +41,12 @@ _FILE = re.compile(r"(\d{4}-\d{2}-\d{2})\.[\w-]+\.jsonl", re.ASCII)
 
 
 class ReceiptKeeper:
-    """Writes the receipts of one engine.
+    """Writes the receipts of one engine. Raises ConfigError if the folder cannot be written.
 
     Args:
-        engine: a started engine.
         folder: created if missing.
-        model: name of the model on receipts.
         max_label_values: maximum number of distinct tenants, and of categories, as in metrics.
-        clock: Unix time.
         categories: categories counted by name.
-
-    Raises:
-        ConfigError: the folder cannot be written.
     """
 
     def __init__(
@@ -86,8 +80,7 @@ class ReceiptKeeper:
     def account(self, asker: Tenant, *, begins: bool = True) -> UsageAccount:
         """Return the account that a request is counted for. Call it on the event loop.
 
-        Args:
-            begins: False if another engine has counted the request.
+        `begins`: False if another engine has counted the request.
         """
         account = UsageAccount(self._tenants.of(asker.tenant), self._categories.of(asker.category))
         self._requests[account] += begins
@@ -185,7 +178,6 @@ def read_receipts(folder: Path, day: str | None = None, tenant: str | None = Non
 
 
 def _of_file(path: Path, day: str) -> Iterator[tuple[ReceiptSubject, str, UsageTotals]]:
-    """Yield the last line of each account."""
     last: dict[tuple[ReceiptSubject, str], UsageTotals] = {}
     for line in path.read_bytes().splitlines():
         try:

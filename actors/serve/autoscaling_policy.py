@@ -33,11 +33,8 @@ _FIGURES = tuple(field.name for field in fields(ReplicaStats))
 class SpeculativeScaling:
     """Chooses the number of replicas by load.
 
-    Args:
-        rules: fields of `ScalingRules`, from `policy_kwargs`.
-
-    Raises:
-        ConfigError: a rule is unknown or invalid; the deployment is then rejected.
+    `rules`: fields of `ScalingRules`, from `policy_kwargs`. Raises ConfigError if a rule is unknown or
+    invalid; the deployment is then rejected.
     """
 
     def __init__(self, **rules: float) -> None:

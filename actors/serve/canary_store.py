@@ -65,7 +65,6 @@ class CanaryStore:
         return _verdict(self._settle(f"{trial}/verdict", verdict))
 
     def clear(self) -> None:
-        """Delete all trials of this deployment, and the stored `user_config`."""
         _internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
 
     def _settle(self, name: str, value: str) -> str:

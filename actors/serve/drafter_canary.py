@@ -61,7 +61,6 @@ class DrafterCanary:
     """The drafter control of one replica.
 
     Args:
-        engine: the engine whose drafter is controlled.
         board: the deployment's store.
         replica: this replica's name in the store.
         clock: Unix time in seconds.
@@ -130,7 +129,6 @@ class DrafterCanary:
         await self._end(found)
 
     def _exchange(self, report: ReplicaReport) -> Evidence:
-        """Store this replica's report and return the evidence of all replicas."""
         self._board.tell(self._trial, self._replica, report)
         return Evidence.pooled(each.evidence for each in self._board.told(self._trial).values())
 

@@ -38,12 +38,7 @@ ENDED = "The server is stopping and this request's time is up. Send it again."
 class ReplicaLifecycle:
     """Watches a replica until its end. Everything happens on the event loop that serves.
 
-    Args:
-        engine: the engine whose streams are ended.
-        traffic: HTTP requests in flight.
-        place: Serve's object.
-        timeout_s: how long requests may continue during a shutdown.
-        exit: ends the process.
+    `timeout_s`: how long requests may continue during a shutdown.
     """
 
     def __init__(

@@ -151,8 +151,6 @@ def _replica() -> Any:  # Any: a class that Serve makes of ours.
 
 
 class _Translated:
-    """A `send` that replaces Serve's plain-text failures, and the status of retryable failures."""
-
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Any) -> None:
         self._client = (scope, receive, send)
         self._retry = Headers(scope=scope).get(RETRY_HEADER, "")

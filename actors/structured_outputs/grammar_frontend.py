@@ -89,8 +89,7 @@ class GrammarFrontend:
     def let_in(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the grammar for their `structured_outputs`. Blocks.
 
-        Raises:
-            RequestError: the grammar is not valid or too expensive; names the field.
+        Raises RequestError if the grammar is not valid or too expensive; names the field.
         """
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
@@ -137,7 +136,6 @@ class GrammarFrontend:
             raise
 
     def _undo(self, future: Future[SamplingParams | None]) -> None:
-        """Release the grammar of a request that was cancelled meanwhile."""
         if not future.cancelled() and future.exception() is None and (found := future.result()) is not None:
             self._let_go(found)
 
@@ -230,10 +228,7 @@ _Kind = GrammarKind | Literal["grammar"]
 
 def written_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
     """Return the grammar in a form for llguidance, or as EBNF that may have to be converted to Lark
-    ("grammar").
-
-    Raises:
-        RequestError: for errors found without compiling.
+    ("grammar"). Raises RequestError for errors found without compiling.
     """
     return _READERS[asked.way](asked)
 

@@ -53,11 +53,7 @@ class Tried:
 
 
 class GrammarTrials:
-    """Tries grammars for one model's tokens. Thread-safe.
-
-    Args:
-        tokenizer_json, vocab_size, eos_token_ids: as in `GrammarCompiler`.
-    """
+    """Tries grammars for one model's tokens. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         model = {"tokenizer_json": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
@@ -69,14 +65,12 @@ class GrammarTrials:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, or None if none is running."""
         return None if self._process is None else self._process.pid
 
     def ask(self, kind: str, text: str, cpu_s: float) -> Tried:
         """Try a grammar. Blocks until there is a result or the time is exceeded.
 
-        Raises:
-            OverloadedError: the process did not answer.
+        Raises OverloadedError if the process did not answer.
         """
         key = _key(kind, text)
         with self._lock:

@@ -22,11 +22,8 @@ MAX_JSON_DEPTH = 120  # JSON schema readers accept up to 128
 def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
     """Return a schema as JSON text for llguidance.
 
-    Args:
-        whitespace: allow whitespace between JSON tokens, as the schema's own `x-guidance` says.
-
-    Raises:
-        RequestError: it is not a schema or cannot be enforced; names `field`.
+    `whitespace`: allow whitespace between JSON tokens, as the schema's own `x-guidance` says. Raises
+    RequestError if it is not a schema or cannot be enforced; names `field`.
     """
     check_size(schema, field)
     keywords = {} if schema is True else schema

@@ -80,8 +80,7 @@ class _Writer:
     def part(self, form: Json, field: str, ends: _Ends) -> str:
         """Return the Lark expression of a format and of what ends it.
 
-        Raises:
-            RequestError: the format is unknown or incomplete.
+        Raises RequestError if the format is unknown or incomplete.
         """
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -178,7 +177,6 @@ class _Writer:
         return f"{begun} {later}* {rest}" if first else f"{later}* {rest}"
 
     def _tag(self, tag: _Tag, begun: int = 0) -> str:
-        """Return a rule for a tag without its first `begun` characters."""
         content = self.part(tag.content, f"{tag.field}.content", tag.ends)
         return self._named(f"{_quoted(tag.begin[begun:])} {content}")
 
@@ -224,7 +222,6 @@ class _Writer:
 
 
 def _structure(structure: Json, field: str) -> _Tag:
-    """Return a structure of the older form as a tag."""
     begin, end = structure.get("begin"), structure.get("end")
     if not isinstance(begin, str) or not isinstance(end, str):
         raise RequestError(

@@ -25,7 +25,6 @@ _LONGEST = 180  # characters of a name kept in its temporary name; file systems 
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """Return a number rounded for output; None stays None."""
     return None if value is None else round(value, digits)
 
 
@@ -45,8 +44,7 @@ def check_writable(folder: Path, param: str) -> None:
 def make_folder(folder: Path, *, private: bool = False) -> None:
     """Create a folder and its parents; existing ones are not changed.
 
-    Args:
-        private: created folders are not accessible to other users.
+    `private`: created folders are not accessible to other users.
     """
     if not private:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +59,7 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file without following symbolic or hard links; a FIFO does not block.
 
-    Raises:
-        OSError: also if it is not a regular file, which `strerror` then says.
+    Raises OSError also if it is not a regular file, which `strerror` then says.
     """
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     found = os.fstat(handle)

@@ -2,8 +2,9 @@
 
 A collection of the oldest generation visits all objects while every stream waits: a tenth of a second with
 thousands of responses with log probabilities in flight. Requests contain no reference cycles, so they are
-freed without the collector. The event loop releases the GIL at each system call. While another thread computes,
-it gets the GIL back only after the switch interval, 5 ms by default: ten writes to clients would take 50 ms.
+freed without the collector. The event loop releases the GIL at each system call. While another thread
+computes, it gets the GIL back only after the switch interval, 5 ms by default: ten writes to clients would
+take 50 ms.
 
 Work that must run on the loop or consists of many small parts is split into time slices (`LoopYielder`). A
 single long call goes into a thread instead (`actors/tokenization/async_prompt_encoder.py`) if it releases the

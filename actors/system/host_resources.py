@@ -41,7 +41,6 @@ class ControlGroup:
 
     @property
     def _folders(self) -> Iterator[Path]:
-        """This group's folder and those of its parents."""
         folder = self.folder
         yield folder
         while folder != self.mount:
@@ -135,7 +134,6 @@ def owned_cores() -> int:
 
 
 def cpu_name() -> str:
-    """Return the CPU's name from Linux, elsewhere from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

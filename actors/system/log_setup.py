@@ -37,7 +37,6 @@ class LogSettings:
     origin: Mapping[str, str | int] = field(default_factory=dict)
 
     def of(self, **origin: str | int) -> LogSettings:
-        """Return the settings with additional origin fields."""
         return replace(self, origin={**self.origin, **origin})
 
 
@@ -53,8 +52,6 @@ class Event:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object per line."""
-
     def __init__(self, origin: Mapping[str, str | int]) -> None:
         super().__init__()
         self._origin = origin
@@ -98,8 +95,6 @@ def _ends_of(text: str) -> str:
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """The handler of our processes; remembers its settings."""
-
     def __init__(self, settings: LogSettings) -> None:
         super().__init__(sys.__stderr__)
         self.settings = settings

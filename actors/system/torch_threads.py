@@ -28,8 +28,7 @@ _SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
 class TorchThreads:
     """Sets PyTorch's number of threads to at most that at construction.
 
-    Args:
-        adapts: give up threads if cores are scarce; otherwise the number is fixed.
+    `adapts`: give up threads if cores are scarce; otherwise the number is fixed.
     """
 
     def __init__(self, *, adapts: bool) -> None:
@@ -111,10 +110,8 @@ class _Trial:
 
 
 def _step(size: int) -> int:
-    """Return the number of threads added or removed at once."""
     return max(1, size // 8)
 
 
 def _interruptions() -> int:
-    """Return the number of involuntary context switches of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

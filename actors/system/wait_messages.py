@@ -18,11 +18,7 @@ def say(line: str) -> None:
 
 
 class Wait:
-    """A wait in progress.
-
-    Attributes:
-        what: the work in progress; may change.
-    """
+    """A wait in progress. `what`: the work in progress; may change."""
 
     def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
         self.what, self._every_s = what, every_s
@@ -45,8 +41,7 @@ class Wait:
 def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
     """Report `what` at the beginning of the block and then every `every_s` with the elapsed seconds.
 
-    Args:
-        begin: False leaves out the first line.
+    `begin`: False leaves out the first line.
     """
     if begin:
         report(what)

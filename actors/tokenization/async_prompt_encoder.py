@@ -70,8 +70,7 @@ class AsyncPromptEncoder:
     async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
         """Encode a prompt for `AsyncEngine`. Raises RequestError if it does not fit the model.
 
-        Args:
-            truncate: `truncate_prompt_tokens`: keep only the last N tokens; -1 keeps as many as fit.
+        `truncate`: `truncate_prompt_tokens`: keep only the last N tokens; -1 keeps as many as fit.
         """
         keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
@@ -101,7 +100,6 @@ class AsyncPromptEncoder:
         return found
 
     async def bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with their bad words as token ids only."""
         return await self.in_thread(encode_bad_words, params, self._tokenizer) if params.bad_words else params
 
     async def list_tokens(
@@ -109,8 +107,7 @@ class AsyncPromptEncoder:
     ) -> list[int]:
         """Return the token ids of a prompt that need not fit the model, only `max_tokens`.
 
-        Args:
-            add_special_tokens: default: True for a text, False for a conversation, whose template adds them.
+        `add_special_tokens`: default: True for a text, False for a conversation, whose template adds them.
         """
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):

@@ -57,14 +57,12 @@ class ArgumentForms:
 
     @classmethod
     def of(cls, render: Callable[[Messages], str]) -> ArgumentForms:
-        """Probe a template with a call in each form."""
         return cls(
             objects=_rendered(render, {"key": _PROBE}) is not None,
             text=_PROBE in (_rendered(render, f'{{"key": "{_PROBE}') or ""),
         )
 
     def apply(self, messages: Messages) -> list[Mapping[str, Any]]:
-        """Return the messages with arguments in a form that the template can render."""
         return _with_arguments(messages, self._written)
 
     def _written(self, arguments: Any) -> Any:

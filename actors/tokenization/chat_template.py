@@ -39,7 +39,8 @@ class ChatTemplate:
     """A model's chat template, or several by name, with the variables that they are given besides messages.
 
     Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
-    rest are used only by name.
+    rest are used only by name. Raises RequestError if it is too long or not a template; `param` is
+    `chat_template`.
 
     Args:
         source: Jinja source, or several by name.
@@ -51,9 +52,6 @@ class ChatTemplate:
     Attributes:
         source: the source of all templates.
         names: names of the templates if there are several.
-
-    Raises:
-        RequestError: it is too long or not a template; `param` is `chat_template`.
     """
 
     def __init__(
@@ -104,12 +102,11 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt. Messages are first adapted to what the template accepts (`message_roles.py`).
 
+        Raises RequestError if the template rejects the messages, or `variables` contains a reserved name.
+
         Args:
             variables: additional variables, `chat_template_kwargs`.
             tools: in OpenAI's format, with `type` and `function`.
-
-        Raises:
-            RequestError: the template rejects the messages, or `variables` contains a reserved name.
         """
         variables = dict(variables or {})
         for name in TEMPLATE_ARGUMENTS & variables.keys():
@@ -140,7 +137,6 @@ class ChatTemplate:
         return _cut_after_final_message(text, messages) if continue_final_message else text
 
     def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools with sorted keys if the model was trained so."""
         if not self._sorts_tools:
             return list(tools)
         try:
@@ -150,11 +146,7 @@ class ChatTemplate:
 
 
 class _Jinja:
-    """One compiled template.
-
-    Args:
-        variables: variables for probing what the template accepts.
-    """
+    """One compiled template."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self._environment = _environment(source)
@@ -162,7 +154,6 @@ class _Jinja:
         self._roles = TemplateRoles(self.render, names_developers="developer" in source)
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in a form that the template accepts."""
         return self._roles.fit(messages)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:

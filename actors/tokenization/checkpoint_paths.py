@@ -105,7 +105,6 @@ def target_folder(config: EngineConfig, *, field: str = "model", files: Sequence
 
 
 def _refuse_drafter(model: str, folder: Path, field: str) -> None:
-    """Raise CheckpointError if the checkpoint given as the target is a drafter."""
     from ...drafter.eagle3.config_formats import method_of_drafter
 
     method = method_of_drafter(read_json(folder, param=field, required=False))
@@ -120,7 +119,6 @@ def _refuse_drafter(model: str, folder: Path, field: str) -> None:
 
 
 def tokenizer_folder(config: EngineConfig) -> Path:
-    """Return the tokenizer's folder, by default the target's."""
     if config.tokenizer is None:
         return target_folder(config)
     return resolve_checkpoint(config.tokenizer, field="tokenizer", download_dir=config.download_dir)
@@ -143,7 +141,6 @@ def drafter_folder(config: EngineConfig, model: str, *, files: Sequence[str] | N
 
 
 def drafter_commit(config: EngineConfig, model: str) -> str:
-    """Return the `revision_of` a drafter of this engine."""
     return revision_of(model, _drafter_revision(config, model), config.download_dir)
 
 

@@ -95,8 +95,7 @@ class IncrementalDetokenizer(ABC):
 class TokenPieces(dict[int, Piece]):
     """Maps token ids of one tokenizer to their pieces; computed on first use, then cached.
 
-    Attributes:
-        kind: class of its detokenizers; see the module.
+    `kind`: class of its detokenizers; see the module.
     """
 
     kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
@@ -252,7 +251,6 @@ class RunDetokenizer(IncrementalDetokenizer):
         return text + piece
 
     def _text_of_run(self) -> str:
-        """Return the run's text without the prompt's characters."""
         decode = self._pieces.decode_behind
         if self._first is not None:
             decode = self._pieces.decode
@@ -301,7 +299,6 @@ class WholeDetokenizer(IncrementalDetokenizer):
 
 
 def _parts(decoder: Part) -> list[Part]:
-    """Return the parts of a decoder in the order in which they are applied."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [part for each in decoder["decoders"] for part in _parts(each)]

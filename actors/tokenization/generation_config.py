@@ -49,8 +49,7 @@ class GenerationDefaults:
     def overridden(self, values: Mapping[str, Any]) -> GenerationDefaults:  # Any: JSON
         """Return the defaults with other values for some keys of that file.
 
-        Raises:
-            ConfigError: a key is unknown, or its value is not valid for sampling.
+        Raises ConfigError if a key is unknown, or its value is not valid for sampling.
         """
         param = "override_generation_config"
         if not isinstance(values, Mapping):

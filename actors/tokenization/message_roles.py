@@ -93,8 +93,7 @@ class TemplateRoles:
     def _leading(self, messages: list[Message], behind: tuple[str, ...]) -> list[Message] | None:
         """Return the leading system messages in an accepted form; None if the template accepts none there.
 
-        Args:
-            behind: the role of the next message, if there is one.
+        `behind`: the role of the next message, if there is one.
         """
         roles = [each["role"] for each in messages[:MOST_PROBED]]
         if not roles or self.takes(*roles, *behind):
@@ -164,7 +163,6 @@ def _is_in_a_row(messages: Sequence[Message], first: str, second: str) -> bool:
 
 
 def _joined(messages: Sequence[Message], first: str, second: str) -> list[Message]:
-    """Append each message of the second role to a directly preceding one of the first role."""
     found: list[Message] = []
     for message in messages:
         if found and (found[-1].get("role"), message.get("role")) == (first, second):
@@ -182,7 +180,6 @@ def _joined_all(messages: Sequence[Message], role: str) -> list[Message]:
 
 
 def _join(one: Message, other: Message) -> Message:
-    """Return the first message with the contents of the other appended."""
     whole = dict(one)
     contents = [content for each in (one, other) if (content := each.get("content"))]
     if all(isinstance(content, str) for content in contents):

@@ -89,7 +89,6 @@ class PromptText:
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:
-        """Call an encoding method of a tokenizer with this text."""
         if self.guarded is None:
             return encode(self.text, add_special_tokens=self.add_special_tokens)
         return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)

@@ -34,17 +34,8 @@ class SpecialTokenGuard:
 
     Guarded are the tokenizer's special tokens, and those of its other added tokens that the chat template
     writes (`<think>`, `<tool_call>`) or that are written <|so|>. Added tokens that are words, spaces or HTML
-    are not guarded.
-
-    Args:
-        backend: the tokenizer.
-        template: source of the chat template.
-
-    Raises:
-        ConfigError: the tokenizer has special tokens that cannot be distinguished from text.
-
-    Attributes:
-        backend: encodes texts of `read`.
+    are not guarded. Raises ConfigError if the tokenizer has special tokens that cannot be distinguished from
+    text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
@@ -69,9 +60,8 @@ class SpecialTokenGuard:
     def mark(self, value: Any, *, is_answer: bool = False) -> Any:  # Any: JSON
         """Return the value with all its texts and names marked.
 
-        Args:
-            is_answer: the value is a message of the model, whose reasoning and calls templates search for;
-                only special tokens are marked in it.
+        `is_answer`: the value is a message of the model, whose reasoning and calls templates search for; only
+        special tokens are marked in it.
         """
         starts = self._special_starts if is_answer else self._starts
         return map_texts(value, starts.mark)
@@ -106,7 +96,6 @@ class _Starts:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:  # Any: JSON
-    """Return a value with all its texts and names changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

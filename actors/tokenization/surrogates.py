@@ -25,8 +25,7 @@ _REPLACEMENT = rb"\ufffd"
 def loads(text: str | bytes | bytearray, parse: Callable[[bytes | bytearray], Any] | None = None) -> Any:
     """Parse JSON as orjson does, with U+FFFD for lone surrogates. Raises orjson.JSONDecodeError.
 
-    Args:
-        parse: parser to use instead of `orjson.loads`, with the same errors.
+    `parse`: parser to use instead of `orjson.loads`, with the same errors.
     """
     read: Callable[..., Any] = parse or orjson.loads
     try:

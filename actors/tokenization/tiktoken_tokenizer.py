@@ -59,15 +59,13 @@ class _AddedToken(HfConfig):
 class _Published(HfConfig):
     """The part of tokenizer_config.json that names the publisher's code.
 
-    Attributes:
-        auto_map: transformers' class -> the file and class of that code, or two of them (the second for a
-            fast tokenizer, which does not exist here).
+    `auto_map`: transformers' class -> the file and class of that code, or two of them (the second for a fast
+    tokenizer, which does not exist here).
     """
 
     auto_map: dict[str, Any] = Field(default_factory=dict)  # Any: JSON values
 
     def code(self) -> str | None:
-        """Return the name of the file that holds the publisher's code."""
         named = self.auto_map.get("AutoTokenizer")
         first = named[0] if isinstance(named, tuple) and named else named
         module = first.rpartition(".")[0] if isinstance(first, str) else ""
@@ -75,14 +73,11 @@ class _Published(HfConfig):
 
 
 class _Settings(_Published):
-    """Adds the part that defines token ids."""
-
     added_tokens_decoder: dict[str, _AddedToken] = Field(
         default_factory=dict, description="an object: by id, a token's `content` and flags"
     )
 
     def added(self, file: str) -> dict[int, _AddedToken]:
-        """Return the added tokens by id, ascending."""
         try:
             return dict(sorted((int(key), token) for key, token in self.added_tokens_decoder.items()))
         except ValueError:
@@ -92,8 +87,7 @@ class _Settings(_Published):
 def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
     """Return the tokenizer of a folder with a `tiktoken.model`; it adds no token to a text by itself.
 
-    Raises:
-        CheckpointError: a file is missing or malformed, or its pattern is not Kimi's.
+    Raises CheckpointError if a file is missing or malformed, or its pattern is not Kimi's.
     """
     import tokenizers  # not needed for token ids: machines that only time kernels do not have it
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -131,8 +125,7 @@ def tiktoken_ids(folder: Path) -> dict[str, int]:
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Return the tokens' bytes and ranks, which must be 0 to n - 1 and include every single byte.
 
-    Raises:
-        CheckpointError: the file does not contain that.
+    Raises CheckpointError if the file does not contain that.
     """
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]

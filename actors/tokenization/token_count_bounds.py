@@ -38,7 +38,6 @@ class TokenCoverage:
     ascii_chars: int
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the text's number of tokens."""
         return -(-len(text) // self._per_token(text))
 
     def tail(self, text: str, num_tokens: int) -> str:

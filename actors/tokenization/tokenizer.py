@@ -98,15 +98,10 @@ class Tokenizer:
             raise CheckpointError(error.message + remedy, param=error.param) from error
 
     def to_json(self) -> str:
-        """Return the whole tokenizer in the JSON format of the `tokenizers` library."""
         return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, guarded: bool = False) -> list[int]:
-        """Return token ids.
-
-        Args:
-            guarded: the text is the second one of `render`.
-        """
+        """Return token ids. `guarded`: the text is the second one of `render`."""
         return self.encoding(text, add_special_tokens=add_special_tokens, guarded=guarded).ids
 
     def encoding(
@@ -165,7 +160,6 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> str:
-        """Render messages to the prompt text; see `render`."""
         return self.render(messages, source=source, **options)[0]
 
     # Any: the arguments of `ChatTemplate.render`.
@@ -173,14 +167,9 @@ class Tokenizer:
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> tuple[str, str | None]:
         """Render messages. Return the prompt text, and a second text to encode as `guarded` if messages
-        contain special tokens that must be encoded as text.
-
-        Args:
-            source: the name of one of the model's templates, or Jinja source instead of them.
-
-        Raises:
-            RequestError: there is no template, or it rejects the messages, or requests may not contain
-                templates.
+        contain special tokens that must be encoded as text. `source`: the name of one of the model's
+        templates, or Jinja source instead of them. Raises RequestError if there is no template, or it
+        rejects the messages, or requests may not contain templates.
         """
         named = self.template is not None and source in self.template.names
         if source is not None and not named and not self._trust_templates:
@@ -208,7 +197,6 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -225,8 +213,7 @@ class Tokenizer:
     ) -> IncrementalDetokenizer:
         """Return a detokenizer of the tokens after a prompt.
 
-        Args:
-            skip_special_tokens: leave special tokens out of the text, except for `kept_token_ids`.
+        `skip_special_tokens`: leave special tokens out of the text, except for `kept_token_ids`.
         """
         hidden: frozenset[int] = frozenset()
         if skip_special_tokens:

@@ -50,11 +50,8 @@ _BY_MODEL = {
 def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
     """Return special tokens by their names in templates (`bos_token` ..), without null ones.
 
-    Args:
-        byte_level: tokenizer.json splits texts into bytes, which rules out a true `LlamaTokenizer`.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    `byte_level`: tokenizer.json splits texts into bytes, which rules out a true `LlamaTokenizer`. Raises
+    CheckpointError if a file cannot be read.
     """
     found = dict(_read(folder, _SETTINGS))
     defaults = CLASS_TOKENS.get(_class_name(folder, found, byte_level), {})
@@ -70,10 +67,8 @@ def read_special_tokens(folder: Path, *, byte_level: bool) -> dict[str, str]:
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """Return Jinja sources by name: `default`, `tool_use` and others.
 
-    If there are template files, those in tokenizer_config.json are ignored.
-
-    Raises:
-        CheckpointError: a file cannot be read or is malformed.
+    If there are template files, those in tokenizer_config.json are ignored. Raises CheckpointError if a file
+    cannot be read or is malformed.
     """
     files = {DEFAULT: folder / _TEMPLATE_FILE} if (folder / _TEMPLATE_FILE).is_file() else {}
     files |= {path.name.removesuffix(".jinja"): path for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja")}

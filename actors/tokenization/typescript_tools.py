@@ -58,8 +58,7 @@ class _NoTypeError(Exception):
 def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the declarations of tools in OpenAI's format; None if one of them cannot be declared.
 
-    Args:
-        tools: with sorted object keys (`sort_keys`), which determines the order of interfaces.
+    `tools`: with sorted object keys (`sort_keys`), which determines the order of interfaces.
     """
     try:
         functions = [tool.get("function") for tool in tools if tool.get("type") == "function"]
@@ -72,7 +71,6 @@ def declare(tools: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def sort_keys(value: Any) -> Any:
-    """Return JSON with the keys of all objects sorted."""
     if isinstance(value, Mapping):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     return [sort_keys(item) for item in value] if isinstance(value, list) else value

@@ -38,11 +38,7 @@ class _Wide(int):
 
 
 class ColumnTypes:
-    """Collects the types of columns over records.
-
-    Args:
-        layout: its `columns` says which columns are wanted.
-    """
+    """Collects the types of columns over records. `layout`: its `columns` says which columns are wanted."""
 
     def __init__(self, layout: RowSchema) -> None:
         self._layout = layout
@@ -63,7 +59,6 @@ class ColumnTypes:
 
 
 def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
-    """Return the columns of a dataset to pass through. Raises DatasetError."""
     if layout.columns == "all":
         id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
         own_id = next((name for name in id_columns if name in schema.names), None)
@@ -87,7 +82,6 @@ def of_parquet(schemas: Iterable[pa.Schema], layout: RowSchema) -> pa.Schema:
 
 
 def as_members(columns: pa.Schema) -> pa.Schema:
-    """Return the same columns for results in JSONL."""
     return pa.schema([pa.field(name, pa.string(), metadata={MARK: MEMBER}) for name in columns.names])
 
 
@@ -96,11 +90,7 @@ def is_member(field: pa.Field) -> bool:
 
 
 def passed_through(record: Record, schema: pa.Schema, line: str | None = None) -> dict[str, Any]:
-    """Return the record's values of the columns, converted to the schema.
-
-    Args:
-        line: of JSON, where the record was one.
-    """
+    """Return the record's values of the columns, converted to the schema."""
     texts = members(line) if line is not None and any(field.metadata for field in schema) else {}
     return {field.name: _fit(record.get(field.name), texts.get(field.name), field) for field in schema}
 

@@ -49,8 +49,7 @@ class Span:
 class RowSpans:
     """Locations of some rows.
 
-    Attributes:
-        copies: by row, for rows whose id an earlier row has: `-<copy>` is appended to the row's id.
+    `copies`: by row, for rows whose id an earlier row has: `-<copy>` is appended to the row's id.
     """
 
     spans: tuple[Span, ...]
@@ -146,8 +145,6 @@ class RowReader:
 
 
 class _TextRows:
-    """Rows of one text file by byte offset."""
-
     def __init__(self, file: SourceFile, format: TextFormat) -> None:
         self._file = file.open_text(format, BUFFER_BYTES)
         self.close = self._file.close
@@ -177,7 +174,6 @@ class _ParquetRows:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=READS_KEPT)
 
     def read(self, span: Span) -> list[Row]:
-        """Return the rows, or fewer if the file ends before them."""
         records: list[Record] = []
         while len(records) < span.num_rows:
             found = self._batch_at(span.begin + len(records))

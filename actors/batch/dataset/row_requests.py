@@ -95,8 +95,6 @@ class RowSchema:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A validated row, ready for an engine."""
-
     url: str
     body: ChatRequest | CompletionRequest
     params: SamplingParams
@@ -139,7 +137,6 @@ def read_record(raw: Record, layout: RowSchema) -> Record:
 
 
 def own_id(record: Record, layout: RowSchema) -> str | None:
-    """Return the id in the data, if there is one."""
     columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
     for column in columns:
         if not _absent(value := record.get(column)) and value != "":
@@ -175,8 +172,7 @@ def read_request(
 ) -> RowRequest:
     """Validate a record. Raises RequestError, whose `param` names the column or field.
 
-    Args:
-        row: its id if that is not the record's own; the seed is derived from it.
+    `row`: its id if that is not the record's own; the seed is derived from it.
     """
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
@@ -238,7 +234,6 @@ def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any
 
 
 def _render(template: str, record: Record) -> str:
-    """Return the template's prompt for a record. Raises RequestError when a column is missing or empty."""
     parts = _template_parts(template)
     return "".join(text if name is None else text + _shown_value(name, record) for text, name in parts)
 

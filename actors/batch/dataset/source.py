@@ -59,11 +59,9 @@ class SourceFile:
         return self.storage.path(self.name)
 
     def open(self) -> pa.NativeFile:
-        """Open the file for seeking and reading. Raises OSError."""
         return self.storage.reader(self.name)
 
     def open_text(self, format: TextFormat, buffer_bytes: int = READ_BYTES) -> TextFile:
-        """Open a file of text records. Raises OSError, BadTextError."""
         return TextFile(self.open(), format, buffer_bytes)
 
     @contextlib.contextmanager
@@ -111,8 +109,7 @@ class Dataset:
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
         """Return the data by which a later run recognizes the same input.
 
-        Args:
-            digests: digest of each file (`RowIndex.digests`).
+        `digests`: digest of each file (`RowIndex.digests`).
         """
         return [
             {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
@@ -121,7 +118,6 @@ class Dataset:
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Dataset:
-    """Find the files of a dataset. Raises DatasetError, ConfigError."""
     files = _find_files([str(each) for each in where])
     kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):
@@ -185,7 +181,6 @@ def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
 
 
 def _first_records(source: Dataset) -> Iterator[Record]:
-    """Yield the valid records among the first lines."""
     left = PROBED_LINES
     for file in source.files:
         with file.reading(), contextlib.suppress(BadTextError), file.open_text("jsonl") as text:
@@ -219,7 +214,6 @@ def _columns(source: Dataset) -> list[str]:
 
 
 def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:
-    """Return all files at these locations, each once, sorted by path."""
     found: dict[str, SourceFile] = {}
     for each in where:
         folder, pattern = _split_pattern(each)
@@ -246,7 +240,6 @@ def _matching(storage: Storage, pattern: Sequence[str]) -> list[SourceFile]:
 
 
 def _in_place(storage: Storage) -> list[SourceFile]:
-    """Return a file, or the files of a folder that have a known suffix."""
     kind = storage.kind
     if kind is None:
         raise _error(f"{storage.where} cannot be read: there is no such file or folder.")

@@ -105,13 +105,11 @@ class Storage:
 
     @property
     def parent(self) -> Storage:
-        """Return the folder that contains this one."""
         where = self.root if self.local else self.where
         above = where.rstrip("/").rpartition("/")[0] or "/"
         return replace(self, where=above, root=str(PurePosixPath(self.root).parent))
 
     def under(self, *parts: str) -> Storage:
-        """Return a folder in this folder."""
         return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
 
     def path(self, *parts: str) -> str:
@@ -142,7 +140,6 @@ class Storage:
         return sorted(entries, key=lambda entry: entry.name)
 
     def entry(self, name: str) -> Entry | None:
-        """Return one file; None if it does not exist."""
         info = self.filesystem.get_file_info(self.path(name))
         return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
 
@@ -157,8 +154,7 @@ class Storage:
     def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> None:
         """Write a complete file, replacing an earlier one. Raises OSError.
 
-        Args:
-            synced: survive also a power failure, not only the death of any process.
+        `synced`: survive also a power failure, not only the death of any process.
         """
         path = self.path(name)
         if self.local:
@@ -174,7 +170,6 @@ class Storage:
             stream.write(content)
 
     def remove(self, *names: str) -> None:
-        """Remove files that exist."""
         if self.local or len(names) < 2:
             for name in names:
                 self._remove(name)
@@ -218,7 +213,6 @@ def _modified_s(info: fs.FileInfo) -> float:
 
 
 def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a URL, and the path in it."""
     if scheme == "hf":
         from huggingface_hub import HfFileSystem
 

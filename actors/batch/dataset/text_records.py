@@ -29,8 +29,6 @@ csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))  # process-wide; Python's
 
 
 class BadTextError(Exception):
-    """The file cannot be read from `offset` on."""
-
     def __init__(self, offset: int, why: str) -> None:
         super().__init__(why)
         self.offset = offset
@@ -49,12 +47,7 @@ class BadRecordError(Exception):
 class TextFile:
     """An open file of records. Raises BadTextError.
 
-    Args:
-        file: seekable.
-        buffer_bytes: read at once.
-
-    Attributes:
-        header: the columns of a CSV file.
+    `buffer_bytes`: read at once. `header`: the columns of a CSV file.
     """
 
     def __init__(self, file: pa.NativeFile, format: TextFormat, buffer_bytes: int) -> None:
@@ -79,14 +72,12 @@ class TextFile:
 
     @property
     def offset(self) -> int:
-        """Return how far the file has been read."""
         return self._file.tell()
 
     def lines(self, offset: int = 0, digest: hashlib._Hash | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield the offset and content of each line from `offset` on; only a line feed ends a line.
 
-        Args:
-            digest: updated with all bytes that are read.
+        `digest`: updated with all bytes that are read.
         """
         self._file.seek(offset)
         while line := self._file.readline(MAX_LINE_BYTES + 1):

@@ -75,7 +75,6 @@ def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: n
 
 
 def manifest(index: OutputIndex) -> Json:
-    """Return the manifest's entries about the parts."""
     failed = count(index.failed)
     parts = [
         {

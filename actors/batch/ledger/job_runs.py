@@ -79,7 +79,6 @@ class JobRun:
         )
 
     def as_json(self) -> Json:
-        """Return the job for the manifest: the spec, and which processes wrote the results when."""
         return {"runs": self.runs, **self.spec}
 
     def write(self, output: Storage) -> None:
@@ -104,7 +103,6 @@ def check_run(output: Storage, run: int) -> None:
 
 
 def keep_earlier(output: Storage, run: int, names: list[str]) -> None:
-    """Store the names of the results that a run replaces."""
     write_json(output, EARLIER, {"run": run, "names": names})
 
 
@@ -132,7 +130,6 @@ def write_json(output: Storage, name: str, content: Mapping[str, Any]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return a readable message of a file system error."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 

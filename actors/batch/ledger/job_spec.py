@@ -58,7 +58,6 @@ class JobSpec:
 
     @property
     def rows(self) -> RowRanges:
-        """Return the rows to answer."""
         return ((0, self.num_rows),) if self.sample is None else self.sample
 
     def to_json(self) -> Json:
@@ -85,7 +84,6 @@ class JobSpec:
         return _changes(before["made_from"], _plain(self.made_from))
 
     def other_input(self, before: Mapping[str, Any]) -> list[str]:
-        """Return descriptions of the files that have changed."""
         old = {file["name"]: file for file in before["input"]}
         new = {file["name"]: file for file in _plain(list(self.input))}
         words = [_file_change(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
@@ -122,8 +120,7 @@ class JobSpec:
 def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> None:
     """Raise ConfigError if a part is not this job's, or has another size than was written.
 
-    Args:
-        replaced: results of an earlier job, which will be removed.
+    `replaced`: results of an earlier job, which will be removed.
     """
     if foreign := [name for name in index.unrecorded if name not in replaced]:
         raise ConfigError(
@@ -141,7 +138,6 @@ def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> No
 
 
 def not_empty(where: str, files: Sequence[str]) -> ConfigError:
-    """Return the error for a new job whose output is not empty."""
     return ConfigError(
         f"output: {where} is not empty ({_named(files) or 'a job was begun there'}). Choose another output, "
         "or replace its results with --overwrite.",
@@ -155,7 +151,6 @@ def _named(files: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -110,7 +110,6 @@ class Ledger:
 
     @property
     def answered(self) -> RowRanges:
-        """Return the rows in answered parts."""
         return self._index.answered
 
     @property
@@ -143,8 +142,7 @@ class Ledger:
     def refresh(self, writer: str | None = None) -> None:
         """Read which parts and segments exist. Raises OutputError.
 
-        Args:
-            writer: read only segments of this writer, in addition to all parts.
+        `writer`: read only segments of this writer, in addition to all parts.
         """
         try:
             self._index.refresh(writer)
@@ -198,7 +196,6 @@ class Ledger:
             time.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Unlock the output. Idempotent."""
         self._lock.close()
 
     def _begin(self, resume: Resume, overwrite: bool, id_hashes: Callable[[], np.ndarray] | None) -> None:

@@ -55,7 +55,6 @@ def segment_folder(writer: str) -> str:
 
 
 def write_segment(output: Storage, name: str, table: pa.Table, *, run: int, shard: int) -> None:
-    """Write a segment. Raises OSError."""
     schema = table.schema.with_metadata({b"run": str(run).encode(), b"shard": str(shard).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as file:
@@ -66,8 +65,7 @@ def write_segment(output: Storage, name: str, table: pa.Table, *, run: int, shar
 def read_segment(output: Storage, name: str, *, only_rows: bool = False) -> Segment | None:
     """Read a segment; None if it is gone, or damaged by a power failure. Raises OSError.
 
-    Args:
-        only_rows: read the row numbers without the results.
+    `only_rows`: read the row numbers without the results.
     """
     try:
         content = output.read(name)
@@ -107,10 +105,7 @@ class OutputIndex:
 
     def refresh(self, writer: str | None = None) -> None:
         """Read new entries. Segments come first, so a row that moves into a part is seen twice rather than
-        never.
-
-        Args:
-            writer: look only at segments of this writer.
+        never. `writer`: look only at segments of this writer.
         """
         self._refresh_segments(segment_folder(writer) if writer else PENDING)
         self.files = {entry.name: entry.size for entry in results_in(self._output)}
@@ -144,7 +139,6 @@ class OutputIndex:
 
     @property
     def owned(self) -> dict[str, RowRanges]:
-        """Return the rows that count in each part."""
         if self._owned is None:
             self._owned = _owned(self.records.values())
         return self._owned
@@ -158,7 +152,6 @@ class OutputIndex:
         return self._rows("errors")
 
     def failed_since(self, run: int) -> RowRanges:
-        """Return rows that failed in this run or a later one."""
         records = self.records.values()
         return union(*(each.rows for each in records if each.kind == "errors" and each.run >= run))
 
@@ -172,7 +165,6 @@ class OutputIndex:
         return tuple(dict.fromkeys(segment.writer for segment in self.segments.values()))
 
     def durable(self, writer: str) -> RowRanges:
-        """Return the rows of a writer in parts or segments."""
         parts = (record.rows for record in self.records.values() if record.writer == writer)
         segments = (segment.rows for segment in self.segments.values() if segment.writer == writer)
         return union(*parts, *segments)
@@ -220,15 +212,13 @@ class OutputIndex:
 
 
 def results_in(output: Storage) -> list[Entry]:
-    """Return the files in the folders that contain results."""
     return [*output.entries(), *output.entries(ERRORS)]
 
 
 def stats_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowStats:
     """Return the stats of parts together.
 
-    Args:
-        owned: by part, the rows that count there. Other rows are not counted, but the work for them is.
+    `owned`: by part, the rows that count there. Other rows are not counted, but the work for them is.
     """
     stats = RowStats()
     for record in records:

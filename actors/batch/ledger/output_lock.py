@@ -36,15 +36,12 @@ LOOK_S = 1.0
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
     """Lock an output. Raises InUseError if another job holds it, ConfigError if it cannot be locked.
 
-    Args:
-        say: called with a line for the user about a wait: in an object store up to 15 s after a killed job.
+    `say`: called with a line for the user about a wait: in an object store up to 15 s after a killed job.
     """
     return FileLock(output) if output.local else LockClaim(output, say)
 
 
 class FileLock:
-    """A locked file on a disk."""
-
     def __init__(self, output: Storage) -> None:
         self._path = Path(output.root) / LOCK
         self._file = _locked(output, self._path)

@@ -71,7 +71,6 @@ class OutputForm:
 
     @property
     def wire(self) -> pa.Schema:
-        """Return the schema of results, including the columns that are passed through."""
         return wire_schema(self.columns)
 
     @property
@@ -166,12 +165,10 @@ class Record:
 
 
 def part_of(record: str) -> str:
-    """Return the part that a record's name belongs to."""
     return _in_folder(record.removeprefix(f"{RECORDS}/").removesuffix(".json"))
 
 
 def part_name(kind: str, shard: int, seq: int, form: OutputForm) -> str:
-    """Return a unique name for a part."""
     return _in_folder(f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}")
 
 
@@ -184,8 +181,7 @@ def make_part(
 ) -> tuple[Record, bytes | pa.Buffer]:
     """Return the record and the content of a part.
 
-    Args:
-        table: results (the form's wire schema), all answered or all failed, sorted by row.
+    `table`: results (the form's wire schema), all answered or all failed, sorted by row.
     """
     content = part_content(name, table, form)
     stats = RowStats()
@@ -224,9 +220,7 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
 def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
     """Return the content of a part made of rows of other parts.
 
-    Args:
-        contents: contents of the parts.
-        order: indices of the rows to take, counted over all contents.
+    `order`: indices of the rows to take, counted over all contents.
     """
     if form.suffix == "jsonl":
         lines = [line for content in contents for line in content.splitlines(keepends=True)]
@@ -254,11 +248,7 @@ def _lines(rows: Iterable[Json], members: Sequence[str] = ()) -> bytes:
 
 
 def _line(row: Json, members: Sequence[str]) -> str:
-    """Return a result as a line.
-
-    Args:
-        members: columns that contain JSON (`passthrough_columns.MEMBER`).
-    """
+    """Return a result as a line. `members`: columns that contain JSON (`passthrough_columns.MEMBER`)."""
     texts = {name: row.pop(name) for name in members}
     line = json.dumps(row, ensure_ascii=False, default=str)
     further = (f", {json.dumps(name, ensure_ascii=False)}: {text}" for name, text in texts.items() if text)

@@ -91,7 +91,6 @@ class RowWriter:
 
     @property
     def num_pending(self) -> int:
-        """Return the number of rows that a kill would lose."""
         with self._adding:
             added = sum(table.num_rows for tables in self._added.values() for table in tables)
         return added + sum(table.num_rows for _, table in tuple(self._unsaved))
@@ -99,8 +98,7 @@ class RowWriter:
     def add(self, results: Sequence[Result], *, shard: int | None = None) -> pa.Table:
         """Add finished rows, and return them as a table. They are durable when `flush` has returned them.
 
-        Args:
-            shard: of the rows, where order is preserved.
+        `shard`: of the rows, where order is preserved.
         """
         assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
         table = self._form.table(results)
@@ -135,11 +133,8 @@ class RowWriter:
     def adopt(self, writer: str, known: RowRanges) -> RowRanges:
         """Move the segments of a dead writer to this one. Retries while the output fails.
 
-        Args:
-            known: rows to leave out, because they are in parts (`Ledger.known`).
-
-        Returns:
-            The rows that were moved. Raises OutputError.
+        `known`: rows to leave out, because they are in parts (`Ledger.known`). Returns the rows that were
+        moved. Raises OutputError.
         """
         return self._until_written(lambda: self._adopt(writer, known))
 
@@ -177,8 +172,7 @@ class RowWriter:
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
         """Write segments of rows in memory, then the parts that are due. Raises OSError; may be repeated.
 
-        Args:
-            durable: extended by the rows made durable, also on an error.
+        `durable`: extended by the rows made durable, also on an error.
         """
         with self._adding:
             added, self._added = self._added, defaultdict(list)
@@ -223,7 +217,6 @@ class RowWriter:
         return gathered.num_rows >= ROWS_PER_PART or time.monotonic() - gathered.since_s >= PART_INTERVAL_S
 
     def _batch(self, shard: int, gathered: _Gathered) -> _Batch:
-        """Return the parts of gathered rows: one of answered rows, one of failed rows."""
         table, failed = _sorted(pa.concat_tables(gathered.tables))
         parts: deque[tuple[Record, bytes | pa.Buffer]] = deque()
         for kind, mask in (("part", ~failed), ("errors", failed)):
@@ -255,7 +248,6 @@ class RowWriter:
 
 
 def _without(segment: Segment, known: RowRanges) -> pa.Table:
-    """Return the results of a segment except for known rows."""
     mask = [not contains(known, row) for row in row_numbers(segment.table)]
     return segment.table.filter(pa.array(mask, pa.bool_()))
 

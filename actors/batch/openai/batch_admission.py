@@ -44,8 +44,7 @@ FORM = OutputForm(format="openai")
 class OpenBatch:
     """A batch that this replica has locked, with the objects needed to run it.
 
-    Attributes:
-        given_up: why no more lines can be answered; None if they can.
+    `given_up`: why no more lines can be answered; None if they can.
     """
 
     batch: Batch
@@ -56,7 +55,6 @@ class OpenBatch:
     given_up: JsonObject | None = None
 
     def close(self) -> None:
-        """Unlock the batch."""
         self.reader.close()
         self.ledger.close()
 
@@ -65,7 +63,6 @@ class Opener:
     """Opens batches for one replica.
 
     Args:
-        names: names of the model.
         made_from: what results depend on; a batch that was begun with other settings is given up.
         max_lines: maximum lines of a batch.
     """
@@ -87,8 +84,7 @@ class Opener:
     def open(self, batch_id: str, *, has_capacity: bool) -> OpenBatch | None:
         """Return the batch if this replica may run it now.
 
-        Args:
-            has_capacity: whether its rows can run. If False, the batch is only validated or ended early.
+        `has_capacity`: whether its rows can run. If False, the batch is only validated or ended early.
 
         Raises:
             InUseError: another replica has locked it.
@@ -129,7 +125,6 @@ class Opener:
             return None
 
     def _validated(self, batch: Batch, file: StoredFile) -> Batch:
-        """Validate the lines. Return the batch in progress or failed."""
         (name,) = file.pieces
         found = validate_lines(self._files.storage.reader(name), batch.endpoint, self._names, self._max_lines)
         if found.errors:

@@ -219,7 +219,6 @@ class BatchRun:
         return None
 
     def _write(self, results: list[Result]) -> None:
-        """Make results durable. Raises OutputError if that keeps failing."""
         if results:
             self._writer.add(results)
         self._writer.flush()
@@ -311,7 +310,6 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def _lines(results: Sequence[Result], failed: int) -> BatchLines:
-    """Return the counts of lines for metrics."""
     by_category: dict[str | None, tuple[int, int]] = {}
     for result in results:
         num_drafts, num_accepted = by_category.get(result.get("counted_as"), (0, 0))

@@ -42,13 +42,8 @@ class BatchService:
     """Serves the batch routes, and runs batches.
 
     Args:
-        storage: storage of files and batches.
-        engine: a started engine.
-        generation: the checkpoint's defaults.
         names: names of the model; the first is reported.
         max_lines: maximum lines of a batch.
-        max_stored_bytes: limit per key.
-        chat: the model's chat format.
         count_lines: called with counts of lines that became durable, on the event loop.
         on_row: called with each line when it is answered, on the event loop.
         account_of: returns the account that a line is charged to; None without receipts.
@@ -114,7 +109,6 @@ class BatchService:
         return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
 
     def wake(self) -> None:
-        """Check for batches now."""
         self._wake.set()
 
     def delete_file(self, file_id: str, caller: Caller) -> None:

@@ -88,7 +88,6 @@ class Batch:
 
     @property
     def is_late(self) -> bool:
-        """Return whether its completion window is over."""
         return time.time() >= self.expires_at
 
     def moved(self, status: Status, at: int | None = None, **changes: Any) -> Batch:  # Any: fields
@@ -153,7 +152,6 @@ class BatchStore:
         return batch if asked_at is None else batch.moved("cancelling", asked_at)
 
     def saved(self, batch_id: str) -> Batch | None:
-        """Return the batch as last saved."""
         found = read_object(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
         return None if found is None else Batch(**{each.name: found[each.name] for each in fields(Batch)})
 
@@ -199,20 +197,16 @@ class BatchStore:
             self.leave_queue(batch_id)
 
     def leases(self, batch_id: str) -> JsonObject:
-        """Return the saved lease book (`LeaseBook.to_json`); empty if there is none."""
         try:
             return json.loads(self.storage.read(f"{WORK}/{batch_id}/{LEASES}"))
         except FileNotFoundError:
             return {}
 
     def save_leases(self, batch_id: str, book: JsonObject) -> None:
-        """Save the lease book; the caller holds the batch's lock."""
         self.storage.write(f"{WORK}/{batch_id}/{LEASES}", json.dumps(book).encode())
 
     def output_folder(self, batch_id: str) -> str:
-        """Return the folder of its results, as a name in the storage."""
         return f"{WORK}/{batch_id}/out"
 
     def output(self, batch_id: str) -> Storage:
-        """Return the folder of its results, to lock and write."""
         return self.storage.under(self.output_folder(batch_id))

@@ -59,8 +59,6 @@ def _microseconds(at_s: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Part of a list, and whether more items follow."""
-
     items: list[T]
     has_more: bool
 
@@ -97,11 +95,7 @@ class StoredFile:
 
 
 class FileStore:
-    """The files of one storage.
-
-    Args:
-        max_owner_bytes: limit for all files of one owner; None is no limit.
-    """
+    """The files of one storage. `max_owner_bytes`: limit for all files of one owner; None is no limit."""
 
     def __init__(self, storage: Storage, max_owner_bytes: int | None = None) -> None:
         self.storage = storage
@@ -223,7 +217,6 @@ class Owned:
         self._known: dict[str, tuple[str | None, int]] = {}  # replaced as a whole: threads read it
 
     def ids(self, caller: Caller, *, newest_first: bool) -> list[str]:
-        """Return the ids that a caller may see."""
         ids = listed_ids(self._storage, self._folder, newest_first=newest_first)
         if caller.sees_all:
             return ids
@@ -276,7 +269,6 @@ def read_object(storage: Storage, name: str, prefix: str, given_id: str) -> Json
 
 
 def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str]:
-    """Return the ids of the objects in a folder."""
     names = [entry.name.rpartition("/")[2] for entry in storage.entries(folder)]
     ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
     return sorted(ids, reverse=newest_first)

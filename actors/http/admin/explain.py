@@ -88,7 +88,6 @@ def _stay(stay: SlotInterval, since: _Since) -> JsonObject:
 
 
 def _step(step: LifeStep, since: _Since) -> JsonObject:
-    """Return the fields of a step, with times converted to milliseconds."""
     found = asdict(step)
     found["planned_ms"], found["ended_ms"] = since.ms(found.pop("planned_s")), since.ms(found.pop("ended_s"))
     for part in ("draft", "verify", "sample", "inject"):

@@ -81,7 +81,7 @@ def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -
         """Return the usage and savings of this key's tenant; an admin key may query all tenants."""
         if folder is None:
             raise NotOfferedError(
-                "This server keeps no receipts: start it with --receipts RECEIPTS_PATH (the setting receipts).",
+                "This server keeps no receipts: start it with --receipts PATH (the setting receipts).",
                 param="receipts",
             )
         caller = caller_of(http.scope)

@@ -20,8 +20,7 @@ FAILED = "Error:"
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> TranslatedMessages:
     """Return the conversation of a request.
 
-    Args:
-        messages: pairs of a role (user, assistant or system) and a content.
+    `messages`: pairs of a role (user, assistant or system) and a content.
     """
     found = TranslatedMessages()
     if system:
@@ -92,7 +91,6 @@ def _call(block: Mapping[str, Any], at: str) -> JsonObject:
 
 
 def _text_of(content: Any, at: str) -> str:  # Any: JSON.
-    """Return the text of a string or of a list of text blocks, joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):

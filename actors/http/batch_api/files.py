@@ -46,7 +46,6 @@ def needed(service: BatchService | None) -> BatchService:
 
 @contextmanager
 def storing() -> Iterator[None]:
-    """Turn errors of the storage into StorageError."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
@@ -59,7 +58,6 @@ def storing() -> Iterator[None]:
 
 
 async def stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a method of a store in a thread."""
     with storing():
         return await asyncio.to_thread(call, *args, **kwargs)
 
@@ -128,7 +126,6 @@ def file_routes(service: BatchService | None) -> APIRouter:
 
 
 def listed(page: Page[Any]) -> JsonObject:  # Any: files or batches
-    """Return a page in the format of OpenAI's lists."""
     data = [each.as_openai() for each in page.items]
     return {
         "object": "list",

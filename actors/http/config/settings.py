@@ -272,7 +272,6 @@ class ServerSettings:
             object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """Return the names under which `model` is served, the reported one first."""
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:

@@ -17,13 +17,11 @@ from .tools import ToolOptions
 
 
 def check_tools(chat: ChatModel, body: ToolOptions) -> None:
-    """Raise RequestError if this model does not support the request's tools."""
     if body.offered:
         chat.check_tools(body.choice)
 
 
 def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserFactory:
-    """Return the parsers of the answers to a prompt."""
     return chat.reading(
         prompt,
         body.schemas,

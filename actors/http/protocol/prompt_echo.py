@@ -59,11 +59,9 @@ class PromptParts:
 
     @property
     def num_chars(self) -> int:
-        """Return the length of the echo."""
         return len(self.echo or "")
 
     def opening(self, index: int) -> JsonObject:
-        """Return the stream chunk with the echo."""
         return {"index": index, "text": self.echo, "logprobs": self._echo_logprobs(), "finish_reason": None}
 
     def begin(self, choice: JsonObject) -> JsonObject:

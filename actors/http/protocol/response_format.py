@@ -66,7 +66,6 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool = False
 
     def asked(self) -> StructuredOutputsParams | None:
-        """Return the constraint; None if no field is set."""
         fields = self.model_dump(by_alias=True)
         if not fields["json_object"]:
             del fields["json_object"]

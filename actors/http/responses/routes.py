@@ -51,8 +51,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
 def frame(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
     """Return all fields of the SDKs' response model except those that grow (`event_writer.py`).
 
-    Args:
-        chat: the translated body.
+    `chat`: the translated body.
     """
     params = run.work.params
     text = body.text.model_dump() if body.text else {"format": {"type": "text"}}

@@ -27,11 +27,7 @@ _HEADERS = {
 
 
 def ui_routes(*, batches: bool) -> APIRouter:
-    """Return the router of the page.
-
-    Args:
-        batches: whether the server has batches for the page to show.
-    """
+    """Return the router of the page. `batches`: whether the server has batches for the page to show."""
     router = APIRouter(include_in_schema=False)
     page = files(__name__).joinpath("page.html").read_bytes()
     if not batches:

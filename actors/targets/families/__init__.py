@@ -69,12 +69,9 @@ _MISSING_FEATURES: Mapping[str, str] = {
 def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     """Return the model in a checkpoint folder, without reading a weight.
 
-    Args:
-        overrides: replacements for keys of config.json. Keys of the language model may be given directly or
-            in a "text_config", wherever the file has them.
-
-    Raises:
-        CheckpointError: the model is not supported; says why.
+    `overrides`: replacements for keys of config.json. Keys of the language model may be given directly or in
+    a "text_config", wherever the file has them. Raises CheckpointError if the model is not supported; says
+    why.
     """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))

@@ -7,8 +7,7 @@ that of cosines and sines. The norms of both bottlenecks have an epsilon that is
 layers for multi-token prediction (`num_nextn_predict_layers`) are not read. Of Kimi K2.5 and later the text
 part is read.
 
-Published weights are FP8 in blocks (`actors/targets/families/shared/quantization_configs.py`), or INT4 in groups
-for experts only (`actors/targets/families/shared/quantization_configs.py`).
+Published weights are FP8 in blocks, or INT4 in groups for experts only (`shared/quantization_configs.py`).
 
 Sources: transformers' modeling_deepseek_v3.py and configuration_{deepseek_v3,kimi_k25}.py.
 """

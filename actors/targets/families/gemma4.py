@@ -219,7 +219,6 @@ def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str
 
 
 def _geometry(config: Gemma4Config, file: str, layer: int, kind: str) -> tuple[int, int]:
-    """Return the head size and the number of K/V heads of a layer."""
     own: LayerGeometry | None = None
     if config.per_layer_config is not None:
         own = config.per_layer_config.get(str(layer))

@@ -27,8 +27,7 @@ def choose_backend(
 ) -> BackendName:
     """Return the backend to use.
 
-    Raises:
-        ConfigError: the backend or option in the settings cannot run here; says why.
+    Raises ConfigError if the backend or option in the settings cannot run here; says why.
     """
     wanted = config.attention_backend
     if wanted == "auto":
@@ -51,8 +50,7 @@ def choose_backend(
 def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: DeviceCapabilities) -> None:
     """Raise ConfigError if rows cannot be batch-invariant here, as far as is known without measuring.
 
-    Args:
-        reason: why the device's best backend was not chosen, if it was not.
+    `reason`: why the device's best backend was not chosen, if it was not.
     """
     obstacle = None
     if machine.num_ranks > 2:  # a sum of two terms has a single order
@@ -157,7 +155,6 @@ def instructions_of_passes() -> str | None:
 
 
 def _why_not_of(name: str) -> Callable[[ModelStackSpec, DeviceCapabilities], str | None]:
-    """Return a backend's own `why_not`."""
     match name:
         case "triton":
             from ....drafter.compute.gpu_triton import backend as module

@@ -68,7 +68,6 @@ class CpuConfig(NamedTuple):
         return f"{self.backend} {self.dtype_name}"
 
     def runs(self, models: Sequence[ModelStackSpec], machine: DeviceCapabilities) -> bool:
-        """Return whether it can compute these models."""
         backend = "loops" if self.backend == "torch" else self.backend
         return why_not(backend, models, replace(machine, dtype=self.dtype)) is None
 
@@ -160,7 +159,6 @@ def try_ways(num_threads: int) -> None:
 
 
 def is_exact(way: CpuConfig, num_threads: int) -> bool:
-    """Return whether a row's bits do not depend on its batch."""
     if way.backend == "compiled":  # by construction; a loaded rank checks it in any case
         return True
     with _open_backend(way, num_threads) as backend:

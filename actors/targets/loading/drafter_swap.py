@@ -32,17 +32,11 @@ class RemoteSide(Protocol):
         """Load another drafter in that process, next to the one in use."""
         ...
 
-    def use(self) -> None:
-        """Switch to the loaded drafter."""
-        ...
+    def use(self) -> None: ...
 
 
 class DrafterExchange:
-    """Loads and swaps the drafters of one rank.
-
-    Args:
-        remote: given if the drafter is in another process.
-    """
+    """Loads and swaps the drafters of one rank. `remote`: given if the drafter is in another process."""
 
     def __init__(self, plan: LoadPlan, runner: Runner, remote: RemoteSide | None = None) -> None:
         self._plan, self._runner, self._remote = plan, runner, remote
@@ -68,7 +62,6 @@ class DrafterExchange:
 
     @torch.inference_mode()
     def use(self) -> None:
-        """Switch to the loaded drafter."""
         assert self._next_plan is not None, "call load() first"
         if self._remote is not None:
             self._remote.use()
@@ -113,7 +106,6 @@ class DrafterExchange:
         )
 
     def forget(self) -> None:
-        """Drop the loaded drafter."""
         self._next_plan = self._next_drafter = None
 
 

@@ -68,7 +68,6 @@ class LoadPlan:
 
     @property
     def models(self) -> list[ModelStackSpec]:
-        """Requirements of the models on a backend."""
         return _stack_specs(self.target, self.drafter, self.device)
 
     @property
@@ -85,7 +84,6 @@ class LoadPlan:
 
     @property
     def split(self) -> bool:
-        """Whether the drafter runs in a process of its own."""
         spec = self.config.speculative_config
         return spec is not None and spec.placement != "colocated"
 
@@ -114,10 +112,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
     """Return the config of a drafter after checking that it fits and, if they are to be read, has all its
-    tensors.
-
-    Raises:
-        CheckpointError: it does not fit, or a tensor is missing.
+    tensors. Raises CheckpointError if it does not fit, or a tensor is missing.
     """
     spec = config.speculative_config
     assert spec is not None, "only speculation has a drafter"
@@ -188,10 +183,7 @@ def _with_end_token(
     config: EngineConfig, folder: Path, target: ModelSpec
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the target with the tokenizer's end token added, as in vLLM and SGLang, and warnings about
-    oddities.
-
-    Raises:
-        CheckpointError: the tokenizer has ids without an embedding in the target.
+    oddities. Raises CheckpointError if the tokenizer has ids without an embedding in the target.
     """
     if config.skip_tokenizer_init:
         return target, ()
@@ -220,10 +212,8 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
     """Return the setting, or the shorter of both models' limits if it is not set.
 
     A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
-    published drafters state their training length (2048 for targets of 128k), which is not a limit.
-
-    Raises:
-        ConfigError: the setting exceeds a limit.
+    published drafters state their training length (2048 for targets of 128k), which is not a limit. Raises
+    ConfigError if the setting exceeds a limit.
     """
     ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
     limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}

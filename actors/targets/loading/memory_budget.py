@@ -71,8 +71,7 @@ def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | N
 def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
     """Return the number of states of a rank; None if the target has no recurrent layers.
 
-    Args:
-        budget_bytes: memory for pages and states, see `affordable_pages`.
+    `budget_bytes`: memory for pages and states, see `affordable_pages`.
     """
     config, size = plan.config, state_bytes(plan)
     if not size or config.num_states is not None:
@@ -90,13 +89,12 @@ def affordable_pages(
 ) -> tuple[int, ...]:
     """Return the number of pages in each of a rank's pools.
 
+    Raises ConfigError if the memory does not hold one sequence of `max_model_len`.
+
     Args:
         sizes: `page_bytes` of the models that the rank holds.
         budget_bytes: measured free memory; None where only settings and RAM decide (CPU).
         taken_bytes: the part of it that recurrent states take.
-
-    Raises:
-        ConfigError: the memory does not hold one sequence of `max_model_len`.
     """
     config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
     if config.num_pages is not None:
@@ -141,8 +139,7 @@ def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:
 def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
     """Return the bytes that `gpu_memory_utilization` leaves for pages once weights are loaded.
 
-    Args:
-        step_bytes: the peak that steps take in addition to the pages (`warm_up.measure_step_bytes`).
+    `step_bytes`: the peak that steps take in addition to the pages (`warm_up.measure_step_bytes`).
     """
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)

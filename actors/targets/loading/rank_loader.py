@@ -74,8 +74,6 @@ RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
 
 
 class ModelSource(Protocol):
-    """A source of the weights of a plan's models."""
-
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> Drafter: ...
@@ -297,7 +295,6 @@ class _Rank:
         return self._step_runner(num_pages, num_states)
 
     def _remote(self) -> RemoteSource | None:
-        """Connect to a drafter in a process of its own, if the plan has one."""
         return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
 
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:

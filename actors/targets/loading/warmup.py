@@ -90,14 +90,12 @@ def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int
 
 
 def _longest_prompts(plan: LoadPlan) -> list[int]:
-    """Return the lengths of the longest prompts that fit a step together."""
     config = plan.config
     length = min(plan.max_model_len, config.max_num_batched_tokens)
     return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
 
 
 def _most_prompts(plan: LoadPlan) -> list[int]:
-    """Return the lengths of as many prompts as fit a step."""
     config = plan.config
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count
@@ -130,11 +128,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_invariance(plan: LoadPlan, backend: Backend) -> None:
-    """Log whether rows are batch-invariant.
-
-    Raises:
-        ConfigError: they are not, and `batch_invariant` is set.
-    """
+    """Log whether rows are batch-invariant. Raises ConfigError if not, and `batch_invariant` is set."""
     required = plan.config.batch_invariant
     if plan.attention_backend in ("triton", "flash_attn") and not (required and plan.device.type == "cuda"):
         return

@@ -23,11 +23,7 @@ def _check_unquantized(value: Any) -> None:  # Any: JSON values
 
 
 class PlainConfig(HfConfig):
-    """The keys that every family has.
-
-    Attributes:
-        KINDS: the types of layers that `layer_types` may have.
-    """
+    """The keys that every family has. `KINDS`: the types of layers that `layer_types` may have."""
 
     KINDS: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
