@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.serve.drafter_canary import DrafterCanary, ReplicaReport
-from manta.actors.serve.user_config import ReplicaUserConfig
+from manta.actors.serve.drafter_canary import DrafterCanary, ReplicaReport, ReplicaUserConfig
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.canary import NO_EVIDENCE, ArmStats, CanaryTrial, Evidence, TrialRules, Verdict

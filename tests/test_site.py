@@ -97,8 +97,8 @@ def test_every_guide_picture_and_decision_is_on_the_site(site: Path) -> None:
 
 def test_links_out_of_the_guides_lead_to_the_sources_as_pages(site: Path) -> None:
     families = (site / "families.html").read_text(encoding="utf-8")
-    assert 'href="source/actors/targets/families/qwen3.py.html"' in families
-    page = (site / "source/actors/targets/families/qwen3.py.html").read_text(encoding="utf-8")
+    assert 'href="source/actors/targets/families/llama.py.html"' in families
+    page = (site / "source/actors/targets/families/llama.py.html").read_text(encoding="utf-8")
     assert "ModelSpec" in page
 
 

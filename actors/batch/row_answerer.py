@@ -28,8 +28,7 @@ from ..http.generation.generation_task import operation_of
 from ..http.generation.request_stats import usage_of
 from ..http.openai.chat import ChatShape
 from ..http.openai.completions import CompletionShape
-from ..http.protocol.chat_params import chat_params, check_tools, reading_of
-from ..http.protocol.chat_request import ChatRequest, conversation
+from ..http.protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
 from ..http.wire.request_ids import new_id

@@ -9,6 +9,7 @@ sets the delays to zero because two delays in a row would only be slow.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,10 @@ class SpeculativeScaling:
             ctx.target_num_replicas,
             ctx.capacity_adjusted_min_replicas,
             ctx.capacity_adjusted_max_replicas,
-            ctx.current_time,
+            ctx.current_time or time.time(),
         )
         if self._metrics is None:
-            self._metrics = ScalingMetrics(ctx.app_name, ctx.deployment_name)
+            self._metrics = ScalingMetrics(ctx.app_name or "", ctx.deployment_name)
         self._metrics.show(load, ctx.target_num_replicas, wanted)
         return wanted, {}
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...actors.serve.drafter_canary import ReplicaReport
-from ...actors.serve.user_config import DrafterCandidate, ReplicaUserConfig
+from ...actors.serve.drafter_canary import DrafterCandidate, ReplicaReport, ReplicaUserConfig
 from ...cluster.errors import ConfigError, MantaError
 from ...cluster.fleet.canary import ArmStats, Evidence, Verdict
 from ..common.ray_session import join_ray, ray_address

@@ -9,8 +9,7 @@ from ..generation.request_run import GenerationRun
 from ..generation.request_translation import said_of
 from ..generation.server_context import ServerContext
 from ..openai.chat import prepare_chat
-from ..protocol.chat_params import check_tools
-from ..protocol.chat_request import conversation
+from ..protocol.chat_request import check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from .errors import ROUTES
 from .event_writer import PREFIX, MessageWriter

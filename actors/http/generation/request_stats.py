@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
-from ...chat.reasoning_tokens import ReasoningCounter
+from ...chat.answer_parser import ReasoningCounter
 from ...engine.output_processor import CompletionOutput, RequestMetrics, RequestOutput
 from ...engine.tenant import Tenant
 from ...observability.telemetry import EndedPrompt, FinishedCompletion, FinishedRequest, RequestTelemetry

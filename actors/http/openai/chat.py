@@ -13,8 +13,7 @@ from ...engine.output_processor import CompletionOutput
 from ..generation.generation import prepare, respond
 from ..generation.generation_task import GenerationTask
 from ..generation.server_context import ServerContext
-from ..protocol.chat_params import chat_params, check_tools, reading_of
-from ..protocol.chat_request import ChatRequest, conversation
+from ..protocol.chat_request import ChatRequest, chat_params, check_tools, conversation, reading_of
 from ..protocol.logprobs import chat_logprobs
 from ..wire.json_io import JsonObject, JsonRoute
 

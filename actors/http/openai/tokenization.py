@@ -15,8 +15,7 @@ from pydantic import (
 
 from ....cluster.errors import RequestError
 from ..generation.server_context import ServerContext
-from ..protocol.chat_params import check_tools
-from ..protocol.chat_request import ChatMessage, ChatTemplateOptions, conversation
+from ..protocol.chat_request import ChatMessage, ChatTemplateOptions, check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from ..wire.json_numbers import highest, ids_as_they_are
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ....cluster.errors import RequestError, shown
-from ....cluster.request.request import MAX_LOGPROBS
+from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
+from ...chat.answer_parser import AnswerParserFactory
+from ...chat.chat_model import ChatModel
 from ...tokenization.chat_template import Message
 from ...tokenization.prompts import Chat, needed
 from ...tokenization.special_tokens import map_texts
@@ -225,3 +228,41 @@ def _text(part: Mapping[str, Any], at: str) -> str:
             param=at,
         )
     return text
+
+
+def check_tools(chat: ChatModel, body: ToolOptions) -> None:
+    if body.offered:
+        chat.check_tools(body.choice)
+
+
+def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserFactory:
+    return chat.reading(
+        prompt,
+        body.schemas,
+        parallel=body.parallel_tool_calls is not False,
+        with_reasoning=body.include_reasoning,
+        continued=body.continued,
+    )
+
+
+def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
+    """Return the sampling parameters with what the model's formats need, and with forced tool calls."""
+    params = replace(params, kept_special_token_ids=chat.kept_token_ids)
+    asked = params.structured_outputs
+    if body.choice == "required":
+        if asked is not None:
+            raise RequestError(
+                f"{asked.field} and a tool_choice that requires calls exclude each other; send one of them.",
+                param=asked.field,
+            )
+        # A named function is called once, as in OpenAI's API.
+        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        forced = chat.forced(prompt, body.schemas, parallel=several)
+        return replace(params, structured_outputs=forced)
+    strict = {tool.name for tool in body.offered if tool.strict}
+    if asked is None and strict:
+        return replace(params, structured_outputs=chat.strict(prompt, body.schemas, strict))
+    if asked is not None and not asked.after_token_ids and not body.continue_final_message:
+        behind = chat.end_of_reasoning(prompt)
+        return replace(params, structured_outputs=replace(asked, after_token_ids=behind))
+    return params

@@ -24,7 +24,6 @@ from . import (
     minimax_m2,
     muse_glimmer,
     qwen3_5,
-    qwen3_next,
 )
 
 Reader = Callable[[Json, str], ModelSpec]
@@ -32,7 +31,7 @@ Reader = Callable[[Json, str], ModelSpec]
 FAMILIES: Mapping[str, Reader] = {
     "Qwen3ForCausalLM": llama.read_qwen3,
     "Qwen3MoeForCausalLM": llama.read_qwen3_moe,
-    "Qwen3NextForCausalLM": qwen3_next.read,
+    "Qwen3NextForCausalLM": qwen3_5.read_next,
     "Qwen3_5ForCausalLM": qwen3_5.read,
     "Qwen3_5ForConditionalGeneration": qwen3_5.read,
     "Qwen3_5MoeForCausalLM": qwen3_5.read_moe,

@@ -1,22 +1,150 @@
-"""Qwen3.5, 3.6 and 3.8, text: gated delta nets and gated attention (`gated_delta_net.py`), optionally with
-experts.
+"""Qwen3.5, 3.6 and 3.8, and Qwen3-Next (Qwen3-Coder-Next), text: gated delta nets, optionally with experts.
 
+    x += o(rms_w(rule(conv(q, k, v), beta, g)) silu(z))   or   x += o(attention(q, k, v) sigmoid(gate))
+    x += mlp(norm x)
+
+Every fourth layer has gated attention. Norms store w of 1 + w, except for the delta net's own. A head's rows
+of q_proj are its queries, then its gate. Image positions (mrope) equal text positions if there is only text.
 Parts of a published file for images and multi-token prediction are ignored.
 
-Sources: transformers' modeling_qwen3_5.py and modeling_qwen3_5_moe.py.
+Qwen3-Next groups the delta nets' projections by key head:
+
+    in_proj_qkvz   q k v.. z.. of the first key head and of the value heads that it serves, then of the next
+    in_proj_ba     b.. a.. likewise
+
+Sources: transformers' modeling_{qwen3_5,qwen3_5_moe,qwen3_next}.py and the defaults of their configurations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Literal
 
+import torch
 from pydantic import AliasChoices, Field
+from torch import Tensor
 
-from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
-from ..model.mlp_spec import GatedMLP
-from ..model.model_spec import ModelSpec, TensorRule
-from .gated_delta_net import DELTA, GatedDeltaConfig, read_gated_delta
+from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
+from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
+from ....drafter.compute.layers.rope import RopeConfig
+from ..model.attention import TargetAttention
+from ..model.delta_net import DeltaNet
+from ..model.mlp_spec import GatedMLP, RoutedMLP
+from ..model.model_spec import LayerSpec, ModelSpec, TensorRule, Transform
+from .gemma3 import one_plus
+from .shared.deepseek_moe import in_fp32
+from .shared.llama_like import TENSORS, PlainConfig, model_of
 from .shared.qwen_moe import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
+
+_ROTARY_FACTOR = 0.25  # rotated share of a head if config.json does not say
+
+
+class GatedDeltaConfig(PlainConfig):
+    """The keys that both families have."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("linear_attention", "full_attention")
+
+    head_dim: Count | None = 256
+    attention_bias: Off = False
+    attn_output_gate: Literal[True] = True
+    full_attention_interval: Count = 4
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_conv_kernel_dim: int = Field(4, ge=2, description="an integer of at least 2")
+
+    def mixers(self, raw: Json, file: str) -> tuple[TargetAttention | DeltaNet, ...]:
+        """Return each layer's mixer; by default every `full_attention_interval`-th layer has attention."""
+        period, count = self.full_attention_interval, self.num_hidden_layers
+        kinds = tuple(self.KINDS[(i + 1) % period == 0] for i in range(count))
+        kinds = self.types(file, kinds)
+        if "full_attention" not in kinds:
+            raise wrong(
+                file, "layer_types", kinds, "a list with at least one full_attention: sequences must have K/V"
+            )
+        delta, attention = DeltaNet(geometry=self._geometry(file)), self._attention(raw, file)
+        return tuple(attention if kind == "full_attention" else delta for kind in kinds)
+
+    def _geometry(self, file: str) -> RecurrentStateSpec:
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            raise wrong(
+                file, "linear_num_value_heads", values, f"a multiple of linear_num_key_heads ({keys})"
+            )
+        sizes = (self.linear_key_head_dim, self.linear_value_head_dim, self.linear_conv_kernel_dim)
+        return RecurrentStateSpec(keys, values, *sizes)
+
+    def _attention(self, raw: Json, file: str) -> TargetAttention:
+        size = self.head_size(file)
+        return TargetAttention(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.kv_heads(file),
+            head_dim=size,
+            rope=RopeConfig.read({"partial_rotary_factor": _ROTARY_FACTOR, **raw}, size, file),
+            scale=size**-0.5,
+            qk_norm=True,
+            gate=True,
+        )
+
+
+def read_gated_delta(
+    raw: Json,
+    file: str,
+    config: GatedDeltaConfig,
+    mlps: tuple[GatedMLP | RoutedMLP, ...],
+    tensors: Mapping[str, TensorRule],
+) -> ModelSpec:
+    """Return the model with these MLPs.
+
+    Args:
+        config: `raw`, parsed.
+        tensors: the delta nets' projections, and the MLPs' tensors that dense MLPs lack.
+    """
+    mixers = config.mixers(raw, file)
+    layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
+    tensors = {**_tensors(config.head_size(file)), **tensors}
+    return model_of(config, layers, tensors, fp32_norms=True)
+
+
+def _half_of_each_head(head_dim: int, which: int, rows_OH: Tensor) -> Tensor:
+    """Return the first (0) or second (1) `head_dim` rows of each head."""
+    return rows_OH.unflatten(0, (-1, 2, head_dim))[:, which].flatten(0, 1)
+
+
+def _negative_exp(a_log_V: Tensor) -> Tensor:
+    return -in_fp32(a_log_V).exp()
+
+
+def _squeeze_kernel(kernel_C1T: Tensor) -> Tensor:
+    return in_fp32(kernel_C1T.squeeze(1))
+
+
+DELTA = "layers.{layer}.linear_attn."
+_NORMS = ("attention_norm", "mlp_norm", "final_norm", "q_norm", "k_norm")
+
+
+def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
+    rows = {"q": 0, "attention_gate": 1}
+    q_and_gate = replace(TENSORS["q"], axes=("q_and_gate", "hidden"))
+    return {
+        **TENSORS,
+        **{part: replace(TENSORS[part], transform=one_plus) for part in _NORMS},
+        **{
+            part: replace(q_and_gate, transform=Transform(_half_of_each_head, (head_dim, which)))
+            for part, which in rows.items()
+        },
+        "delta_conv": TensorRule(
+            name=DELTA + "conv1d.weight",
+            axes=("delta_channels", "one", "delta_taps"),
+            transform=_squeeze_kernel,
+        ),
+        "delta_rate": TensorRule(name=DELTA + "A_log", axes=("delta_heads",), transform=_negative_exp),
+        "delta_dt_bias": TensorRule(name=DELTA + "dt_bias", axes=("delta_heads",), transform=in_fp32),
+        "delta_norm": TensorRule(name=DELTA + "norm.weight", axes=("delta_value",), transform=in_fp32),
+        "delta_out": TensorRule(name=DELTA + "out_proj.weight", axes=("hidden", "delta_values")),
+    }
 
 
 class Qwen35MoeConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
@@ -46,4 +174,41 @@ def read_moe(raw: Json, file: str) -> ModelSpec:
     # These families always divide the chosen experts' weights by their sum.
     config = parse(Qwen35MoeConfig, {**raw, "norm_topk_prob": True}, file)
     tensors = {**_PROJECTIONS, **EXPERT_TENSORS, **SHARED_TENSORS}
+    return read_gated_delta(raw, file, config, config.mlps(file), tensors)
+
+
+class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
+    num_experts: Count = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: Count = 10
+    moe_intermediate_size: Count = 512
+    shared_expert_intermediate_size: Count | None = 512
+    norm_topk_prob: bool = True
+
+
+def _regroup_by_kind(sizes: tuple[int, ...], rows_OH: Tensor) -> Tensor:
+    """Regroup rows from key head by key head, with these sizes per kind, to kind by kind over all heads."""
+    kinds = rows_OH.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+
+def _next_tensors(config: Qwen3NextConfig) -> Mapping[str, TensorRule]:
+    group = config.linear_num_value_heads // config.linear_num_key_heads
+    key, values = config.linear_key_head_dim, group * config.linear_value_head_dim
+    return {
+        "delta_qkvz": TensorRule(
+            name=DELTA + "in_proj_qkvz.weight",
+            axes=("delta_qkvz", "hidden"),
+            transform=Transform(_regroup_by_kind, ((key, key, values, values),)),
+        ),
+        "delta_ba": TensorRule(
+            name=DELTA + "in_proj_ba.weight",
+            axes=("delta_ba", "hidden"),
+            transform=Transform(_regroup_by_kind, ((group, group),)),
+        ),
+    }
+
+
+def read_next(raw: Json, file: str) -> ModelSpec:
+    config = parse(Qwen3NextConfig, raw, file)
+    tensors = {**_next_tensors(config), **EXPERT_TENSORS, **SHARED_TENSORS}
     return read_gated_delta(raw, file, config, config.mlps(file), tensors)
