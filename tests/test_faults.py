@@ -35,7 +35,7 @@ from manta.actors.http.generation.request_run import GenerationRun
 from manta.actors.http.generation.request_stats import RequestFigures
 from manta.actors.http.openai.chat import ChatShape
 from manta.actors.system import log_setup as process_log
-from manta.actors.tokenization.detokenizer import IncrementalDetokenizer, LossyDetokenizer
+from manta.actors.tokenization.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
@@ -60,7 +60,7 @@ class Panic(BaseException):
 DELIVERY = [
     (IncrementalDetokenizer, "step", KeyError),
     (IncrementalDetokenizer, "step", Panic),
-    (LossyDetokenizer, "flush", OverflowError),
+    (ByteLevelDetokenizer, "flush", OverflowError),
     (outputs._Text, "_find_stop", RecursionError),
     (outputs._Text, "take", IndexError),
     (OutputLogprobs, "extend", TypeError),

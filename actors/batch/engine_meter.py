@@ -29,11 +29,9 @@ class EngineMeter:
     """Meter of one engine.
 
     Args:
-        stats: returns the statistics of the started engine.
         device, num_devices: devices that the engine holds.
         began_s: when it began to hold them, on `clock`.
         sample: chooses rows to answer without speculation; None: no rows.
-        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -30,8 +30,6 @@ class CapturedRecord:
     Attributes:
         prompt_token_ids: the prompt as the target read it; empty if prompts are not captured.
         token_ids: the answer, including the token that ended it.
-        model: the served model's name.
-        day: UTC date, such as 2026-11-23.
         tenant, category: as the request named them (`actors/engine/tenant.py`).
     """
 

@@ -17,7 +17,6 @@ class CallPiece:
     Attributes:
         index: index of the call in its response, from 0.
         id: set on the call's first part only, as is `name`.
-        name: name of the tool.
         arguments: a fragment of JSON; the fragments of a call concatenated are its arguments.
     """
 

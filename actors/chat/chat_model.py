@@ -98,7 +98,6 @@ class ChatModel:
         """Return the parser factory for the text that follows a prompt.
 
         Args:
-            prompt: a rendered conversation.
             schemas: argument schemas of the callable tools by name; if None or empty, no calls are parsed.
             parallel: False drops all calls after the first.
             with_reasoning: False drops the model's reasoning.

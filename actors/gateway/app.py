@@ -61,7 +61,6 @@ def create_gateway(
 
     Args:
         fleet: the replicas; kept up to date as long as the application runs.
-        gateway: name of this gateway in metrics.
         traffic: counts the requests in flight, and holds whether the gateway is draining.
         echo_request_id: see `RequestGate`.
     """

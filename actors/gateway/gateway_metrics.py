@@ -11,12 +11,7 @@ from .replica_set import Fleet
 
 
 class GatewayFigures:
-    """Counts the events of one gateway and exports them to Prometheus.
-
-    Args:
-        fleet: replicas for `manta:gateway_replica_up`.
-        gateway: label of all metrics.
-    """
+    """Counts the events of one gateway and exports them to Prometheus."""
 
     def __init__(self, fleet: Fleet, gateway: str) -> None:
         self._fleet = fleet

@@ -80,8 +80,6 @@ class Generation(Response):
 
     Args:
         http: the request; its body has been read.
-        body: the raw body.
-        asked: routing hints read from the body.
         ending: how streams of the route's API end.
     """
 

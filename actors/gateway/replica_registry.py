@@ -38,7 +38,6 @@ class ReplicaRecord:
         replica: its id in Serve.
         names: names of its model; the first identifies the model.
         url: of its endpoint for gateways; requests must carry `token`.
-        beat: number of this heartbeat.
         state: "failed" when its engine is dead.
         running, waiting: requests there.
         max_requests: requests that it should have at most.

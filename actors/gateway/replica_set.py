@@ -45,7 +45,6 @@ class Member:
     """One replica, as the gateway sees it.
 
     Attributes:
-        record: its last heartbeat.
         heard_s: when that arrived, monotonic.
         here: requests from this gateway in flight there.
         others: requests from other gateways, by its last heartbeat.

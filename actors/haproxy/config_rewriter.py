@@ -27,6 +27,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.request.caller import REQUEST_ID
 from .connections import Connections
 
 RETRY_HEADER = "x-manta-retry-status"
@@ -37,7 +38,6 @@ RETRY_ON = f"conn-failure {RETRY_STATUS}"
 NOT_READY = "The server is loading its models. Retry."
 DRAINING = "The server is stopping. Retry elsewhere, or later."
 LOST = "The replica that had this request is gone. Retry."
-REQUEST_ID = "^[!-~]{1,256}$"  # as in `http/wire/request_ids.py`
 RETRY_AFTER_S = 1
 # Time limit for a request's headers and the part of its body that HAProxy buffers, unless Serve sets `timeout
 # http-request`.
@@ -104,7 +104,6 @@ class Front:
     """A rewritten configuration and what was read from it.
 
     Attributes:
-        text: the rewritten configuration.
         admin: the admin socket that Serve connects to.
         replicas: (host, port) of each replica.
     """

@@ -60,8 +60,6 @@ def create_app(
 
     Args:
         engine: started; the caller closes it.
-        settings: of the HTTP server.
-        replica: name in log lines and metrics.
         mirror: also gets the engine's figures periodically.
         traffic: counts the requests in flight; the caller can wait for them.
         echo_request_id, max_requests: see `RequestGate`.

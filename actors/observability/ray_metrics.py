@@ -23,11 +23,7 @@ Tags = dict[str, str]
 
 
 class RayMetrics:
-    """A `MetricsMirror` into Ray.
-
-    Args:
-        model_name, replica: values of the tags `model_name` and `ReplicaId`.
-    """
+    """A `MetricsMirror` into Ray."""
 
     def __init__(self, model_name: str, replica: str) -> None:
         tags = {"model_name": model_name, "ReplicaId": replica}

@@ -141,10 +141,8 @@ class RequestTelemetry:
     """All metrics of one engine.
 
     Args:
-        model_name: label of all metrics.
         replica: included in log lines and label of all metrics. (The label `engine` is vLLM's number of an
             engine in its process, here always "0".)
-        mirror: receives all values too.
         max_label_values: maximum number of distinct tenants, and of categories.
         categories: categories counted by name.
     """

@@ -92,11 +92,7 @@ def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any
 
 
 class ScalingMetrics:
-    """Autoscaling metrics of one deployment.
-
-    Args:
-        application, deployment: values of the metrics' tags.
-    """
+    """Autoscaling metrics of one deployment."""
 
     def __init__(self, application: str, deployment: str) -> None:
         tags = {"application": application, "deployment": deployment}

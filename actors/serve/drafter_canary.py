@@ -133,13 +133,7 @@ class CanaryStatusStore(Protocol):
 
 
 class DrafterCanary:
-    """The drafter control of one replica.
-
-    Args:
-        board: the deployment's store.
-        replica: this replica's name in the store.
-        clock: Unix time in seconds.
-    """
+    """The drafter control of one replica. `board`: the deployment's store."""
 
     def __init__(
         self,

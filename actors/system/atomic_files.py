@@ -84,7 +84,6 @@ def write_whole(
     """Write a file under a temporary name, make it durable, and rename it.
 
     Args:
-        write: writes the content to the given path.
         synced: False leaves it to the system when the file reaches the disk.
         private: other users may not read it.
     """

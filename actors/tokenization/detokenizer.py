@@ -44,7 +44,6 @@ class IncrementalDetokenizer(ABC):
     """Turns the tokens of one completion into text.
 
     Args:
-        pieces: texts of the tokenizer's tokens.
         prompt_token_ids: read at the first token of the output; the engine has checked them by then.
         hidden: tokens left out of the text, in the prompt and in the output.
     """

@@ -12,6 +12,8 @@ from hashlib import blake2b
 
 from ..metrics.bounded_labels import ANY, OTHER
 
+REQUEST_ID = "^[!-~]{1,256}$"  # pattern of a client's request id: it fits a header and a log line
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:

@@ -51,7 +51,6 @@ class Storage:
 
     Attributes:
         where: as the user wrote it, without a URL's query and credentials; for messages.
-        filesystem: Arrow's file system.
         root: the folder's path in it.
         private: other users of the disk may not read what is written.
         follows_links: links in this folder are followed; for input.

@@ -35,7 +35,6 @@ class JobRun:
         first_run: of this job; earlier runs were another job's.
         numbering: row numbers written before this run refer to an input that has changed since.
         runs: one entry per run, in order.
-        spec: `JobSpec.to_json`.
     """
 
     first_run: int

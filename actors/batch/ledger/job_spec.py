@@ -33,9 +33,6 @@ class JobSpec:
     Attributes:
         made_from: what results depend on, by name: model and revision, tokenizer, sampling, template, seed.
         input: name, size, modification time and content hash of every file (`Dataset.identity`).
-        input_format: format of these files.
-        form: form of the output.
-        num_rows: number of rows of the input.
         sample: the rows to answer; all if absent.
         rows_per_shard: set if order is preserved. If a later run has another value, the end of the job
             corrects it.

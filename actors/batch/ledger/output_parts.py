@@ -49,7 +49,6 @@ class OutputForm:
     """Format of results.
 
     Attributes:
-        format: file format of the parts.
         columns: columns of the input that are passed through (`RowIndex.columns`).
         ordered: parts contain complete shards of consecutive rows.
     """
@@ -95,7 +94,6 @@ class Record:
     """Metadata of a part. Written before its part, and ignored until the part exists.
 
     Attributes:
-        part: the part's name in the output.
         run, writer: which run and writer made the part.
         numbering: row numbers refer to the input as of this run.
         replaces: parts that this one replaces.

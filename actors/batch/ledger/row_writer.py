@@ -67,7 +67,6 @@ class RowWriter:
     Args:
         run: run of the job; the writer of an earlier run makes no parts once a later run has begun.
         shard: shard in the names of its parts if order is not preserved.
-        writer: a unique name.
     """
 
     def __init__(self, output: Storage, form: OutputForm, *, run: int, shard: int, writer: str) -> None:

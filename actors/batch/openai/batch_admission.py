@@ -62,9 +62,7 @@ class OpenBatch:
 class Opener:
     """Opens batches for one replica.
 
-    Args:
-        made_from: what results depend on; a batch that was begun with other settings is given up.
-        max_lines: maximum lines of a batch.
+    `made_from`: what results depend on; a batch that was begun with other settings is given up.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class BatchService:
 
     Args:
         names: names of the model; the first is reported.
-        max_lines: maximum lines of a batch.
         count_lines: called with counts of lines that became durable, on the event loop.
         on_row: called with each line when it is answered, on the event loop.
         account_of: returns the account that a line is charged to; None without receipts.

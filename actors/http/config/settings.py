@@ -213,6 +213,9 @@ class ServerSettings:
             ("log_format", LogFormat),
         ):
             one_of(name, getattr(self, name), get_args(kind))
+        for name, kind in (("prefix_cache_isolation", Isolation), ("reasoning_field_name", ReasoningField)):
+            if (value := getattr(self, name)) is not None:
+                one_of(name, value, get_args(kind))
         GenerationDefaults().overridden(self.override_generation_config)
         source = self.generation_config
         if source not in ("auto", "openai") and not Path(source, "generation_config.json").is_file():
@@ -221,10 +224,6 @@ class ServerSettings:
                 "that holds a generation_config.json.",
                 param="generation_config",
             )
-        if self.prefix_cache_isolation is not None:
-            one_of("prefix_cache_isolation", self.prefix_cache_isolation, get_args(Isolation))
-        if self.reasoning_field_name is not None:
-            one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
         for name, at_zero in (
             ("sse_keep_alive_interval", "off"),
             ("shutdown_timeout", "at once"),
@@ -249,10 +248,9 @@ class ServerSettings:
                     f"{name}={getattr(self, name)!r} must be a share of all answers, from 0 (none) to 1.",
                     param=name,
                 )
-        if self.capture is not None and not Path(self.capture).is_absolute():
-            raise ConfigError(
-                f"capture={self.capture!r} must be the absolute path of a folder.", param="capture"
-            )
+        for name, which in (("capture", "a folder"), ("receipts", "a folder that all replicas see")):
+            if (path := getattr(self, name)) is not None and not Path(path).is_absolute():
+                raise ConfigError(f"{name}={path!r} must be the absolute path of {which}.", param=name)
         if self.capture_redact is not None and not _HOOK.fullmatch(self.capture_redact):
             raise ConfigError(
                 f"capture_redact={self.capture_redact!r} must name a function, like mymodule:redact.",
@@ -262,11 +260,6 @@ class ServerSettings:
             _check_collector(self.otlp_traces_endpoint)
         if self.batch_storage is not None:
             _check_place(self.batch_storage)
-        if self.receipts is not None and not Path(self.receipts).is_absolute():
-            raise ConfigError(
-                f"receipts={self.receipts!r} must be the absolute path of a folder that all replicas see.",
-                param="receipts",
-            )
         parse_replicas(self.replicas)
         if isinstance(self.scaling, Mapping):
             object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))

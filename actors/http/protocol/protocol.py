@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ....cluster.errors import RequestError
+from ....cluster.request.caller import REQUEST_ID
 from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from ...tokenization.generation_config import GenerationDefaults
 from ..wire.json_numbers import Integer, Number, TokenIds, no_booleans, types_of
-from ..wire.request_ids import REQUEST_ID
 from .response_format import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64

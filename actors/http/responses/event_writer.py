@@ -40,7 +40,6 @@ class ResponseWriter(SectionWriter):
 
     Args:
         frame: the fields of the response that do not grow (`routes.py`).
-        tools: of the request.
         metrics: called at the end; returns the field next to `usage`.
     """
 

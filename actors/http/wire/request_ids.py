@@ -8,10 +8,10 @@ from typing import Any
 
 from starlette.types import Scope
 
+from ....cluster.request.caller import REQUEST_ID
 from ...system.log_setup import about_request
 
 ID_HEADER = "x-request-id"
-REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 

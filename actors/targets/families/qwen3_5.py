@@ -98,9 +98,7 @@ def read_gated_delta(
 ) -> ModelSpec:
     """Return the model with these MLPs.
 
-    Args:
-        config: `raw`, parsed.
-        tensors: the delta nets' projections, and the MLPs' tensors that dense MLPs lack.
+    `tensors`: the delta nets' projections, and the MLPs' tensors that dense MLPs lack.
     """
     mixers = config.mixers(raw, file)
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))

@@ -143,7 +143,6 @@ def read_plain(
     """Return a model of plain blocks that differ only in their windows.
 
     Args:
-        config: `raw`, parsed.
         head_dim: default if config.json has none; None for hidden_size / num_attention_heads.
         windows: window of each layer; None for no windows.
     """
