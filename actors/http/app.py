@@ -27,8 +27,7 @@ from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
 from .admin.operations import operation_routes, receipt_routes
 from .anthropic.routes import message_routes
-from .batch_api.batches import batch_routes
-from .batch_api.files import file_routes
+from .batch_api.routes import batch_routes, file_routes
 from .config.settings import ServerSettings
 from .generation.server_context import ServerContext
 from .generation.tracing import Tracing, open_tracing

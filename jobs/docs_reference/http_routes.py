@@ -11,7 +11,7 @@ from typing import Any
 
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.app import create_app
-from ...actors.http.batch_api.batches import BatchRequest
+from ...actors.http.batch_api.routes import BatchRequest
 from ...actors.http.config.settings import ServerSettings
 from ...actors.http.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from ...actors.http.protocol.chat_request import ChatRequest
