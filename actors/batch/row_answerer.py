@@ -97,7 +97,6 @@ Result = dict[str, Any]  # a row of `wire_schema`
 
 
 def wire_schema(columns: pa.Schema) -> pa.Schema:
-    """Return WIRE_SCHEMA followed by the columns that are passed through (`RowIndex.columns`)."""
     return pa.schema([*WIRE_SCHEMA, *columns])
 
 

@@ -75,7 +75,6 @@ class RowIndex:
     _hashes: np.ndarray  # uint64, per row
 
     def spans(self, rows: RowRanges) -> RowSpans:
-        """Return where a reader finds these rows."""
         spans = [span for begin, end in rows for span in self._spans(begin, end)]
         return RowSpans(tuple(spans), self.duplicates.within(rows))
 

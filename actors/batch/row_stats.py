@@ -407,7 +407,6 @@ class Failures:
 
 
 def failures_in(results: pa.Table) -> tuple[Failures, ...]:
-    """Return the failures in a table of results; empty if no row failed."""
     failed = results.select(["row", "error", "counted_as"]).filter(results["error"].is_valid())
     return _grouped(
         (row["counted_as"], row["error"]["type"], row["error"]["message"][:MAX_MESSAGE], row["row"])

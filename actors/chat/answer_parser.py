@@ -55,7 +55,6 @@ class ReasoningCounter:
 def reasoning_marks(
     thinking: ThinkingFormat | Messages, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens before and after reasoning."""
     if isinstance(thinking, ThinkingFormat):
         texts = thinking.begin, thinking.end
     else:

@@ -163,7 +163,6 @@ class _Writer:
 
 
 def _properties(schema: Schema) -> list[tuple[str, bool]]:
-    """Return the properties of a schema, each with whether it is optional."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
     needed = (

@@ -214,8 +214,6 @@ class SuspectRequest:
 
 
 class _Trial:
-    """A suspect on a replica, until `end` is called."""
-
     def __init__(self, isolation: Isolation, member: Member, digest: bytes) -> None:
         self._isolation = isolation
         self._member = member

@@ -226,7 +226,6 @@ class Fleet:
         return self._waking[model]
 
     def mark_broken(self, member: Member) -> None:
-        """Record that the replica's socket failed."""
         if not member.broken:
             logger.warning("replica %s does not answer", member.name)
         member.broken = True

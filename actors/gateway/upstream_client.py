@@ -78,7 +78,6 @@ def caller_header(scope: Scope) -> tuple[str, str]:
 
 
 def response_headers(headers: Any) -> list[tuple[bytes, bytes]]:  # Any: aiohttp's multidict
-    """Return those of a replica's headers that the client gets."""
     found = ((name.lower(), value) for name, value in headers.items())
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in found if _goes_on(name)]
 

@@ -54,7 +54,6 @@ def scrape_server(where: Path, replicas: Sequence[tuple[str, int]]) -> Threading
 
 
 def scraped(replicas: Sequence[tuple[str, int]], headers: Mapping[str, str]) -> list[ScrapeAnswer]:
-    """Scrape all replicas concurrently and return the responses of those that answer."""
     if not replicas:
         return []
     with ThreadPoolExecutor(len(replicas)) as pool:

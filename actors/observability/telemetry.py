@@ -244,7 +244,6 @@ class RequestTelemetry:
         self._captured[result,] += 1
 
     def finish_request(self, request: FinishedRequest) -> None:
-        """Log one request, however it ended."""
         origin = {"replica": self._replica, "drafter": self._engine.drafter}
         request_logger.info(Event("request", **asdict(request), **origin))
 

@@ -74,7 +74,6 @@ def initial_replicas(least: int) -> int:
 
 
 def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any]:  # Any: Serve's options
-    """Return Serve's options for a fixed number of replicas, or for autoscaling between two."""
     if least == most:
         return {"num_replicas": most}
     return {

@@ -111,8 +111,6 @@ class RayServeHost:
 
 
 class ProbeBypass:
-    """An ASGI application that wraps Serve's."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

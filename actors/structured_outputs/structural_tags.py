@@ -70,8 +70,6 @@ def lark_of_tags(tags: Json, field: str) -> str:
 
 
 class _Writer:
-    """Builds Lark expressions and collects the rules they refer to."""
-
     def __init__(self) -> None:
         self.rules: list[str] = []
         self._depth = 0

@@ -115,7 +115,6 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tiktoken_ids(folder: Path) -> dict[str, int]:
-    """Return the ids of a `tiktoken.model` folder by text, or for ranks by their bytes as Latin-1."""
     ranks = read_ranks(folder / TIKTOKEN_MODEL)
     added = _behind(len(ranks), _settings(folder).added(_SETTINGS))
     ids = {token.decode("latin-1"): token_id for token, token_id in ranks.items()}

@@ -77,8 +77,6 @@ def sort_keys(value: Any) -> Any:
 
 
 class _Declaration:
-    """The declaration of one function; collects the definitions it uses."""
-
     def __init__(self) -> None:
         self._definitions: dict[str, Schema] = {}
         self._names_root = False

@@ -59,6 +59,7 @@ class ColumnTypes:
 
 
 def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
+    """Return the columns of a dataset to pass through. Raises DatasetError."""
     if layout.columns == "all":
         id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
         own_id = next((name for name in id_columns if name in schema.names), None)

@@ -118,6 +118,7 @@ class Dataset:
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Dataset:
+    """Find the files of a dataset. Raises DatasetError, ConfigError."""
     files = _find_files([str(each) for each in where])
     kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):

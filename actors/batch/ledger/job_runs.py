@@ -112,7 +112,6 @@ def earlier(output: Storage, first_run: int) -> tuple[str, ...]:
 
 
 def forget_earlier(output: Storage) -> None:
-    """Cancel the removal of the results that were to be replaced."""
     output.remove(EARLIER)
 
 

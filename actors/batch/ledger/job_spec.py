@@ -77,7 +77,6 @@ class JobSpec:
         return self.other_settings(before) + self.other_input(before)
 
     def other_settings(self, before: Mapping[str, Any]) -> list[str]:
-        """Return descriptions of the differences that change results."""
         return _changes(before["made_from"], _plain(self.made_from))
 
     def other_input(self, before: Mapping[str, Any]) -> list[str]:

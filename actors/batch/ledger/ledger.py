@@ -114,12 +114,10 @@ class Ledger:
 
     @property
     def failed(self) -> RowRanges:
-        """Return the rows that count as failed."""
         return self._index.failed
 
     @property
     def left(self) -> RowRanges:
-        """Return the rows to answer that are in no part."""
         return minus(self._spec.rows, union(self.answered, self.failed))
 
     @property

@@ -129,7 +129,6 @@ class OutputIndex:
 
     @property
     def unrecorded(self) -> list[str]:
-        """Return files named as parts without a record."""
         return [name for name in self.files if PART_NAME.fullmatch(name) and name not in self._read]
 
     @property
@@ -231,7 +230,6 @@ def stats_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowSt
 
 
 def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[Taken]:
-    """Call `read` for each item, up to NUM_REQUESTS in parallel."""
     if not given:
         return []
     with ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="manta-output") as readers:

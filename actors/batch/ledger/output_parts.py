@@ -205,7 +205,6 @@ def put(output: Storage, record: Record, content: bytes | pa.Buffer) -> None:
 
 
 def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buffer:
-    """Return the content of a part that holds these results in this order."""
     if form.format == "openai":
         return _lines(map(_openai_line, table.to_pylist()))
     schema = form.written

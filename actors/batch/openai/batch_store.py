@@ -177,7 +177,6 @@ class BatchStore:
             return None
 
     def queued(self) -> list[str]:
-        """Return the ids of the batches that have not ended, oldest first."""
         return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
 
     def save(self, batch: Batch) -> None:

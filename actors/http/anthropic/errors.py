@@ -36,8 +36,6 @@ def anthropic_error(status: int, message: str, request_id: str | None = None) ->
 
 
 class LostMessage:
-    """The ending of a stream whose replica has died."""
-
     done = b""
 
     def failed(self, error: BaseException) -> bytes:

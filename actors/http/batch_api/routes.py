@@ -1,7 +1,7 @@
 """/v1/files and /v1/batches: files of requests that are answered with spare capacity, and their outputs.
 
-`batch/openai/file_store.py` stores files, `batch/openai/batch_service.py` runs batches. An upload is parsed as
-it arrives. Its content is in a temporary file, from which the storage reads it without a copy in memory.
+`batch/openai/file_store.py` stores files, `batch/openai/batch_service.py` runs batches. An upload is parsed
+as it arrives. Its content is in a temporary file, from which the storage reads it without a copy in memory.
 """
 
 from __future__ import annotations
