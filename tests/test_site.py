@@ -205,5 +205,6 @@ def test_the_readmes_acceptance_is_the_cards() -> None:
     words = " ".join(README.split())
     assert f"of {greedy} at temperature 0" in words and f"{drawn} at 1, on {prompts} held-out" in words
     assert (
-        f"a step brings {float(fresh):.1f} tokens, and at temperature 1 it brings {float(drawn):.1f}" in words
+        f"a step returns {float(fresh):.1f} tokens, and at temperature 1 it returns {float(drawn):.1f}"
+        in words
     )
