@@ -220,7 +220,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         ConfigError: a setting is unknown or wrong; nothing has been started.
         PlacementError: the initial replicas do not fit into the running Ray cluster.
     """
-    refuse_written_keys(args, "what stands under `args`")
+    refuse_written_keys(args, "everything under `args`")
     return build_application(split_models(args))
 
 

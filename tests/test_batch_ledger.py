@@ -363,7 +363,7 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
         Ledger.open(output, spec(3, made_from=changed))
     for words in (
         "model: tiny before, other now; sampling.top_p: 0.5 before, 0.9 now; ",
-        "template: none before, {x} now. Run it as it was",
+        "template: none before, {x} now. Use the same settings",
         "--force-resume",
         "--overwrite",
     ):
@@ -403,7 +403,7 @@ def test_an_input_that_changed_is_refused_naming_how(
     if "sha256" in now[0]:
         before[0]["sha256"] = "a" * 64
     answer(output, spec(3, input=before), [0])
-    with pytest.raises(ConfigError, match=re.escape(f"{words}. Run it as it was")):
+    with pytest.raises(ConfigError, match=re.escape(f"{words}. Use the same settings")):
         Ledger.open(output, spec(3, input=now))
 
 

@@ -188,9 +188,9 @@ def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> 
     (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x"}\n\n{"id": "1", "prompt": "y"}\n')
     pq.write_table(pa.table({"id": ["p", "q", "q"], "prompt": ["x"] * 3}), tmp_path / "rows.parquet")
     for pattern, said in (
-        ("rows.csv", r"'a' stands twice: .*rows.csv, line 2, and .*rows.csv, line 6"),
-        ("?.jsonl", r"'1' stands twice: .*a.jsonl, line 1, and .*b.jsonl, line 4"),
-        ("rows.parquet", r"'q' stands twice: .*rows.parquet, row 2, and .*rows.parquet, row 3"),
+        ("rows.csv", r"'a' occurs twice: .*rows.csv, line 2, and .*rows.csv, line 6"),
+        ("?.jsonl", r"'1' occurs twice: .*a.jsonl, line 1, and .*b.jsonl, line 4"),
+        ("rows.parquet", r"'q' occurs twice: .*rows.parquet, row 2, and .*rows.parquet, row 3"),
     ):
         source = open_source([f"{tmp_path}/{pattern}"])
         with pytest.raises(DatasetError, match=said + r".*--duplicate-ids number") as refused:

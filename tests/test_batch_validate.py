@@ -101,7 +101,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
 
 def test_what_would_stop_a_job_stops_its_validation(config: EngineConfig, tmp_path: Path) -> None:
     source = open_source([write(tmp_path / "rows.jsonl", [{"id": 1, "prompt": "x"}] * 2)])
-    with pytest.raises(DatasetError, match="stands twice"):
+    with pytest.raises(DatasetError, match="occurs twice"):
         preflight(source, LINES, config, duplicates="refuse")
     with pytest.raises(CheckpointError):
         preflight(source, LINES, EngineConfig(model="/nowhere"), duplicates="number")

@@ -53,7 +53,7 @@ def test_generate_streams_the_same_text_with_and_without_speculation(
     [
         (("generate", "def", "-m", "TARGET", "--max-tokens", "99999"), "Ask for at most"),
         (("generate", "def", "-m", "TARGET", "--max-tokens", "256"), "more than this model's context of 256"),
-        (("generate", "def", "-m", "DRAFTER"), "is a drafter (dflash), and no target"),
+        (("generate", "def", "-m", "DRAFTER"), "is a drafter (dflash), not a target"),
         (("chat", "DRAFTER"), "--spec-model"),
     ],
 )

@@ -408,7 +408,7 @@ def test_a_push_puts_every_dashboard_there_once(grafana: tuple[str, dict[str, Js
     assert code == 0 and said.count("new: ") == len(stored) == 8
     assert run("diff", *there) == (0, "")
     code, said = run("push", *there)
-    assert code == 0 and said.count("as it was: ") == 8
+    assert code == 0 and said.count("unchanged: ") == 8
     assert {board["version"] for board in stored.values()} == {1}, "nothing was sent again"
     (source, *_) = stored["manta-overview-ray"]["templating"]["list"]
     assert source["current"]["value"] == "P1"

@@ -182,7 +182,7 @@ def test_what_is_wrong_is_refused_and_all_stays(caplog: pytest.LogCaptureFixture
         for wrong in ({"drafter": "misfit"}, {"drafter": "b", "fraction": "10%"}, {"drafter": "a"}, "b"):
             await replicas.configure({"candidate": wrong})
             assert engine.drafter == "a" and engine.candidate is None
-        assert caplog.text.count("user_config is refused, and all stays as it was") == 4
+        assert caplog.text.count("user_config is refused, and nothing changes") == 4
         (reports,) = replicas.board.reports.values()
         assert reports["0"].refused == "It does not fit."
         await replicas.configure(CONFIG)

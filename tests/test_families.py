@@ -169,7 +169,7 @@ def test_a_bias_that_config_json_does_not_speak_of_is_not_left_out_in_silence(tm
     biased = make_tiny_target(tmp_path / "biased", "llama", attention_bias=True)
     silent = changed(biased, tmp_path / "silent", attention_bias=None)
     spec = read_model(silent)
-    with pytest.raises(CheckpointError, match=r"k_proj\.bias, but config.json asks for none"):
+    with pytest.raises(CheckpointError, match=r"k_proj\.bias, but config.json declares none"):
         TargetWeights(silent, spec, Sharding(spec, 0, 1), torch.float32, CPU)
 
 

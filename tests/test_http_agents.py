@@ -354,9 +354,9 @@ def test_wrong_requests_raise_the_sdks_own_errors(stand: AgentsStand) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         stand.openai.responses.create(**ASK, previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id" and "keeps no responses" in bad.value.message
-    with pytest.raises(openai.NotFoundError, match="keeps none"):
+    with pytest.raises(openai.NotFoundError, match="stores none"):
         stand.openai.responses.retrieve("resp_1")
-    with pytest.raises(openai.NotFoundError, match="keeps none"):
+    with pytest.raises(openai.NotFoundError, match="stores none"):
         stand.openai.responses.cancel("resp_1")
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0") as wrong:
         stand.anthropic.messages.create(

@@ -83,7 +83,7 @@ def test_limits_are_said_with_the_field_the_number_and_the_remedy(
     monkeypatch.setattr(encoding, "MAX_TOKENS_TOGETHER", 10)
     monkeypatch.setattr(encoding, "MAX_CHAT_CHARS", 100)
     param, said = refusal(http, TEXT, {"prompt": [[7] * 6] * 9})
-    assert param == "prompt" and "first 2 of 9 prompts have 12 tokens" in said and "may bring 10." in said
+    assert param == "prompt" and "first 2 of 9 prompts have 12 tokens" in said and "may have 10." in said
     messages = [{"role": "user", "content": "x" * 60}] * 2
     param, said = refusal(http, CHAT, {"messages": messages})
     assert param == "messages" and "120 characters; at most 100" in said

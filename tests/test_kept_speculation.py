@@ -121,4 +121,4 @@ def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
         assert llm._engine.costs is not None and not llm._engine.costs.has_measurements
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text

@@ -134,7 +134,7 @@ def test_what_cannot_fit_is_refused_and_nothing_is_written(folders: Path) -> Non
         drafter=None,
         output=file,
     )
-    with pytest.raises(PlacementError, match="GiB are lacking"):
+    with pytest.raises(PlacementError, match="GiB are missing"):
         make_plan(wrong)
     assert not file.exists()
 

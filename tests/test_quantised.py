@@ -67,7 +67,7 @@ def test_tokens_are_those_of_the_quantised_target_and_a_drafter_s_weights_change
     ):
         assert tokens_of(llm, CASES, PARAMS) == expected
         assert llm.stats().num_drafts > 0
-    assert ("The target is quantised (fp8)" in caplog.text) == (target_s is not None)
+    assert ("The target is quantized (fp8)" in caplog.text) == (target_s is not None)
     (quantised,) = (folder for asked, folder in ((target_s, tiny_qwen3), (drafter_s, tiny_drafter)) if asked)
     layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
     beside = 0 if target_s else 2  # a drafter's fc and its context's keys and values

@@ -149,14 +149,15 @@ def test_a_replica_that_waits_for_room_says_for_what_and_gives_up(
     held(1.5, f"SERVE_REPLICA::mine#{DEPLOYMENT}#abc")
     options = ServeOptions(name="mine")
     wanted = (
-        "waiting for room: the replica needs 1.5 CPU (there is 1) free on one node; held by somebody: 1 CPU"
+        "waiting for resources: the replica needs 1.5 CPU (there is 1) free on one node; "
+        "held by somebody: 1 CPU"
     )
     deadline_s = time.monotonic() + 30
     while serving._what_it_does(options, 1.0) != wanted:
         assert time.monotonic() < deadline_s, serving._what_it_does(options, 1.0)
         time.sleep(0.1)
     assert serving._what_it_does(ServeOptions(name="other"), 1.0) == "loading the models"
-    with pytest.raises(PlacementError, match="found no room within 61 s"):
+    with pytest.raises(PlacementError, match="did not fit within 61 s"):
         serving._what_it_does(options, 61.0)
 
 

@@ -217,7 +217,7 @@ def test_acceptance_is_one_length_or_one_by_category() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
     small = replace(H200, memory_bytes=8 * 2**30)
-    with pytest.raises(PlacementError, match="GiB are lacking"):
+    with pytest.raises(PlacementError, match="GiB are missing"):
         node_engine("plain", small)
     with pytest.raises(ConfigError, match="the node has 2 GPUs"):
         list(node_engines(PAIR, H200, 2, (4,), [Method.parse("plain")], DraftAssumptions(), WORK))

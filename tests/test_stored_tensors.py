@@ -63,7 +63,7 @@ def beside(name: str, suffix: str) -> Callable[[Tensors], Tensors]:
         *((quantised, (dtype,), r"q_proj\.weight is stored as \w+; it must be F32 or BF16")
           for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn,
                         torch.float8_e5m2)),
-        *((beside, (suffix,), rf"{re.escape(suffix)} is stored beside a matrix")
+        *((beside, (suffix,), rf"{re.escape(suffix)} is stored with a matrix")
           for suffix in (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".scales", ".weight.scale",
                          ".input_scale", ".weight_zero_point", ".qzeros", ".SCB", ".weight.absmax",
                          ".weight_global_scale")),

@@ -118,7 +118,7 @@ def test_the_template_is_the_one_that_transformers_takes(
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
     several = theirs.chat_template if isinstance(theirs.chat_template, dict) else {}
     if named is not None and named not in several:
-        with pytest.raises(RequestError, match="takes no templates from requests"):  # to them it is Jinja
+        with pytest.raises(RequestError, match="accepts no templates in requests"):  # to them it is Jinja
             ours.apply_chat_template(SAID, tools=tools, source=named)
         return
     try:

@@ -285,9 +285,9 @@ def _find_duplicates(
                 continue
             if duplicates == "refuse" and is_own:
                 raise DatasetError(
-                    f"input: the id {name!r} stands twice: {index.place(first, source)}, and "
-                    f"{index.place(row.number, source)}. Give every row an id of its own, or let later rows "
-                    "be numbered with --duplicate-ids number.",
+                    f"input: the id {name!r} occurs twice: {index.place(first, source)}, and "
+                    f"{index.place(row.number, source)}. Give every row a unique id, or number later rows "
+                    "with --duplicate-ids number.",
                     param="duplicate_ids",
                 )
             copy = ids.next_copy(group, name)

@@ -75,8 +75,8 @@ class ChatModel:
         """
         if self.calls is None:
             raise RequestError(
-                "tools: this model's chat template knows no tools, so it would never hear of them. Leave "
-                "them out, or start the server with --tool-call-parser and --chat-template.",
+                "tools: this model's chat template does not support tools, so the model would not see them. "
+                "Leave them out, or start the server with --tool-call-parser and --chat-template.",
                 param="tools",
             )
         if tool_choice == "auto" and not self.auto_calls:

@@ -412,7 +412,7 @@ class AsyncEngine:
         num_stuck = num_stuck + 1 if self._streams.is_stuck() else 0
         if num_stuck * LOOK_S >= DELIVERY_TIMEOUT_S:
             logger.error("no update has reached its reader for %g s: the engine is dead", DELIVERY_TIMEOUT_S)
-            self._failure = EngineDeadError("The engine delivers nothing any more. Retry.")
+            self._failure = EngineDeadError("The engine no longer delivers results. Retry.")
             self._streams.fail_all(self._failure)
         assert self._loop is not None
         self._loop.call_later(LOOK_S, self._watch_delivery, num_stuck)

@@ -235,7 +235,7 @@ class RequestTracker:
         *,
         trace: bool = False,
     ) -> None:
-        assert params.n == 1 or not begun.token_ids, "only a single completion goes on elsewhere"
+        assert params.n == 1 or not begun.token_ids, "only a single completion continues elsewhere"
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = list(prompt.token_ids)

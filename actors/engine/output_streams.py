@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 TOO_SLOW = (
     "This stream was ended, because its client left more than {} bytes of it unread (max_unread_bytes). "
-    "Read faster, or ask for less at once."
+    "Read faster, or request less at a time."
 )
 
 
@@ -118,7 +118,7 @@ class OutputStreams:
         """Raise RequestError if a request with this id is running."""
         if request_id in self._open:
             raise RequestError(
-                f"request_id={shown(request_id)} is already running; give each request an id of its own.",
+                f"request_id={shown(request_id)} is already running; give each request a unique id.",
                 param="request_id",
             )
 

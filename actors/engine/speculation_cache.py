@@ -64,7 +64,7 @@ class SpeculationCache:
 
     def _begin(self) -> None:
         if not self._engine.speculation_pays:
-            logger.info("What was kept says that drafts do not pay; it is measured anew.")
+            logger.info("Saved statistics say that drafts do not pay; they are measured again.")
             self._engine.forget_speculation()
         survival = self._survival
         self._drafter = None if survival is None else survival.num_drafters
@@ -92,7 +92,7 @@ def _read(learned: StepCostModel | AcceptanceModel, kept: DiskCache) -> None:
     try:
         learned.read(value)
     except ValueError as error:
-        logger.warning("%s is measured anew: %s", kept.path, error)
+        logger.warning("%s is measured again: %s", kept.path, error)
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:

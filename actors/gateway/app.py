@@ -86,7 +86,7 @@ def create_gateway(
     @app.post("/ping")
     async def health() -> Response:
         if traffic.draining:
-            raise DrainingError("This server is stopping. Use another, or come back.")
+            raise DrainingError("This server is stopping. Use another one, or retry later.")
         for model in fleet.models:
             if not model.sleeps:
                 fleet.check(model)

@@ -160,8 +160,8 @@ class SuspectRequest:
         """Raise PoisonousRequestError if this request recently killed replicas."""
         if self.digest is not None and self._isolation.records.standing(self.digest) == "poisonous":
             raise PoisonousRequestError(
-                f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes, "
-                "and a retry is in vain. Send another request."
+                f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes. "
+                "Do not retry it: send another request."
             )
 
     @contextmanager

@@ -93,7 +93,7 @@ class ReplicaEndpoint:
             except UnreachableError as error:
                 logger.warning("%s", error)
             except Exception:  # top level of a task; without heartbeats the replica gets no requests
-                logger.exception("a beat failed")
+                logger.exception("a heartbeat failed")
             await asyncio.sleep(BEAT_S)
 
     async def _beat(self) -> None:
@@ -117,7 +117,7 @@ class Guard:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
-                await json_error(403, "This door is for gateways.")(scope, receive, send)
+                await json_error(403, "This endpoint is for gateways.")(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = read_caller(headers.get(CALLER_HEADER))
             if (header := headers.get(ORIGIN_HEADER)) is not None:

@@ -45,7 +45,7 @@ class Upstream:
             read_bufsize=BUFFER_BYTES,
         )
         # aiohttp repeats safe methods by itself, which would send them to the replica that died under them.
-        assert hasattr(self._session, _RETRIES), "aiohttp is another version than this was made for"
+        assert hasattr(self._session, _RETRIES), "this version of aiohttp is not supported"
         setattr(self._session, _RETRIES, False)
 
     def request(

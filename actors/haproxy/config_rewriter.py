@@ -37,7 +37,7 @@ RETRY_STATUS = 425
 RETRY_ON = f"conn-failure {RETRY_STATUS}"
 NOT_READY = "The server is loading its models. Retry."
 DRAINING = "The server is stopping. Retry elsewhere, or later."
-LOST = "The replica that had this request is gone. Retry."
+LOST = "The replica of this request died. Retry."
 RETRY_AFTER_S = 1
 # Time limit for a request's headers and the part of its body that HAProxy buffers, unless Serve sets `timeout
 # http-request`.
@@ -50,16 +50,16 @@ IDLE_TIME = "10s"
 UNFINISHED_HEADER = "x-manta-unfinished"
 UNFINISHED = (401, 403, 408, 413, 431, 503)
 # Response when all connections but those reserved for probes are in use.
-CROWDED = "This server has as many connections as it takes. Retry."
+CROWDED = "This server has reached its limit of connections. Retry."
 # HAProxy's own errors and their replacements: status -> (status, reason, error type, message). 502 and 504
 # become 503, because a retry reaches another replica.
 WRONG = "The request is not valid HTTP."
-SLOW = "The body came too slowly: its beginning must come within seconds."
+SLOW = "The body arrived too slowly: its beginning must arrive within seconds."
 FAILURES = {
     400: (400, "Bad Request", "BadRequestError", WRONG),
     408: (408, "Request Timeout", "RequestTimeoutError", SLOW),
     500: (500, "Internal Server Error", "InternalServerError", "Internal server error."),
-    501: (501, "Not Implemented", "NotImplementedError", "This server does not know such a request."),
+    501: (501, "Not Implemented", "NotImplementedError", "This server does not support such a request."),
 }
 FAILURES |= dict.fromkeys((502, 503, 504), (503, "Service Unavailable", "ServiceUnavailableError", LOST))
 

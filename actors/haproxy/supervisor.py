@@ -206,9 +206,9 @@ def ask_haproxy(where: Path, command: bytes) -> bytes:
 
 def _options() -> argparse.ArgumentParser:
     ours = argparse.ArgumentParser(prog="manta-haproxy", allow_abbrev=False)
-    ours.add_argument("--haproxy", help="the program; else the one that comes with Ray, or the PATH's")
+    ours.add_argument("--haproxy", help="HAProxy's program; default: Ray's own, or the first one on the PATH")
     ours.add_argument(
-        "--folder", type=Path, help="of all HAProxies of a server; else beside the configuration's"
+        "--folder", type=Path, help="folder of all HAProxies of a server; default: the configuration's"
     )
     ours.add_argument("--owner", type=int, help="process that removes the folder, if it can")
     return ours

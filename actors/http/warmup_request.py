@@ -41,7 +41,7 @@ class _Exchange:
         if self._request:
             return self._request.pop()
         await asyncio.Event().wait()  # this client never disconnects
-        raise AssertionError("nobody sets it")
+        raise AssertionError("it is never set")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

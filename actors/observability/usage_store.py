@@ -106,7 +106,7 @@ class ReceiptKeeper:
             except OSError as error:
                 self._num_lines = -1
                 if self._tells_failure:
-                    logger.warning("receipts cannot be written in %s: %s; trying on", self.folder, error)
+                    logger.warning("receipts cannot be written in %s: %s; retrying", self.folder, error)
                 self._tells_failure = False
             else:
                 self._unwritten.clear()

@@ -71,7 +71,7 @@ class CanaryStore:
         key = self._key(name)
         _internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
         found = _internal_kv_get(key, namespace=NAMESPACE)
-        assert found is not None, "it was written, by somebody"
+        assert found is not None, "another replica wrote it"
         return found.decode()
 
     def _key(self, name: str) -> bytes:

@@ -170,7 +170,7 @@ class DrafterCanary:
                 async with self._lock:
                     await self._look()
             except Exception:  # the task's outermost level: the store may be unavailable for a while
-                logger.exception("the drafter's trial could not be looked at")
+                logger.exception("the drafter's trial could not be evaluated")
 
     async def _look(self) -> None:
         if not self._configured:
@@ -205,7 +205,7 @@ class DrafterCanary:
         try:
             await self._use(ReplicaUserConfig.of(user_config))
         except ConfigError as error:
-            logger.error("user_config is refused, and all stays as it was: %s", error.message)
+            logger.error("user_config is refused, and nothing changes: %s", error.message)
 
     async def _use(self, wanted: ReplicaUserConfig) -> None:
         drafter, candidate = wanted.drafter or self._first, wanted.candidate
@@ -222,7 +222,7 @@ class DrafterCanary:
             logger.info("drafting with %s from now on", drafter)
         if candidate is not None and candidate.drafter == drafter:
             name = "user_config.candidate.drafter"
-            raise ConfigError(f"{name}={drafter!r} drafts already: there is nothing to try.", param=name)
+            raise ConfigError(f"{name}={drafter!r} is already the drafter.", param=name)
         if candidate is not None and self._candidate is None:
             await self._begin(candidate, trial, stands)
 
@@ -237,8 +237,10 @@ class DrafterCanary:
             raise
         self._candidate = candidate
         self._began_s = await asyncio.to_thread(self._board.began_s, trial, self._clock())
-        how = "in the shadow" if candidate.rules.shadow else f"for {candidate.rules.fraction:.0%} of requests"
-        logger.info("%s is on trial %s, beside %s", candidate.drafter, how, self._engine.drafter)
+        how = (
+            "in shadow mode" if candidate.rules.shadow else f"for {candidate.rules.fraction:.0%} of requests"
+        )
+        logger.info("%s is on trial %s, next to %s", candidate.drafter, how, self._engine.drafter)
 
     async def _end(self, found: Verdict | None) -> None:
         """End the trial in this replica; None if it was withdrawn."""
@@ -252,4 +254,4 @@ def _words(evidence: Evidence) -> str:
         f"{tally.tokens_per_step or 0.0:.3f} tokens per step over {tally.requests} requests"
         for tally in (evidence.incumbent, evidence.candidate)
     )
-    return f"the candidate brought {candidate}, the other {incumbent}"
+    return f"the candidate has {candidate}, the other {incumbent}"

@@ -32,7 +32,7 @@ LOOK_S = 0.1
 CLOSING_S = 0.3  # uvicorn checks ten times a second whether to close
 FLUSH_S = 2.0  # upper bound, for the last events of requests whose engine is dead or whose time is up
 EXIT_DEAD = 70
-ENDED = "The server is stopping and this request's time is up. Send it again."
+ENDED = "The server is stopping, and the time for running requests is over. Send it again."
 
 
 class ReplicaLifecycle:
@@ -69,7 +69,7 @@ class ReplicaLifecycle:
     async def obey_sigterm(self) -> None:
         """Shut down as if Serve had asked, and end the process."""
         if not self._place.is_leaving:  # otherwise Ray ends a replica that Serve has drained
-            logger.info("SIGTERM: this replica goes")
+            logger.info("SIGTERM: this replica stops")
         await self._place.leave()  # `watch` notices it and drains
         self._exit(0)
 
@@ -77,7 +77,7 @@ class ReplicaLifecycle:
         """Let requests continue until the timeout, then end the rest."""
         began_s = time.monotonic()
         self._traffic.draining = True
-        logger.info("draining: %d requests run, and may for %g s more", self._traffic.open, self._timeout_s)
+        logger.info("draining: %d requests run and have %g s to finish", self._traffic.open, self._timeout_s)
         cut = 0
         if not await self._traffic.ended(self._timeout_s):
             cut = self._traffic.open

@@ -74,7 +74,7 @@ def listen_as_ray_does() -> None:
     from ray.serve._private import replica
 
     if ray.util.get_node_ip_address() == "127.0.0.1":
-        assert hasattr(replica, _OPENS), "Ray is another version than this was made for"
+        assert hasattr(replica, _OPENS), "this version of Ray is not supported"
         setattr(replica, _OPENS, lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0"))
 
 
@@ -101,7 +101,7 @@ class RayServeHost:
         Only the main thread may set a handler, and it never leaves Ray's loop. So Ray's handler stays, and
         the function of its module that ends the process is replaced.
         """
-        assert hasattr(worker, _ENDS_THE_PROCESS), "Ray is another version than this was made for"
+        assert hasattr(worker, _ENDS_THE_PROCESS), "this version of Ray is not supported"
         setattr(worker, _ENDS_THE_PROCESS, lambda *_, **__: told())
 
     async def leave(self) -> None:

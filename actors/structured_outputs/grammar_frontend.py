@@ -182,7 +182,7 @@ class GrammarFrontend:
             try:
                 self._quick.submit(self._holder.let_go_grammar, grammar)
             except RuntimeError:  # the threads were shut down, and the holder too
-                logger.debug("a grammar was let go after the end")
+                logger.debug("a grammar was released after the end")
 
     def _forget(self, grammar: Grammar) -> None:
         with self._places:
@@ -208,7 +208,7 @@ class GrammarFrontend:
     ) -> Grammar | None:
         if self._trials is None:
             raise RequestError(
-                f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
+                f"{field}: this engine cannot constrain an answer: it runs without a tokenizer "
                 "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
                 param=field,
             )
@@ -300,7 +300,7 @@ def _text(value: object, field: str) -> str:
 
 def _check_size(text: str, field: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise _refusal(field, f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+        raise _refusal(field, f"{len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
 
 
 def _refusal(field: str, reason: str) -> RequestError:

@@ -82,7 +82,7 @@ class _Writer:
         """
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise RequestError(f"{field}: formats stand in formats {MAX_DEPTH} deep at most.", param=field)
+            raise RequestError(f"{field}: formats may be nested at most {MAX_DEPTH} deep.", param=field)
         found = self._written(form, field, ends)
         self._depth -= 1
         self._num_chars += len(found)  # the ends of a part are repeated after each alternative

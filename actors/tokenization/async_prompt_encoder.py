@@ -94,7 +94,7 @@ class AsyncPromptEncoder:
             if count > MAX_TOKENS_TOGETHER:
                 raise RequestError(
                     f"prompt: the first {len(found)} of {len(prompts)} prompts have {count} tokens; one "
-                    f"request may bring {MAX_TOKENS_TOGETHER}. Send them in several.",
+                    f"request may have {MAX_TOKENS_TOGETHER}. Send them in several requests.",
                     param="prompt",
                 )
         return found
@@ -191,8 +191,8 @@ class AsyncPromptEncoder:
     def _check_length(self, given: PromptText, most_chars: int) -> None:
         if len(given.text) > most_chars:
             raise RequestError(
-                f"{given.param}: {len(given.text)} characters; at most {most_chars} are made tokens of to be "
-                "listed. Send them in parts.",
+                f"{given.param}: {len(given.text)} characters; at most {most_chars} can be listed as "
+                "tokens. Send them in parts.",
                 param=given.param,
             )
 

@@ -212,7 +212,7 @@ def _strftime_now(form: object) -> str:
     try:
         return datetime.now().strftime(form)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise _refusal(f"cannot tell the time as {shown(form)}", error) from None
+        raise _refusal(f"cannot format the time as {shown(form)}", error) from None
 
 
 def _refusal(what: str, why: object) -> RequestError:

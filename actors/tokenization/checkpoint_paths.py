@@ -46,8 +46,8 @@ def resolve_checkpoint(
         if folder.is_dir():
             if revision is not None:
                 raise ConfigError(
-                    f"{field}={name!r} is a folder, and has no revision {revision!r}: the hub has. "
-                    "Leave out revision, or give a hub id.",
+                    f"{field}={name!r} is a folder, which has no revision {revision!r}. Leave out "
+                    "revision, or give a hub id.",
                     param="revision" if field == "model" else field,
                 )
             return folder.resolve()
@@ -111,8 +111,8 @@ def _refuse_drafter(model: str, folder: Path, field: str) -> None:
     if method is not None:
         also = " --spec-method eagle3" if method == "eagle3" else ""
         raise CheckpointError(
-            f"{field}={shown(model)} is a drafter ({method}), and no target. Name the target there, and "
-            f"the drafter behind it: --model TARGET --spec-model {shown_name(model)}{also} "
+            f"{field}={shown(model)} is a drafter ({method}), not a target. Name the target there, and "
+            f"the drafter separately: --model TARGET --spec-model {shown_name(model)}{also} "
             "(speculative_config.model).",
             param=field,
         )
@@ -199,7 +199,7 @@ def _download(
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{field}={name!r}: there is no such folder here, and the hub did not give it ({reason}). Check "
+            f"{field}={name!r}: there is no such folder, and the hub does not provide it ({reason}). Check "
             f"the spelling and the connection (HF_TOKEN for a gated model), or download it once and set "
             f"{field} to its folder.",
             param=field,

@@ -40,7 +40,7 @@ class GenerationDefaults:
             SamplingParams(**{field: value for field, value in fields.items() if value is not None})
         except RequestError as error:
             raise CheckpointError(
-                f"{param}: {folder / 'generation_config.json'}: {error} Mend it, or set generation_config: "
+                f"{param}: {folder / 'generation_config.json'}: {error} Fix it, or set generation_config: "
                 "openai to do without it.",
                 param=param,
             ) from error

@@ -150,6 +150,7 @@ def _renamed(whole: dict[str, Any], words: Mapping[str, str]) -> tokenizers.Toke
 
 def _refusal(why: str) -> ConfigError:
     return ConfigError(
-        f"split_special_tokens: this tokenizer cannot tell special tokens from text ({why}). Leave it out.",
+        f"split_special_tokens: this tokenizer cannot distinguish special tokens from text ({why}). "
+        "Leave it out.",
         param="split_special_tokens",
     )

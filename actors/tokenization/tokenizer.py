@@ -174,7 +174,7 @@ class Tokenizer:
         named = self.template is not None and source in self.template.names
         if source is not None and not named and not self._trust_templates:
             raise RequestError(
-                "chat_template: this server takes no templates from requests, since they are code. Leave it "
+                "chat_template: this server accepts no templates in requests, as they are code. Leave it "
                 "out, or start the server with --trust-request-chat-template.",
                 param="chat_template",
             )

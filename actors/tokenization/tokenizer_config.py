@@ -84,8 +84,8 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
     if len(named) < len(pairs):
         raise CheckpointError(
-            f"tokenizer: {folder / _SETTINGS}: chat_template must be Jinja, or a list of objects that have "
-            "a `name` of their own and a `template`. Or give another one: chat_template, --chat-template.",
+            f"tokenizer: {folder / _SETTINGS}: chat_template must be Jinja, or a list of objects with "
+            "a unique `name` and a `template`. Or give another one: chat_template, --chat-template.",
             param="tokenizer",
         )
     return named

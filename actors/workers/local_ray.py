@@ -112,7 +112,7 @@ def _lean(flag: str, worker_command: Sequence[str]) -> str:
         return f"{name}={subprocess.list2cmdline([sys.executable, '-IS', '-c', nice])} {value}"
     python = subprocess.list2cmdline([sys.executable]) + " "
     if name == "--python_worker_command" and worker_command:
-        assert value.startswith(python), "Ray is another version than this was made for"
+        assert value.startswith(python), "this version of Ray is not supported"
         return f"{name}={subprocess.list2cmdline(worker_command)} {value.removeprefix(python)}"
     return flag
 

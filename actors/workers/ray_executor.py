@@ -337,7 +337,7 @@ class RayExecutor:
                     self._fail(f"the worker of rank {self._runs.index(ended[0])} ended ({_cause(ended[0])})")
                     return
             except Exception as error:  # Ray itself is gone, so nothing can be watched any more
-                self._fail(f"Ray is gone ({type(error).__name__}: {error})")
+                self._fail(f"Ray is not reachable ({type(error).__name__}: {error})")
                 return
 
     def _fail(self, reason: str) -> None:
@@ -390,8 +390,8 @@ def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # A
         if not ended:
             ranks = sorted(calls.index(call) for call in waiting)
             raise PlacementError(
-                f"The workers of ranks {ranks} did not start within {timeout_s:g} s. Look at their logs; "
-                "their bundles may be taken by other actors."
+                f"The workers of ranks {ranks} did not start within {timeout_s:g} s. See their logs; "
+                "other actors may use their bundles."
             )
         for call in ended:
             _result(call, calls.index(call))

@@ -157,7 +157,7 @@ class EngineCore:
             check_output_so_far(request, self._scheduler.config)
             if (name := request.request_id) in self._roster:
                 raise RequestError(
-                    f"request_id={shown(name)} is already running; give each request an id of its own.",
+                    f"request_id={shown(name)} is already running; give each request a unique id.",
                     param="request_id",
                 )
         if not requests[0].background:

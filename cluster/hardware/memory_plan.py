@@ -72,8 +72,8 @@ def find_room(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutD
         free = _drafter_gpu(pair, layout, budget)
         if free <= 0:
             raise PlacementError(
-                f"{layout}: the drafter's GPU lacks {-free / GIB:.1f} GiB for its weights and the target's "
-                "embedding and head. Colocate the drafter, or take a larger GPU.",
+                f"{layout}: {-free / GIB:.1f} GiB are missing on the drafter's GPU for its weights and "
+                "the target's embedding and head. Colocate the drafter, or take a larger GPU.",
                 param="gpu",
             )
         budgets.append((free, page_bytes(pair, layout, pages, target=False)))
@@ -166,7 +166,7 @@ def _too_large(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, needed: int) -
     return PlacementError(
         f"{layout}: weights and steps need {needed / GIB:.1f} GiB on each {gpu.name}, which gives "
         f"{given / GIB:.1f} GiB ({UTILISATION:g} of its memory): {(needed - given) / GIB:.1f} GiB are "
-        f"lacking. To serve it, {remedy}.",
+        f"missing. To serve it, {remedy}.",
         param="gpus" if larger else "gpu",
     )
 
@@ -179,7 +179,7 @@ def _too_long(
     fits = bisect_right(lengths, free, key=lambda length: _sequence_bytes(pages, sizes, length))
     return PlacementError(
         f"{layout}: one sequence of max_model_len={demand.max_model_len} needs {needed / GIB:.1f} GiB of K/V "
-        f"pages, and {free / GIB:.1f} GiB are left: {(needed - free) / GIB:.1f} GiB are lacking. Set "
+        f"pages, and {free / GIB:.1f} GiB are left: {(needed - free) / GIB:.1f} GiB are missing. Set "
         f"--max-model-len to at most {fits}, or use more GPUs.",
         param="max_model_len",
     )

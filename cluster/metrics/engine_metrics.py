@@ -245,8 +245,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "completions",
         "Completions chosen for --capture, by result: kept; redacted, if the hook dropped it; or lost: the "
-        "hook failed (failed), it is larger than a segment (too_large), the folder has no room or cannot be "
-        "written (full), or the writing process is behind or dead (behind).",
+        "hook failed (failed), it is larger than a segment (too_large), the folder is full or not "
+        "writable (full), or the writing process is late or dead (behind).",
         (*SHARED_LABELS, "result"),
     ),
     # Batches of /v1/batches.

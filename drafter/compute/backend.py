@@ -38,14 +38,14 @@ Ints = NDArray[np.integer]
 
 # Features that not every backend supports, as refusals name them.
 Feature = Literal[
-    "norms behind attention and MLP",
+    "norms after attention and MLP",
     "GELU",
     "norm weights in fp32",
     "layers that rotate differently",
     "normed values",
     "scaled residuals",
     "layers without rotation",
-    "gate behind attention",
+    "gate after attention",
     "norm of whole queries and keys",
     "attention sinks",
     "convolutions around attention and MLP",

@@ -120,7 +120,7 @@ class Conditioning(StrictConfig):
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             for name, beside in ((one, other), (other, one)):
                 if getattr(self, name) is None and getattr(self, beside) is not None:
-                    raise ValueError(f"{name} must be given, for {beside} is")
+                    raise ValueError(f"{name} must be given, because {beside} is")
         return self
 
     def check_fits(self, backbone: Backbone) -> None:

@@ -352,7 +352,7 @@ def _ending(slot: _Slot) -> Iterator[None]:
 
 def _fail(slot: _Slot, cause: object) -> None:
     if not slot.has_failed:
-        logger.warning("an answer ends early: its grammar cannot go on (%s)", cause)
+        logger.warning("an answer ends early: its grammar failed (%s)", cause)
     slot.has_failed, slot.is_over = True, True
 
 

@@ -19,16 +19,20 @@ def batch(
     sampling: SamplingFlags,
     settings: Settings,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with the job that the output holds.")
+        bool, typer.Option("--resume/--no-resume", help="Continue the job in the output folder.")
     ] = True,
     force_resume: Annotated[
-        bool, typer.Option("--force-resume", help="Go on though settings or input have changed.")
+        bool, typer.Option("--force-resume", help="Continue although settings or input changed.")
     ] = False,
     validate_only: Annotated[
         bool,
-        typer.Option("--validate-only", help="Look at every row, answer none; exit code 1 if rows are bad."),
+        typer.Option(
+            "--validate-only", help="Check every row without answering; exit code 1 if rows are bad."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the job would do, and end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what the job would do, and exit.")
+    ] = False,
 ) -> None:
     """Answer every row of a dataset with engines on Ray. Loses nothing: the same command again resumes.
 

@@ -215,8 +215,8 @@ def _write_poison_rows(
         for row in reader.read(spans):
             num_deaths = deaths[row.number]
             message = (
-                f"An engine died whenever it had this row: {num_deaths} times, the last time with this row "
-                "alone. All other rows go on without it."
+                f"Every engine with this row died: {num_deaths} times, the last time with this row alone. "
+                "All other rows continue without it."
             )
             kind, columns = EngineDeadError.__name__, terms.form.columns
             result = unanswered(row, kind, message, layout, columns, attempts=num_deaths)

@@ -213,7 +213,7 @@ class EnginePool:
                     engine.drain(within_s)
         failing = any(engine.state.failing_s is not None for engine in working)
         if failing and not self._output_fails:
-            self._say("the output cannot be written; what is answered is kept in memory, and tried again")
+            self._say("the output cannot be written; answers are kept in memory and written later")
         elif self._output_fails and not failing:
             self._say("the output can be written again")
         self._output_fails = failing

@@ -300,7 +300,7 @@ class _Driver:
         waiting = (ledger.durable(writer) for writer in ledger.orphans)
         kept = count(union(ledger.answered, ledger.failed, *waiting))
         words = f"{kept} of {job.num_rows} rows are in {shown_url(self._options.output)}; "
-        words += "the same command goes on there"
+        words += "the same command continues there"
         if self._options.overwrite:
             words += " without --overwrite"
         if isinstance(error, Stopped):

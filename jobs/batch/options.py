@@ -27,7 +27,7 @@ class BatchOptions:
         output_format: format of the results; by default the input's, or JSONL; OpenAI batch lines are
             answered in kind.
         overwrite: replace earlier results in the output.
-        resume: "no" refuses an output that is not empty; "force" goes on though settings or input differ.
+        resume: "no" refuses an output that is not empty; "force" continues although settings or input differ.
         retry_failed: answer rows again that have failed.
         preserve_order: parts, read by name, hold the rows in the input's order.
         sample: answer N rows only, drawn by --seed.
@@ -82,7 +82,9 @@ class BatchOptions:
                 raise ConfigError(f"{name}={value} must not be less than 0.", param=name)
         if self.overwrite and (self.retry_failed or self.resume == "force"):
             other = "retry_failed" if self.retry_failed else "force_resume"
-            raise ConfigError(f"overwrite begins anew, and {other} goes on; give one.", param="overwrite")
+            raise ConfigError(
+                f"overwrite starts again, and {other} continues; give only one.", param="overwrite"
+            )
 
     def layout(self, source: Dataset, config: EngineConfig) -> RowSchema:
         """Return how the rows of the input are read."""

@@ -126,8 +126,8 @@ class Placements:
         if time.monotonic() >= self._begin_s + self._timeout_s:
             fewer = "" if self._config.num_threads is None else ", lower num_threads"
             raise PlacementError(
-                f"No room for the job's engines within {self._timeout_s:g} s: it needs {missing}. End what "
-                f"else runs on the cluster (`ray status` shows it){fewer}, or lower concurrency.",
+                f"The job's engines did not fit within {self._timeout_s:g} s: it needs {missing}. Stop other "
+                f"work on the cluster (`ray status` shows it){fewer}, or lower concurrency.",
                 param="concurrency",
             )
         claim = smaller_claim(self._config, waiting, free, full)
@@ -159,7 +159,7 @@ class NodeWatch:
             return {}
         self._read_s = time.monotonic()
         if not await asyncio.to_thread(living_nodes):
-            raise EngineDeadError("No node of the Ray cluster lives any more. Run the same command again.")
+            raise EngineDeadError("No node of the Ray cluster is alive. Run the same command again.")
         return await asyncio.to_thread(draining_nodes)
 
 

@@ -182,7 +182,7 @@ def _lengths(title: str, what: str, histogram: Sequence[int]) -> Picture:
         (str(low) if low == high else f"{low}-{high}", f"{rows:,}")
         for (low, high), (_, rows) in zip(spans, counted, strict=True)
     ]
-    words = f"How many {what} have so many tokens, or up to twice as many."
+    words = f"The number of {what} by tokens, in steps of powers of two."
     return Picture(title.lower().replace(" ", "-"), title, words, draw, table)
 
 

@@ -57,7 +57,7 @@ def push(
     server, differences = _differences(grafana, token, datasource, names)
     folder_uid = server.folder(folder)
     for difference in differences:
-        if difference.state != "as it was":
+        if difference.state != "unchanged":
             server.push(difference.wanted, folder_uid)
         typer.echo(f"{difference.state}: {difference.wanted['title']}")
 
@@ -71,7 +71,7 @@ def diff(
     for difference in differences:
         for line in difference.lines():
             typer.echo(line)
-    if any(difference.state != "as it was" for difference in differences):
+    if any(difference.state != "unchanged" for difference in differences):
         raise typer.Exit(1)
 
 

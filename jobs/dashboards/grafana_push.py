@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from grafana_api.grafana_face import GrafanaFace
 
 Json = dict[str, Any]  # Any: JSON
-State = Literal["new", "changed", "as it was"]
+State = Literal["new", "changed", "unchanged"]
 _OWN_NUMBERS = ("id", "version", "iteration")
 _TIMEOUT_S = 15.0
 _MESSAGE = "manta dashboards push"
@@ -38,7 +38,7 @@ class Difference:
     def state(self) -> State:
         if self.found is None:
             return "new"
-        return "as it was" if self.found == self.wanted else "changed"
+        return "unchanged" if self.found == self.wanted else "changed"
 
     def lines(self) -> Iterator[str]:
         """Return a unified diff of the JSON; empty if equal."""

@@ -49,7 +49,7 @@ Report = dict[str, Any]  # Any: JSON
 def run_doctor(options: DoctorOptions) -> Report:
     """Run all checks, with progress on standard error; write the report if requested, and return it."""
     torch.set_num_threads(owned_cores())
-    with counting("looking at the machine", say) as wait:
+    with counting("inspecting the machine", say) as wait:
         findings = [_examine(check, wait) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),

@@ -100,8 +100,8 @@ class Server:
             if self.owns_ray and (lost := lost_ray()) is not None:
                 self._ray_is_lost = True
                 raise MantaError(
-                    f"Ray's {lost} has ended, and with it all that was served here. Start the server again; "
-                    "whoever killed it (out of memory?) is in the system's log."
+                    f"Ray's {lost} has ended, and with it this server. Start it again; the system's log may "
+                    "name the cause (out of memory?)."
                 )
 
     def drain(self, why: str) -> None:
@@ -112,8 +112,8 @@ class Server:
         allowed_s = self._settings.shutdown_timeout
         running = num_requests(self.url, metrics_key(self._settings))
         self._report(
-            f"{why}: no new requests; {running} running may go on for {allowed_s:g} s "
-            "(a second signal ends all at once)"
+            f"{why}: no new requests; {running} running may continue for {allowed_s:g} s "
+            "(a second signal ends everything immediately)"
         )
         if self._environment is not None and self._environment.haproxy is not None:
             self._environment.haproxy.refuse_requests()
@@ -224,7 +224,7 @@ def start_server(
     try:
         if signals is not None:
             signals.take_back()
-        with counting("looking at the checkpoints", report, begin=False):
+        with counting("checking the checkpoints", report, begin=False):
             checks.result()
         _deploy(server, models, options, report)
     except BaseException:
@@ -266,8 +266,8 @@ def _check_probe_port(options: ServeOptions) -> None:
         return
     if options.plain_proxy or options.probe_port == options.port:
         raise ConfigError(
-            f"probe_port={options.probe_port} is a port of HAProxy's besides --port: choose another number, "
-            "and leave out --plain-proxy.",
+            f"probe_port={options.probe_port} must differ from --port, and needs HAProxy: choose another "
+            "number, and leave out --plain-proxy.",
             param="probe_port",
         )
     check_port(options.host, options.probe_port, "probe_port")
@@ -328,8 +328,8 @@ def _check_proxies(start: Future[None]) -> None:
     except RayError as error:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise ConfigError(
-            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log lies in Ray's session folder. "
-            f"It may open {files} files (ulimit -n): where that is too few for HAProxy, raise the limit, or "
+            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log is in Ray's session folder. "
+            f"It may open {files} files (ulimit -n): if that is too few for HAProxy, raise the limit, or "
             "use --plain-proxy.",
             param="plain_proxy",
         ) from error
@@ -360,7 +360,7 @@ def _await_running(
             if now_s > deadline_s:
                 raise ConfigError(
                     f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). "
-                    "`serve status` and the replica's log tell more.",
+                    "See `serve status` and the replica's log.",
                     param="ready_timeout_s",
                 )
             if proxies.done():
@@ -392,11 +392,11 @@ def _what_it_does(options: ServeOptions, waited_s: float) -> str:
         return "loading the models"
     if waited_s > NEW_NODE_TIMEOUT_S or (waited_s > ROOM_TIMEOUT_S and not may_grow()):
         raise PlacementError(
-            f"The replica found no room within {waited_s:.0f} s: it needs {lacking}. End what runs there, "
+            f"The replica did not fit within {waited_s:.0f} s: it needs {lacking}. Stop other work there, "
             "add a node, or use a smaller topology.",
             param="tensor_parallel_size",
         )
-    return f"waiting for room: the replica needs {lacking}"
+    return f"waiting for resources: the replica needs {lacking}"
 
 
 def _cause(application: Any) -> str:  # Any: Serve's status object.

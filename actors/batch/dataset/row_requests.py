@@ -181,7 +181,7 @@ def read_request(
     model = ChatRequest if url == CHAT_URL else CompletionRequest
     request = _validated(model, body)
     if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
-        raise RequestError("prompt: a row holds one prompt; give each a row of its own.", param="prompt")
+        raise RequestError("prompt: a row has one prompt; give each prompt its own row.", param="prompt")
     limit = DEFAULT_MAX_TOKENS
     if layout.kind == "openai":
         limit = None if url == CHAT_URL else OPENAI_MAX_TOKENS
@@ -210,7 +210,7 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
     if not isinstance(body, Mapping):
         raise RequestError("body is missing: give the request as a JSON object.", param="body")
     if not isinstance(record.get("custom_id"), str) or not record["custom_id"]:
-        raise RequestError("custom_id is missing: give each line a string of its own.", param="custom_id")
+        raise RequestError("custom_id is missing: give each line a unique string.", param="custom_id")
     if body.get("stream"):
         raise RequestError("body.stream: a batch does not stream; leave it out.", param="body.stream")
     return url, dict(body)
@@ -258,7 +258,7 @@ def _template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
     except ValueError as error:
         found, why = [], str(error)
     if other := next((name for _, name, spec, conversion in found if spec or conversion), None):
-        why = f"of {{{other}}} only the name is understood, nothing behind ':' or '!'"
+        why = f"only the name in {{{other}}} is supported, not ':' or '!'"
     elif any(name == "" for _, name, _, _ in found):
         why = "{} names no column"
     if why is not None:

@@ -110,7 +110,7 @@ class TextFile:
             return {name: field or None for name, field in zip(self.header, raw, strict=False)}
         text = raw.decode("utf-8").rstrip("\r")
         if self._format == "csv":
-            raise BadRecordError("The row is not CSV: a carriage return stands outside quotes.", text)
+            raise BadRecordError("The row is not CSV: it has a carriage return outside quotes.", text)
         return {"prompt": text} if self._format == "text" else {"text": text}
 
 

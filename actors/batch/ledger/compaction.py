@@ -179,7 +179,7 @@ def _content(output: Storage, record: Record) -> bytes:
     content = output.read(record.part)
     if hashlib.sha256(content).hexdigest() != record.sha256:
         raise OutputError(
-            f"output: {record.part} in {output.where} is not what was written: its SHA-256 is another. "
+            f"output: {record.part} in {output.where} was changed: its SHA-256 differs. "
             "Remove it, and run the same command again: its rows are answered again.",
             param="output",
         )

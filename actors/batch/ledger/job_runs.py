@@ -54,7 +54,7 @@ class JobRun:
         except FileNotFoundError:
             return None
         if job.get("version") != VERSION:
-            raise ValueError(f"version {job.get('version')!r} of {JOB}, where this Manta knows {VERSION}")
+            raise ValueError(f"version {job.get('version')!r} of {JOB}, but this Manta supports {VERSION}")
         return cls(
             first_run=job["first_run"],
             numbering=job["numbering"],

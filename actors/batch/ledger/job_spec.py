@@ -99,16 +99,16 @@ class JobSpec:
         """
         if other := _changes(before["output"], self.to_json()["output"], "output "):
             raise ConfigError(
-                f"output: {where} holds results of another form: {'; '.join(other)}. Choose another output, "
+                f"output: {where} has results in another format: {'; '.join(other)}. Choose another output, "
                 "or replace it with --overwrite.",
                 param="output",
             )
         differences = self.differences(before)
         if differences and not force:
             raise ConfigError(
-                f"output: {where} holds a job that was begun otherwise: {'; '.join(differences)}. Run it as "
-                "it was, choose another output, go on nevertheless with --force-resume, or replace it with "
-                "--overwrite.",
+                f"output: {where} belongs to a job with other settings: {'; '.join(differences)}. Use the "
+                "same settings, choose another output, continue anyway with --force-resume, or replace it "
+                "with --overwrite.",
                 param="output",
             )
 
@@ -135,8 +135,8 @@ def check_parts(where: str, index: OutputIndex, replaced: Collection[str]) -> No
 
 def not_empty(where: str, files: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"output: {where} is not empty ({_named(files) or 'a job was begun there'}). Choose another output, "
-        "or replace its results with --overwrite.",
+        f"output: {where} is not empty ({_named(files) or 'a job has started there'}). Choose another "
+        "output, or replace its results with --overwrite.",
         param="output",
     )
 
@@ -171,7 +171,7 @@ def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, 
     if before is None:
         return f"{name}: new"
     if now is None:
-        return f"{name}: gone"
+        return f"{name}: missing"
     if before["size"] != now["size"]:
         return f"{name}: {before['size']:,} bytes before, {now['size']:,} now"
     for kind in {"sha256", "sampled"} & before.keys() & now.keys():

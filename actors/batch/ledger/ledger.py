@@ -98,7 +98,7 @@ class Ledger:
             if held is None:
                 ledger.close()
             raise ConfigError(
-                f"output: {output.where} cannot be used ({reason(error)}). Mend it, choose another with "
+                f"output: {output.where} cannot be used ({reason(error)}). Fix it, choose another with "
                 "--output, or replace it with --overwrite.",
                 param="output",
             ) from error
@@ -294,7 +294,7 @@ class Ledger:
     def _failed(self, done: str, error: BaseException) -> OutputError:
         return OutputError(
             f"output: {self._output.where} cannot be {done} ({reason(error)}). "
-            f"{count(self.answered) + count(self.failed)} rows are in its parts. Mend it, and run the same "
+            f"{count(self.answered) + count(self.failed)} rows are in its parts. Fix it, and run the same "
             "command again: it resumes.",
             param="output",
         )

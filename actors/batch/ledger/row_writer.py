@@ -241,7 +241,7 @@ class RowWriter:
         return OutputError(
             f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
             f"this engine are durable, {self.num_pending} could not be written and will be answered again. "
-            "Mend the output, and run the same command again: it resumes.",
+            "Fix the output, and run the same command again: it resumes.",
             param="output",
         )
 

@@ -137,7 +137,7 @@ class Opener:
         storage = self._files.storage
         entry = storage.entry(name)
         if entry is None:
-            raise NotFoundError(f"The content of the file {file.id} is gone.", param="input_file_id")
+            raise NotFoundError(f"The content of the file {file.id} no longer exists.", param="input_file_id")
         source = Dataset((SourceFile(storage, name, entry.size, entry.modified_s),), "openai")
         index = index_rows(source, LAYOUT)
         spec = JobSpec(
@@ -152,8 +152,8 @@ class Opener:
         begun = JobRun.read(output)
         given_up = None
         if begun is not None and (changes := spec.differences(begun.spec)):
-            said = f"The server was started anew with other settings: {'; '.join(changes)}."
-            logger.error("%s is given up. %s", batch.id, said)
+            said = f"The server was restarted with other settings: {'; '.join(changes)}."
+            logger.error("%s fails. %s", batch.id, said)
             again = "Send the lines that were not answered in a new batch."
             given_up = plain_error("settings_changed", f"{said} {again}")
         ledger = Ledger.open(output, spec, resume="force" if given_up else "yes", held=held)
@@ -221,12 +221,12 @@ def _line_error(
     missing = "missing_required_parameter"
     custom_id, body = record.get("custom_id"), record.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        return missing, "custom_id is missing: give each line a string of its own.", "custom_id"
+        return missing, "custom_id is missing: give each line a unique string.", "custom_id"
     if len(custom_id) > MAX_CUSTOM_ID_CHARS:
         said = f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are kept."
         return "invalid_custom_id", said, "custom_id"
     if custom_id in seen:
-        said = f"custom_id={shown(custom_id)} is another line's too: each needs one of its own."
+        said = f"custom_id={shown(custom_id)} is also used by another line: each line needs a unique one."
         return "duplicate_custom_id", said, "custom_id"
     seen.add(custom_id)
     if record.get("method") != "POST":

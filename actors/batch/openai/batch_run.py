@@ -47,9 +47,9 @@ End = Literal["completed", "expired", "cancelled", "failed"]
 REASONS = {
     "expired": "The batch's completion window was over before this line was answered.",
     "cancelled": "The batch was cancelled before this line was answered.",
-    "failed": "The batch was given up before this line was answered; its errors say why.",
+    "failed": "The batch failed before this line was answered; see the batch's errors.",
 }
-POISON = "Whenever this line was answered, alone too, the engine died."
+POISON = "The engine died whenever it computed this line, also when it was alone."
 
 
 class BatchRun:

@@ -133,7 +133,7 @@ class BatchService:
                 try:
                     await self._look()
                 except Exception:  # the task's outermost level: the storage may recover
-                    logger.exception("batches cannot be looked for in %s", self.batches.storage.where)
+                    logger.exception("batches in %s cannot be listed", self.batches.storage.where)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), POLL_S)
         finally:

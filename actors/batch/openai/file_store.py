@@ -120,7 +120,7 @@ class FileStore:
         if owner is not None and self._max_owner_bytes is not None:
             used = self._owned.num_bytes(owner)
             if used >= self._max_owner_bytes:
-                raise self._full(param, "There is no room for output", used)
+                raise self._full(param, "There is no space for output", used)
 
     @contextmanager
     def _reserve(self, owner: str | None, size: int) -> Iterator[None]:

@@ -39,8 +39,8 @@ def lives_response(id: str, lives: Sequence[JsonObject]) -> Response:
     """Return the timelines of an id, oldest first. Raises NotFoundError if there is none."""
     if not lives:
         raise NotFoundError(
-            f"Nothing is known (any more) of a request {shown(id)}. The last few thousand are remembered, by "
-            "the response's id or the X-Request-Id; the log has a line of each that an engine served.",
+            f"There is no record of a request {shown(id)}. The last few thousand are kept, by the response's "
+            "id or the X-Request-Id; the log has a line for each request that an engine served.",
             param="id",
         )
     return json_response({"object": "list", "data": sorted(lives, key=lambda life: life["arrived"])})

@@ -32,7 +32,7 @@ def operation_routes(frontend: ServerContext, traffic: Traffic) -> APIRouter:
         """Return 200 if the server takes requests, else an error."""
         frontend.engine.check_health()
         if traffic.draining:
-            raise DrainingError("This server is stopping. Use another, or come back.")
+            raise DrainingError("This server is stopping. Use another one, or retry later.")
         return Response(status_code=200)
 
     @router.get("/version")
@@ -87,8 +87,8 @@ def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -
         caller = caller_of(http.scope)
         if not caller.sees_all and caller.tenant is None:
             raise NotAllowedError(
-                "Receipts are of tenants, and this key has none: the operator writes it behind the key, or "
-                "asks with an admin key."
+                "Receipts belong to tenants, and this key has none: the operator adds one to the key's line, "
+                "or uses an admin key."
             )
         if keep is not None:
             await asyncio.to_thread(keep)

@@ -102,7 +102,7 @@ def _text(block: Mapping[str, Any], at: str) -> str:
     kind = required_text(block, "type", at)
     if kind != "text":
         raise RequestError(
-            f"{at}: a block of type {kind[:60]} cannot stand here. This model reads text: blocks of "
+            f"{at}: a block of type {kind[:60]} is not allowed here. This model reads text: blocks of "
             "type text, tool_use, tool_result and thinking, each where Anthropic's API has it.",
             param=at,
         )

@@ -23,7 +23,7 @@ from .content_blocks import Content, read_messages
 # Field -> what to do instead of using it.
 NEVER: Mapping[str, str] = {
     "container": "This server runs no containers: run tools yourself.",
-    "mcp_servers": "This server calls no others: list their tools in `tools`, and call them yourself.",
+    "mcp_servers": "This server calls no other servers: list their tools in `tools`, and call them yourself.",
     "n": "A message has one answer: send several requests, or use /v1/chat/completions.",
     "stop": "The field is called stop_sequences here.",
     "max_completion_tokens": "The field is called max_tokens here.",

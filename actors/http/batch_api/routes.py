@@ -41,7 +41,7 @@ def needed(service: BatchService | None) -> BatchService:
     """Return the service. Raises NotOfferedError if the server has no storage for files."""
     if service is None:
         raise NotOfferedError(
-            "Files and batches need a place to be kept, and this server has none: start it with "
+            "Files and batches need a storage location, and this server has none: start it with "
             "--batch-storage PATH_OR_URL (the setting batch_storage).",
             param="batch_storage",
         )
@@ -55,8 +55,7 @@ def storing() -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
         why = getattr(error, "strerror", None) or type(error).__name__
         raise StorageError(
-            f"Files and batches cannot be read or written now ({why}). "
-            "Nothing that was kept is lost; try again.",
+            f"Files and batches cannot be read or written now ({why}). No stored data is lost. Retry.",
             param="batch_storage",
         ) from error
 

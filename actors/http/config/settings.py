@@ -352,19 +352,19 @@ def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for i, entry in enumerate(models):
         for name in ENDPOINT_SETTINGS & entry.keys():
             raise ConfigError(
-                f"models.{i}.{name} holds for the whole endpoint: write it beside `models`.",
+                f"models.{i}.{name} applies to the whole endpoint: write it next to `models`.",
                 param=f"models.{i}.{name}",
             )
     if "batch_storage" in common and len(models) > 1:
         raise ConfigError(
-            "batch_storage is for an endpoint of one model: serve each model whose batches are to be kept "
-            "as an application of its own.",
+            "batch_storage needs an endpoint with one model: serve each model with batches as a separate "
+            "application.",
             param="batch_storage",
         )
     if common.get("capture") and len(models) > 1:
         raise ConfigError(
-            "capture is for one model, whose tokens they are: write it under each of `models` that is to be "
-            "captured, with a folder of its own.",
+            "capture stores the token ids of one model: set it under each captured entry of `models`, with a "
+            "separate folder.",
             param="capture",
         )
     return models
@@ -375,8 +375,8 @@ def _check_keys(name: str, entries: tuple[str, ...]) -> None:
     for entry in entries:
         if (found := _KEY.fullmatch(entry)) is None:
             raise ConfigError(
-                f"{name}: a key must be printable ASCII without spaces, and not empty; behind it may stand a "
-                "space and the tenant that its requests count for, or *.",
+                f"{name}: a key must be printable ASCII without spaces, and not empty. A space and the "
+                "tenant of its requests, or *, may follow it.",
                 param=name,
             )
         if found[2] is not None:
@@ -386,8 +386,8 @@ def _check_keys(name: str, entries: tuple[str, ...]) -> None:
 def _check_label(name: str, value: str) -> None:
     if value != ANY and not is_label(value):
         raise ConfigError(
-            f"{name}: {shown(value)} can be no label: it must have up to 64 letters, digits and _.:@/+-, and "
-            'not be "none" or "other"; * stands for any name.',
+            f"{name}: {shown(value)} is no valid label: it must have up to 64 letters, digits and _.:@/+-, "
+            'and not be "none" or "other"; * means any name.',
             param=name,
         )
 

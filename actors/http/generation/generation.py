@@ -307,7 +307,7 @@ class _ChunkWriter:
 
     def _logprobs(self, at: int, completion: CompletionOutput) -> JsonObject:
         num_top, offset = self._work.params.logprobs, self._lengths.get(at, 0)
-        assert num_top is not None, "nobody asked for them"
+        assert num_top is not None, "they were not requested"
         self._lengths[at] = offset + token_lengths(completion)
         return self._shape.logprobs(completion, num_top, offset)
 

@@ -44,7 +44,7 @@ class StreamedChoices:
     async def logprobs(self, shape: TellsLogprobs, completion: CompletionOutput, num_top: int) -> JsonObject:
         """Return `shape.logprobs` of the whole completion, computed in slices."""
         places = completion.logprobs
-        assert places is not None, "nobody asked for them"
+        assert places is not None, "they were not requested"
         found: JsonObject = {}
         offset = 0
         for at in range(0, max(len(places), 1), PLACES_AT_ONCE):

@@ -111,8 +111,8 @@ class ServerContext:
         asker, unheeded = tenant_of(http.headers, metadata, caller, self.settings.tenants)
         if unheeded is not None and self.settings.unknown_params == "reject":
             raise RequestError(
-                f"{unheeded} names no tenant that this key may count for. Leave it out, or have the operator "
-                "add it to tenants, or write it behind the key.",
+                f"{unheeded} names no tenant of this key. Leave it out, or have the operator add it to "
+                "`tenants` or to the key's line.",
                 param=unheeded,
             )
         return asker, [unheeded] if unheeded is not None else []

@@ -45,7 +45,7 @@ def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
     for name, variable in ENVIRONMENT.items():
         if name in args:
             raise ConfigError(
-                f"{name}: {where} is kept and shown by Serve, so no key may stand there. Write the keys "
+                f"{name}: {where} is stored and shown by Serve, so it may contain no key. Write the keys "
                 f"into a file, one a line, and name it in {name}_file; or set {variable}.",
                 param=name,
             )

@@ -166,7 +166,7 @@ _CLOSE = {"Connection": "close"}
 def _too_late(count: int) -> HTTPException:
     return HTTPException(
         408,
-        f"The body came too slowly: after {count} bytes no more of it came in time. Send it at "
+        f"The body arrived too slowly: only {count} bytes arrived in time. Send it at "
         f"{LEAST_BYTES_PER_S} bytes a second or faster, without a pause of {GRACE_S:g} s.",
         _CLOSE,
     )
@@ -175,7 +175,7 @@ def _too_late(count: int) -> HTTPException:
 def _dropped(budget: BodyBudget) -> HTTPException:
     return HTTPException(
         503,
-        f"The unfinished bodies of all requests have {budget.max_bytes} bytes together, and this one held "
-        "most for longest. Send it again, faster or later.",
+        f"The unfinished bodies of all requests exceed {budget.max_bytes} bytes, and this one held the most "
+        "for the longest time. Send it again, faster or later.",
         _CLOSE,
     )

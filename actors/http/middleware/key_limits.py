@@ -44,14 +44,14 @@ class KeyShares:
         most = self._most * max(num_replicas, 1)
         if count > most:
             raise RequestError(
-                f"The request asks for {count} completions, and one API key may have {most} under way "
-                f"({NAME}). Ask for fewer (`n`, prompts).",
+                f"The request needs {count} completions, and one API key may have {most} at a time "
+                f"({NAME}). Request fewer (`n`, prompts).",
                 param="n",
             )
         if (num_open := self._num_open[key]) + count > most:
             raise RateLimitError(
-                f"{num_open} completions of this API key are under way and {count} would join them; at most "
-                f"{most} may be ({NAME}). Retry when some have ended.",
+                f"{num_open} completions of this API key are in progress and {count} would join them; at "
+                f"most {most} are allowed ({NAME}). Retry when some have ended.",
                 param=NAME,
             )
         self._num_open[key] += count

@@ -111,7 +111,7 @@ class RequestGate:
         scope["state"]["has_body"] = True
         if self._num_whole == self._max_requests:
             # FastAPI reads the body, and lets only HTTPException through.
-            full = TooManyRequestsError(f"{self._num_whole} requests are here, and no more may be. Retry.")
+            full = TooManyRequestsError(f"{self._num_whole} requests are in progress, the maximum. Retry.")
             raise HTTPException(full.status, full.message) from full
         self._num_whole += 1
         place.callback(self._give_place)
@@ -165,7 +165,7 @@ class _Exchange:
         except BaseException:  # top level of the process: log once, answer properly
             if self._guard.has_cut:
                 logger.warning(
-                    "request %s is cut off: its client took nothing for %g s (reader_timeout)",
+                    "request %s is disconnected: its client read nothing for %g s (reader_timeout)",
                     *(self._state["request_id"], self._gate.reader_timeout_s),
                 )
                 return  # the server closes the connection, because the response is incomplete

@@ -66,6 +66,6 @@ class StallGuard:
 
     def _too_slow(self) -> SlowReaderError:
         return SlowReaderError(
-            f"The client took nothing of its answer for {self._timeout_s:g} s (reader_timeout).",
+            f"The client read nothing of its answer for {self._timeout_s:g} s (reader_timeout).",
             param="reader_timeout",
         )

@@ -191,13 +191,13 @@ def conversation(
     if options.reasoning_effort is not None:
         if not uses("reasoning_effort"):
             raise RequestError(
-                "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
+                "reasoning_effort: this model's chat template does not support it. Leave it out.",
                 param="reasoning_effort",
             )
         variables["reasoning_effort"] = options.reasoning_effort
     if options.documents and not (uses("documents") or options.chat_template is not None):
         raise RequestError(
-            "documents: this model's chat template knows no documents. Put them into a message.",
+            "documents: this model's chat template does not support them. Put them into a message.",
             param="documents",
         )
     return Chat(

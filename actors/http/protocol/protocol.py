@@ -52,8 +52,8 @@ def no_boolean(field: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is True:
             raise RequestError(
-                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, how many "
-                "likeliest tokens to tell in each place.",
+                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, the "
+                "number of likeliest tokens to return at each position.",
                 param=field,
             )
         return None if value is False else value
@@ -171,7 +171,7 @@ class GenerationRequest(BaseModel):
     def _prompt_logprobs_need_a_whole_answer(self) -> GenerationRequest:
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
-                "prompt_logprobs are told in whole answers alone. Leave out stream, or prompt_logprobs.",
+                "prompt_logprobs are not available in streams. Leave out stream, or prompt_logprobs.",
                 param="prompt_logprobs",
             )
         return self

@@ -81,7 +81,7 @@ def asked_of(
     wanted = [each for each in asked if each is not None]
     if len(wanted) == 2:
         raise RequestError(
-            "structured_outputs and response_format both say what the answer must be. Send one of them.",
+            "structured_outputs and response_format both constrain the answer. Send one of them.",
             param="structured_outputs",
         )
     return wanted[0] if wanted else None

@@ -28,15 +28,15 @@ NEVER: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), NOTHING_STORED),
     "conversation": ((), NOTHING_STORED),
     "prompt": ((), "This server keeps no prompts: send `instructions` and `input`."),
-    "background": ((False,), "Send it without: an answer is streamed, or comes whole."),
-    "context_management": (([],), "This server compacts nothing: shorten `input`."),
-    "max_tool_calls": ((), "It bounds tools that the server runs, and this one runs none."),
-    "moderation": ((), "This server moderates nothing."),
+    "background": ((False,), "Leave it out: an answer is streamed or complete."),
+    "context_management": (([],), "This server does not compact: shorten `input`."),
+    "max_tool_calls": ((), "It limits tools that the server runs; this server runs none."),
+    "moderation": ((), "This server does not moderate."),
     "logprobs": ((False,), "Ask /v1/chat/completions for log probabilities."),
     "top_logprobs": ((0,), "Ask /v1/chat/completions for log probabilities."),
     "prompt_logprobs": ((), "Ask /v1/chat/completions for log probabilities."),
     "return_token_ids": ((False,), "Ask /v1/chat/completions for tokens."),
-    "messages": ((), "The conversation stands in `input`."),
+    "messages": ((), "The field is called input here."),
     "max_completion_tokens": ((), "The field is called max_output_tokens here."),
     "response_format": ((), "The field is called text.format here."),
     "reasoning_effort": ((), "The field is called reasoning.effort here."),
@@ -146,8 +146,8 @@ class ResponsesRequest(BaseModel):
                 raise RequestError(f"{name} is not supported. {remedy}", param=name)
         if not conversation.messages:
             raise RequestError(
-                f"input: nothing of it is read here ({', '.join(conversation.skipped)}). This server keeps "
-                "no items: send the messages, calls and outputs themselves.",
+                f"input: none of its items is supported ({', '.join(conversation.skipped)}). This server "
+                "stores no items: send the messages, calls and outputs themselves.",
                 param="input",
             )
         if self.truncation == "auto":

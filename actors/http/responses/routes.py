@@ -40,8 +40,8 @@ def response_routes(frontend: ServerContext) -> APIRouter:
     async def find_response(response_id: str) -> Response:
         """Answer 404: no responses are stored."""
         raise NotFoundError(
-            f"There is no response {shown(response_id)}: this server keeps none. What it answers to POST "
-            "/v1/responses is all; a client that closes its connection cancels it.",
+            f"There is no response {shown(response_id)}: this server stores none. A response is only in the "
+            "answer to POST /v1/responses; a client that closes its connection cancels it.",
             param="response_id",
         )
 

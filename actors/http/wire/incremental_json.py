@@ -133,13 +133,13 @@ def _gaps(body: Bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
         elif depth < 0:
             break
     if at != end:
-        raise orjson.JSONDecodeError("there is more behind the last bracket", "", 0)
+        raise orjson.JSONDecodeError("unexpected content after the last bracket", "", 0)
 
 
 def _filled(body: Bytes, begin: int, end: int) -> tuple[int, int]:
     run = _stripped(body, begin, end)
     if run[0] >= run[1]:
-        raise orjson.JSONDecodeError("a value was expected beside a comma", "", 0)
+        raise orjson.JSONDecodeError("a value was expected next to a comma", "", 0)
     return run
 
 
@@ -155,7 +155,7 @@ def _stripped(body: Bytes, begin: int, end: int) -> tuple[int, int]:
 def _string(body: Bytes, begin: int, end: int) -> str:
     """Parse the text between two quotes."""
     if end_of_string(body, begin) != end + 1:
-        raise orjson.JSONDecodeError("there is more behind the closing quote", "", 0)
+        raise orjson.JSONDecodeError("unexpected content after the closing quote", "", 0)
     found = ""
     while begin < end:
         cut = end if end - begin <= SLICE_BYTES else _between_characters(body, begin, begin + SLICE_BYTES)

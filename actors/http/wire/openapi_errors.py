@@ -12,16 +12,16 @@ from pydantic import BaseModel, Field
 MEANINGS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
-    403: "An operators' route, and no admin key.",
-    404: "What the request names is not here.",
-    408: "The body came too slowly.",
+    403: "The route needs an admin key.",
+    404: "The named object does not exist.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
     422: "Valid, but it can never be served by this engine.",
     431: "The headers are too large.",
-    429: "As many requests of this API key are under way as may be; `Retry-After` says when to come back.",
-    500: "A fault of the server's; a retry is in vain.",
-    501: "A part of the API that this server was started without.",
-    503: "Overloaded, loading, or stopping; `Retry-After` says when to come back.",
+    429: "This API key has reached its limit of concurrent requests; `Retry-After` says when to retry.",
+    500: "An internal error; retrying does not help.",
+    501: "A part of the API that is not enabled on this server.",
+    503: "Overloaded, loading, or stopping; `Retry-After` says when to retry.",
 }
 
 

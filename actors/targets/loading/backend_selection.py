@@ -80,7 +80,7 @@ def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Devi
     elif (
         machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
     ):
-        problem = "needs a GPU that knows e4m3 (capability 8.9, as Ada or Hopper)"
+        problem = "needs a GPU that supports e4m3 (capability 8.9, as Ada or Hopper)"
     if problem is not None:
         raise ConfigError(f"{field}='fp8' {problem}. Leave it out.", param=field)
 

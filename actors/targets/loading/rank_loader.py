@@ -157,7 +157,7 @@ def start_runner(
         logger.warning("%s", doubt)
     if plan.config.quantization is not None:
         logger.warning(
-            "The target is quantised (%s): outputs differ from those of the unquantized model.",
+            "The target is quantized (%s): outputs differ from those of the unquantized model.",
             plan.config.quantization,
         )
     return runner, info

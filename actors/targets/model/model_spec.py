@@ -181,7 +181,7 @@ class ModelSpec:
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
         present: dict[Feature, bool] = {
-            "norms behind attention and MLP": any(layer.sandwich for layer in self.layers),
+            "norms after attention and MLP": any(layer.sandwich for layer in self.layers),
             "routed experts": any(layer.routed for layer in self.layers),
             "GELU": any(mlp.activation == "gelu_tanh" for mlp in mlps),
             "norm weights in fp32": self.fp32_norms,
@@ -189,7 +189,7 @@ class ModelSpec:
             "scaled residuals": any(layer.scalar for layer in self.layers),
             "layers that rotate differently": any(mixer.rope != mixers[0].rope for mixer in mixers),
             "layers without rotation": any(mixer.rope is None for mixer in mixers),
-            "gate behind attention": any(mixer.gate for mixer in mixers),
+            "gate after attention": any(mixer.gate for mixer in mixers),
             "norm of whole queries and keys": any(mixer.row_norm for mixer in mixers),
             "values of another size than keys": any(
                 mixer.value_dim != mixer.head_dim for mixer in mixers if mixer.latent is None

@@ -257,7 +257,7 @@ def _refuse_unexpected(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[s
         name = _full_name(spec.tensors[part], 0, prefixes)
         if name in tensors.shapes and name not in expected:
             raise CheckpointError(
-                f"model: {tensors.folder} holds {name}, but config.json asks for none (attention_bias, "
+                f"model: {tensors.folder} holds {name}, but config.json declares none (attention_bias, "
                 "mlp_bias). Take config.json and weights from one revision.",
                 param="model",
             )

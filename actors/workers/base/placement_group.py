@@ -94,7 +94,7 @@ def _make(topology: Topology, timeout_s: float) -> WorkerPlacement:
         remove_placement_group(group)
         missing = shortfall(total(bundles), ray.available_resources())
         raise PlacementError(
-            f"{topology} found no room within {timeout_s:g} s: {missing or 'resources'} not free on the "
+            f"{topology} did not fit within {timeout_s:g} s: {missing or 'resources'} not free on the "
             "engine's node. Stop other work there, or use a smaller topology."
         )
     return WorkerPlacement(group, owned=True)

@@ -81,7 +81,7 @@ class DrafterSessionQueue(ShmEndpoint):
 
     @property
     def seat(self) -> DrafterSession:
-        assert self._seat is not None, "the guest has no seat yet"
+        assert self._seat is not None, "the client has no session yet"
         return self._seat
 
     def answer(self, message: object) -> None:
@@ -250,7 +250,7 @@ class DrafterServer:
         except MantaError as error:
             self._refuse(guest, DrafterRefusal(error))
         except Exception as error:  # one engine's failure must not end the other engines' sessions
-            logger.exception("no seat for %s", hello.name)
+            logger.exception("no session for %s", hello.name)
             self._refuse(
                 guest,
                 DrafterRefusal(EngineDeadError(f"The drafter failed ({type(error).__name__}: {error}).")),

@@ -112,7 +112,7 @@ def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[
             _less(without, outer, inner), read
         ):
             winner = outer if inner is None else f"{outer}.{inner}"
-            return f"{winner} is given, too, and goes before it. Override {winner} instead."
+            return f"{winner} is also given and takes precedence. Override {winner} instead."
     if key in without:
         return "this model does not use it. Leave it out."
     return f"this model's config.json has no such key. {did_you_mean(key, sorted(without))}"

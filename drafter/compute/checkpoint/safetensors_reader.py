@@ -73,7 +73,7 @@ class TensorHeaders:
         """Raise CheckpointError unless the tensor exists with this shape and one of these dtypes."""
         if name not in self.shapes:
             raise CheckpointError(
-                f"{self.where}: tensor {name} is missing; config.json asks for shape {list(shape)}.",
+                f"{self.where}: tensor {name} is missing; config.json requires shape {list(shape)}.",
                 param=name,
             )
         if self.shapes[name] != shape:
@@ -101,7 +101,7 @@ class TensorHeaders:
             of = "" if found is None else found["matrix"]
             if f"{of}.weight" in read or of in read:
                 raise CheckpointError(
-                    f"{self.where}: {name} is stored beside a matrix, but config.json names no quantization"
+                    f"{self.where}: {name} is stored with a matrix, but config.json names no quantization"
                     " that uses it. Take config.json and weights from one revision, or use the unquantized"
                     " checkpoint.",
                     param=name,

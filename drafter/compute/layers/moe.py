@@ -108,7 +108,7 @@ class ExpertWeights:
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
         """Return `gate_up` and `down`, which must not be packed."""
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they come dequantised"
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they are dequantized"
         return self.gate_up, self.down
 
 

@@ -121,7 +121,7 @@ class StatePair:
         plan, tables = self.step, self.device.tables
         block = lay_out_block(self.requests, tables, _MASK)
         expected = self.host.lay_out_block(plan, _MASK)
-        assert expected is not None, "somebody drafts"
+        assert expected is not None, "some request drafts"
         chosen_N = self.words(len(block.slots_N))
         place_drafts(chosen_N, block, tables)
         drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows))

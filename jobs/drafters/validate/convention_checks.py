@@ -49,7 +49,7 @@ def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
 def _order_of_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     ids = files.config.target_layer_ids
     if len(set(ids)) < len(ids):
-        return f"{list(ids)} names a layer twice, but each column block of `fc` belongs to one layer."
+        return f"{list(ids)} contains a layer twice, but each column block of `fc` belongs to one layer."
     if list(ids) != sorted(ids):
         return f"{list(ids)} is not ascending: right only if `fc` was trained with columns in this order."
     return ""

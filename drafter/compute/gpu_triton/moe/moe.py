@@ -38,7 +38,7 @@ class TritonExperts:
             if isinstance(weight, MXFP4):
                 _check_scales(weight)
             parts = (weight,) if isinstance(weight, Tensor) else (weight.blocks_EOBJ, weight.scales_EOB)
-            assert all(part.is_contiguous() for part in parts), "rows of all experts lie one behind the other"
+            assert all(part.is_contiguous() for part in parts), "rows of all experts are contiguous"
         self._weights, self._reads_1, self._one_height = weights, reads_1, one_height
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
