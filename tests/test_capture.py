@@ -224,7 +224,7 @@ def test_what_cannot_be_kept_is_refused_before_a_server_starts(
         assert isinstance(error, ConfigError) and message in error.message, error
     with pytest.raises(ConfigError, match="absolute"):
         ServerSettings(capture="captured")
-    with pytest.raises(ConfigError, match="a folder of its own"):
+    with pytest.raises(ConfigError, match="a separate folder"):
         split_models({"capture": "/c", "models": [{"model": "a"}, {"model": "b"}]})
     assert split_models({"models": [{"model": "a", "capture": "/c"}, {"model": "b"}]})[0][1].capture == "/c"
 

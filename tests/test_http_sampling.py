@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"logprobs": 0}, "logprobs", "true or false"),
     (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
     (COMPLETIONS, {"prompt_logprobs": True}, "prompt_logprobs", "an integer"),
-    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answers"),
+    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not available in streams"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
     (CHAT, {"logprobs": 5}, "logprobs", "top_logprobs"),

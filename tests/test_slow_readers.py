@@ -200,7 +200,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_n
     caplog.set_level(logging.WARNING, "manta")
 
     def is_cut(name: str) -> bool:
-        return any(f"{name} is cut off" in record.getMessage() for record in caplog.records)
+        return any(f"{name} is disconnected" in record.getMessage() for record in caplog.records)
 
     settings = ServerSettings(served_model_name="tiny", reader_timeout=1.0)
     config = EngineConfig.from_dict({"model": str(MODEL)})

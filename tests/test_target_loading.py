@@ -99,7 +99,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
     ("name", "message"),
     [
         ("/nowhere/at all", "there is no such folder, and it is not a hub id"),
-        ("nobody/no-such-model", "the hub did not give it.*connection"),
+        ("nobody/no-such-model", "the hub does not provide it.*connection"),
         ("../nowhere", "not a hub id"),
     ],
 )

@@ -317,7 +317,7 @@ def test_invented_tenants_share_one_label_and_one_receipt(server: LiveServer) ->
         assert {one["tenant"] for one in receipts(BOB).json()["data"]} == {"acme"}
         assert receipts(BOB, tenant="globex").json()["data"] == []
         for key in (ALICE, PROXY):
-            assert receipts(key).status_code == 403 and "behind the key" in receipts(key).text
+            assert receipts(key).status_code == 403 and "the key's line" in receipts(key).text
 
 
 def test_a_batch_counts_for_its_keys_tenant(ask: Ask) -> None:

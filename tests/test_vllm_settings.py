@@ -237,7 +237,7 @@ def test_the_hub_is_asked_for_the_revision_and_snapshots_lie_where_they_are_to(t
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder, and has no revision"):
+    with pytest.raises(ConfigError, match="is a folder, which has no revision"):
         target_folder(EngineConfig(model=str(tmp_path), revision="v2"))
     config = EngineConfig.from_dict(
         {"model": "m", "speculative_config": {"model": "me/small", "revision": "v3"}}
