@@ -161,7 +161,7 @@ NEW_SPELLING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, 
         (
             {**NEW_SPELLING, "rope_scaling": YARN},
             {"rope_parameters": {"rope_theta": 2e6}},
-            "rope_scaling is given",
+            "rope_scaling is also given",
         ),
         (
             NEW_SPELLING,
@@ -171,7 +171,7 @@ NEW_SPELLING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, 
         (
             NEW_SPELLING,
             {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 2.0}},
-            "rope_scaling is given",
+            "rope_scaling is also given",
         ),
         (NEW_SPELLING, {"rope_parameters": {"factor": 4.0}}, "this model does not use it"),
         (NEW_SPELLING, {"rope_scaling": None}, "no such key. Known"),
