@@ -3,14 +3,15 @@
 #   PYTHON    interpreter that makes .venv               make test PYTHON=/usr/bin/python3.12
 #   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch brings several GB of CUDA; give
 #             PyTorch's index of CPU wheels here         make demo PIP_ARGS="--extra-index-url <index>"
-#   TESTS     what `make pytest` runs                    make pytest TESTS=tests/test_cli.py
+#   TESTS     what `make pytest` runs                    make pytest TESTS=tests/jobs/test_cli.py
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
-KERNEL_TESTS := tests/test_kernels_*.py
-GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
-  tests/test_layer_kinds.py
-GRID_TESTS := tests/test_lossless.py tests/test_lossless_topologies.py tests/test_cluster_properties.py
+KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py
+GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/drafter/compute/test_layer_kinds.py \
+  $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py)
+GRID_TESTS := $(addprefix tests/end_to_end/lossless/, test_lossless.py test_lossless_topologies.py) \
+  tests/cluster/scheduler/test_cluster_properties.py
 # One more than cores: processes that test Ray wait a third of their time. With two more, ranks that wait for each
 # other are so seldom there together that their tests take ten times as long.
 TEST_PROCESSES := 3
@@ -82,18 +83,18 @@ slow: install  ## what clusters take a minute or more each to show; `make test` 
 
 .PHONY: mutations
 mutations: install  ## break the product in 54 places, one at a time: a test must fail; fifteen minutes
-	$(BIN)/python tests/mutations.py
+	$(BIN)/python tests/trials mutations
 
 .PHONY: sweep
 sweep: install  ## every way to speculate beside plain decoding, 1 to 64 requests (15 minutes on an idle machine)
 	$(BIN)/manta bench sweep -o docs/benchmarks/sweep-cpu.json --html out/sweep.html --svg docs/benchmarks
 
 chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
-	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/test_batch_chaos.py -q --timeout=0
+	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/end_to_end/batch/test_batch_chaos.py -q --timeout=0
 
 .PHONY: chaos-serve
 chaos-serve: install  ## every piece of a server killed under 32 streams; writes docs/operations-deaths.md
-	$(BIN)/python tests/serving_chaos.py docs/operations-deaths
+	$(BIN)/python tests/trials serving_chaos docs/operations-deaths
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter, and all their shapes compiled
 	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
@@ -132,7 +133,7 @@ docs: install  ## the site, into site/; asks no network
 
 .PHONY: ui-pictures
 ui-pictures: install  ## pictures of the live page, of an idle machine; writes docs/ui*.png
-	PYTHONPATH=tests $(BIN)/python tests/ui_pictures.py docs
+	$(BIN)/python tests/trials ui_pictures docs
 
 .PHONY: adapt
 adapt: install  ## the shipped drafter adapted to JSON logs in 20 minutes, and what it keeps; idle machine
@@ -153,7 +154,7 @@ compat: install  ## other people's clients against the served pair; writes docs/
 .PHONY: abuse
 abuse: install  ## clients that mean no good, and requests as long as can be; writes docs/benchmarks/abuse.json
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "schemathesis>=4,<5"
-	$(BIN)/python tests/abuse.py -o docs/benchmarks/abuse.json
+	$(BIN)/python tests/trials abuse -o docs/benchmarks/abuse.json
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis

@@ -23,24 +23,14 @@ import devices
 import pytest
 import torch
 from hypothesis import settings
+from paths import MODELS
 from small_ray import small_ray
 
-ROOT = Path(__file__).resolve().parent.parent
-
-# Which tests share a process where several run them (pytest -n): Ray's, which wait as much as they compute,
-# in two groups that take about as long, so that a third process computes meanwhile and no more than two
-# clusters start at once; of the losslessness grid those of a pair, which share its plain decoding; else those
-# of a file.
-_RAYS = ("lossless_topologies", "ray_executor", "room")
-_JOBS = ("batch", "bench_batch", "data", "demo")
-_NO_RAYS = tuple(
-    f"batch_{what}"
-    for what in (
-        *("exactly_once", "invariant", "ledger", "lock", "opening", "report", "rows", "source", "storage"),
-        *("validate", "writer"),
-    )
-)
-_LONG = ("lossless", "device_runner")
+# Several processes (pytest -n) take tests by file, or by their mark `xdist_group`, which the conftest.py of a
+# folder may set. Those of "servers" and of "jobs" start Ray and wait as much as they compute; both take about
+# as long, so that a third process computes meanwhile and no more than two clusters start at once. These
+# groups take longest and begin first.
+_FIRST = ("servers", "jobs", "lossless", "device runner")
 _SHARED_RAY = pytest.StashKey[ExitStack]()
 
 # A busy machine must not fail a property: no test asserts a time.
@@ -52,8 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        order = {"servers": 0, "jobs": 1} | dict.fromkeys(_LONG, 2)
-        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], len(order)))
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    name = group.args[0] if group else ""
+    return next((i for i, first in enumerate(_FIRST) if name.startswith(first)), len(_FIRST))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,25 +71,14 @@ def _shares_ray(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a group go to one process."""
-    from xdist.scheduler.loadscope import LoadScopeScheduling
+    """Tests of a group go to one process, as do those of a file that have no group."""
+    from xdist.scheduler.loadgroup import LoadGroupScheduling
 
-    class Groups(LoadScopeScheduling):
+    class Groups(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid)
+            return super()._split_scope(nodeid).partition("::")[0]
 
     return Groups(config, log)
-
-
-def _group(nodeid: str) -> str:
-    file, _, test = nodeid.partition("::")
-    name = Path(file).stem.removeprefix("test_")
-    if name.startswith(("serve", *_RAYS)):
-        return "servers"
-    if name.startswith(_JOBS) and name not in _NO_RAYS:
-        return "jobs"
-    pair = test.partition("[")[2].partition("-")[0].rstrip("]")  # the first parameter of its tests
-    return f"{name} {pair}" if name == "lossless" else name
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +119,7 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shipped_pair() -> tuple[Path, Path]:
     """Folders of the target and the drafter that ship."""
-    return ROOT / "models" / "target", ROOT / "models" / "drafter"
+    return MODELS / "target", MODELS / "drafter"
 
 
 @pytest.fixture(scope="module")

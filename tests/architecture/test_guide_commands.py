@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 from manta.jobs.cli import app
+from paths import ROOT
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
 
 
 def parsed(command: list[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,9 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from package_copy import FLOORS, copy_package, module_name, sources
+from paths import ROOT
 
-FLOORS = ("cluster", "drafter", "actors", "jobs")
 # A module that must not name something, and the line that does; by contract.
 BREACHES = {
     "The layers: jobs -> actors -> drafter -> cluster": (
@@ -60,21 +59,6 @@ BREACHES = {
         "from ..step.cpu_numba import row_layout as _",
     ),
 }
-
-
-def sources(root: Path = ROOT) -> list[Path]:
-    return [path for floor in FLOORS for path in sorted((root / floor).rglob("*.py"))]
-
-
-def module_name(path: Path, root: Path = ROOT) -> str:
-    return ".".join(("manta", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def copy_package(folder: Path) -> None:
-    for path in [ROOT / "__init__.py", *sources()]:
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
 
 
 def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
@@ -363,7 +347,7 @@ import json, os, sys
 from manta import LLM, SamplingParams
 
 if os.environ.get("TRITON_INTERPRET"):
-    sys.path.append("tests")
+    sys.path.append("tests/support")
     import interpreter
 
     interpreter.prepare()

@@ -12,8 +12,8 @@ from typing import Any
 
 import typer.main
 from manta.jobs.cli import app
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "models", *FACES, *FLOORS)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from benchmarks.cli import app as benchmarks
-from conftest import ROOT
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.metrics.engine_metrics import CATALOGUE
@@ -26,6 +25,7 @@ from manta.jobs.docs_reference.http_routes import routes_page
 from manta.jobs.docs_reference.metrics import metrics_page
 from manta.jobs.docs_reference.python_api import python_page
 from manta.jobs.docs_reference.settings import settings_page
+from paths import ROOT
 from typer.main import get_command
 
 # mkdocs as `make docs` runs it, in a process that ends when anybody is called by name or address.

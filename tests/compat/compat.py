@@ -144,7 +144,7 @@ def server() -> Iterator[str]:
     if url := os.environ.get("MANTA_COMPAT_URL"):
         yield url
         return
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parent / "support"))
     from served import Served
 
     class Keyed(Served):

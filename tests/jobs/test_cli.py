@@ -14,8 +14,8 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import parse_size
 from manta.jobs.cli import main
 from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 SERVE_CONFIG = """
 applications:
   - name: manta
@@ -213,7 +213,7 @@ def test_wrong_input_of_jobs_and_servers_is_named(
 
 
 def test_the_repositorys_own_config_is_one() -> None:
-    config = engine_config(read_settings(Path(__file__).parent.parent / "ray_config.yaml"))
+    config = engine_config(read_settings(ROOT / "ray_config.yaml"))
     assert config.speculative_config is not None
     assert (config.model, config.speculative_config.model) == ("models/target", "models/drafter")
 

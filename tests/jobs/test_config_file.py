@@ -12,6 +12,7 @@ from manta.jobs.cli import main
 from manta.jobs.common import config_file
 from manta.jobs.common.config_file import read_config_file
 from manta.jobs.render.deployment_spec import read_deployment
+from paths import ROOT
 from pydantic import BaseModel
 from ray.serve import schema
 
@@ -104,4 +105,4 @@ def test_what_only_a_deployed_config_uses_is_told(tmp_path: Path) -> None:
         "applications[0].route_prefix",
         "applications[1:]",
     )
-    assert read_config_file(Path(__file__).parent.parent / "ray_config.yaml").unused == ()
+    assert read_config_file(ROOT / "ray_config.yaml").unused == ()

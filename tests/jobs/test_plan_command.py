@@ -16,9 +16,10 @@ from manta.jobs.cli import app
 from manta.jobs.common.config_loading import engine_config, read_settings
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from manta.jobs.plan.make_plan import PlanOptions, make_plan
+from paths import DATA
 from typer.testing import CliRunner
 
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 
 
 @pytest.fixture

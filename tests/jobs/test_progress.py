@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from manta.actors.system.wait_messages import Wait, counting_on_terminal
 from manta.jobs.common.progress import TimeLeft
 from manta.jobs.simulate.node_run import NodeOptions, run_node
+from paths import ROOT
 
-PAIR = Path(__file__).parent.parent / "docs" / "benchmarks" / "qwen3-8b"
+PAIR = ROOT / "docs" / "benchmarks" / "qwen3-8b"
 
 
 def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:

@@ -21,8 +21,9 @@ from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import render_document
 from manta.jobs.render.versions import ENVIRONMENT
+from paths import TESTS
 
-SCHEMAS = Path(__file__).parent / "kuberay"
+SCHEMAS = TESTS / "kuberay"
 BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "--prompt-column", "question"]
 
 

@@ -30,6 +30,7 @@ from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
 from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, node_engines
 from manta.jobs.simulate.workload import Workload
+from paths import DATA
 
 TARGET = ModelShape.dense(
     layers=36, hidden=4096, inter=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
@@ -227,7 +228,7 @@ def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    published = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+    published = json.loads((DATA / "published_configs.json").read_text())
     root = tmp_path_factory.mktemp("published")
     for name in ("Qwen3-8B", "Qwen3-8B-DFlash-b16"):
         (root / name).mkdir()

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from conftest import ROOT
 from hub_standin import REVISION, hub_with_model
 from manta.actors.http.config.settings import ServerSettings, split_settings
 from manta.actors.tokenization.checkpoint_paths import target_folder, with_drafter
@@ -26,8 +25,9 @@ from manta.cluster.vllm_settings import ANSWERS, RENAMED, SETTINGS, SPECULATION,
 from manta.jobs.cli import app, main
 from manta.jobs.common.config_loading import merge_settings, read_settings
 from manta.jobs.common.vllm_flags import without_vllm_flags
+from paths import DATA
 
-TOLD = (ROOT / "tests/data/vllm_arguments.txt").read_text().split("[")[1:]
+TOLD = (DATA / "vllm_arguments.txt").read_text().split("[")[1:]
 NAMES = {part.partition("]")[0]: part.partition("]")[2].split() for part in TOLD}
 OWN = {f.name for kind in (EngineConfig, ServerSettings) for f in fields(kind)}
 PYTHON_ONLY = {"skip_tokenizer_init", "per_request_spec_decode_metrics"}  # settings here, without a flag

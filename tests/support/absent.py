@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from paths import ROOT
 
 # Ray, all of HTTP and all of text: what a GPU machine need not have for its kernels to be examined and timed.
 # pydantic is not among them: it reads config.json.
@@ -45,7 +46,7 @@ def run_without(
     return subprocess.run(
         [sys.executable, "-c", _SCRIPT, ",".join(packages), *arguments],
         env={name: value for name, value in everything.items() if value},
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=250,

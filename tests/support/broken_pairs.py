@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import ROOT
 from manta.jobs.drafters.common.format_conversion import convert_drafter
+from paths import MODELS
 from safetensors.torch import load_file, save_file
 
-TARGET, DRAFTER = ROOT / "models" / "target", ROOT / "models" / "drafter"
+TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 Tensors = dict[str, torch.Tensor]
 
 

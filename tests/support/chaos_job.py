@@ -1,6 +1,6 @@
 """A batch job for tests of what kills it: an executor that counts its tokens, and dies of certain rows.
 
-As a script it is such a job in a process of its own:  python tests/chaos_job.py '{"model": ..., ...}'
+As a script it is such a job in a process of its own:  python tests/support/chaos_job.py '{"model": ..., ...}'
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `data/published_corpus.json` holds keys and values of config.json, tokenizer_config.json and ModelOpt's
 hf_quant_config.json with the source of each. An entry is written as the changes to another one that it is
 `like`, which is of the corpus or of published_configs.json. Long lists and texts (templates) are left out.
-`python tests/corpus.py` writes the table in docs/families.md that test_published_corpus.py compares.
+`python tests/support/corpus.py` writes the table in docs/families.md that test_published_corpus.py compares.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from manta.actors.targets.families import FAMILIES
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
+from paths import DATA
 from published import CONFIGS, GUIDE, replace_between
 
-CORPUS = json.loads((Path(__file__).parent / "data" / "published_corpus.json").read_text(encoding="utf-8"))
+CORPUS = json.loads((DATA / "published_corpus.json").read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = {**CORPUS["targets"], **CORPUS["drafters"]}
 
 # Sizes that stand in for the published ones, where a config.json has the key.
@@ -169,7 +170,7 @@ def _shortened(refusal: str) -> str:
     return re.sub(r"^(quantization_config)=.*? must", r"\1 must", told).replace("|", "\\|")
 
 
-BEGIN, END = "<!-- written by tests/corpus.py -->", "<!-- to here: tests/corpus.py -->"
+BEGIN, END = "<!-- written by tests/support/corpus.py -->", "<!-- to here: tests/support/corpus.py -->"
 
 
 def with_table(text: str) -> str:

@@ -1,8 +1,9 @@
 """Published targets and their drafters, as docs/families.md tells of them: facts from outside, and its table.
 
 Configurations are in published_configs.json, written by hand from model cards and third parties' readings: no
-published file was at hand. `python tests/published.py` writes the table again; test_published_targets.py sees
-that it is what the readers of families and `manta plan`'s arithmetic make of them.
+published file was at hand. `python tests/support/published.py` writes the table again;
+test_published_targets.py sees that it is what the readers of families and `manta plan`'s arithmetic make of
+them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout
 from manta.jobs.plan.checkpoint_shapes import target_shape
 from manta.jobs.plan.pair_reader import divides
+from paths import DATA, ROOT
 
-CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-GUIDE = Path(__file__).parent.parent / "docs" / "families.md"
+CONFIGS = json.loads((DATA / "published_configs.json").read_text())
+GUIDE = ROOT / "docs" / "families.md"
 CONTEXT = 32768
-BEGIN, END = "<!-- written by tests/published.py -->", "<!-- to here -->"
+BEGIN, END = "<!-- written by tests/support/published.py -->", "<!-- to here -->"
 
 
 @dataclass(frozen=True, kw_only=True)

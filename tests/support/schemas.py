@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from manta import StructuredOutputsParams
+
 _POINT = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
 _CLOSED = {"additionalProperties": False}
 
@@ -155,3 +157,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "nothing at all": (False, "false"),
 }
+
+
+def held_by(schema: Any, **more: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, **more)

@@ -19,11 +19,12 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.step_watchdog import StepWatch
 from manta.cluster.step.executor import Executor
+from paths import DATA
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 384
-CORPUS = Path(__file__).parent / "data" / "corpus.txt"  # the tokenizer is made of it: it stays as it is
+CORPUS = DATA / "corpus.txt"  # the tokenizer is made of it: it stays as it is
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}{{ style }}{% endif %}{% endif %}"

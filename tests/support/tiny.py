@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +194,11 @@ def _convolution_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor
             tensors[f"layers.{i}.{name}.base_kernel"] = matrix(2 * taps, hidden).view(2, taps, hidden) * 4
             tensors[f"layers.{i}.{name}.kernel_projection.weight"] = matrix(kernels, hidden) * 0.3
     return tensors
+
+
+def changed(folder: Path, copy: Path, **changes: object) -> Path:
+    """A checkpoint with other values in its config.json; None takes a key away."""
+    shutil.copytree(folder, copy)
+    keys = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+    return copy

@@ -1,6 +1,6 @@
 """A real server under clients that mean no good: `make abuse`. Ends with 1 if it minds.
 
-    python tests/abuse.py [-o FILE]     FILE: JSON for the figures
+    python tests/trials abuse [-o FILE]     FILE: JSON for the figures
 
 Nonsense gets an error in OpenAI's shape; what schemathesis makes up gets no 500 and no status that the
 OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, four times over, leave
@@ -25,16 +25,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import abuse_hostile
-from abuse_clients import ask, be_silent, leave, nonsense, read_slowly
-from abuse_long import Measured, measure
-from abuse_readers import stop_reading
-from abuse_tenants import SETTINGS, refuse_strangers
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
+from paths import MODELS
 from probed_server import Found, ProbedServer
 
-MODEL = Path(__file__).resolve().parent.parent / "models" / "target"
+from trials import abuse_hostile
+from trials.abuse_clients import ask, be_silent, leave, nonsense, read_slowly
+from trials.abuse_long import Measured, measure
+from trials.abuse_readers import stop_reading
+from trials.abuse_tenants import SETTINGS, refuse_strangers
+
+MODEL = MODELS / "target"
 BAR_MS = 50.0
 GROWTH_BYTES = 24 << 20
 REPETITIONS, SETTLED = 4, 3  # buffers of slow readers leave holes, which are full after three times

@@ -2,7 +2,7 @@
 
 Each trial opens its connections to a port on loopback, asks a probe and a small request meanwhile, closes
 what it opened and returns what it saw as a `Held`. None takes much longer than a minute. Called by hand
-(`python tests/abuse_connections.py PORT`) and by `abuse.py`:
+(`python tests/trials abuse_connections PORT`) and by `abuse.py`:
 
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
     slow_heads(port, 500)                   likewise; all of them are closed within 15 s

@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import abuse_grammars
 import httpx
-from abuse_clients import Answer
-from abuse_connections import Held, idle_connections, slow_heads, trickled_bodies, unfinished_bodies
+from paths import MODELS
 from served import Served
 
-MODEL = Path(__file__).resolve().parent.parent / "models"
+from trials import abuse_grammars
+from trials.abuse_clients import Answer
+from trials.abuse_connections import Held, idle_connections, slow_heads, trickled_bodies, unfinished_bodies
+
 BAR_S = 0.2  # the longest pause of another tenant's stream
 MAX_ERROR_BYTES = 8192
 GROWTH_BYTES = 24 << 20
@@ -481,8 +482,8 @@ def hostile_server(*, has_keys: bool = True, **settings: Any) -> Iterator[Served
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given: dict[str, Any] = {
-            "model": str(MODEL / "target"),
-            "speculative_config": {"method": "dflash", "model": str(MODEL / "drafter")},
+            "model": str(MODELS / "target"),
+            "speculative_config": {"method": "dflash", "model": str(MODELS / "drafter")},
             "batch_storage": str(folder / "batches"),
             "receipts": str(folder / "receipts"),
         }

@@ -1,6 +1,6 @@
 """Measures how well speculation works from the first token, and how long `manta serve` takes to be ready.
 
-    python tests/first_request.py docs/benchmarks/first-request-cpu.json     (20 minutes, on an idle machine)
+    python tests/trials first_request docs/benchmarks/first-request-cpu.json  (20 minutes, on an idle machine)
 
 For each interface (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes
 answer a prompt as their first request, then a dozen others, and the first one again. Each process begins
@@ -29,9 +29,9 @@ from statistics import median
 from typing import Any
 
 from manta.jobs.bench.common.provenance import provenance
+from paths import MODELS
 from served import Served
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
 PROCESSES, SERVERS = 10, 5
 NUM_OTHERS, MAX_TOKENS = 12, 128
 STATES = ("off", "fresh", "kept", "stale")  # `off` first: the others are compared with it

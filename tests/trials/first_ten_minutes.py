@@ -1,6 +1,6 @@
 """Plays what a new user does first: the commands of README and tutorial, as written, in a fresh clone.
 
-    python tests/first_ten_minutes.py docs/benchmarks/first-ten-minutes.md     (on an idle machine)
+    python tests/trials first_ten_minutes docs/benchmarks/first-ten-minutes.md     (on an idle machine)
 
 `make demo` makes the clone's environment. Every command runs on a terminal of its own; the table tells its
 seconds, the longest time in which it printed nothing, and its last line. Commands that need a hub, a bucket
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TextIO
 
 from manta.jobs.bench.common.provenance import provenance
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "docs/tutorial.md")
 MOST_SILENT_S = 5.0
 TIMEOUT_S = 900.0
@@ -188,8 +188,9 @@ def main(output: Path) -> int:
     lines = [
         "# The first ten minutes",
         "",
-        f"Made by `python tests/first_ten_minutes.py docs/benchmarks/{output.name}` on {machine['date']},",
-        f"{machine['cpu']}, {machine['cores']} cores, commit {str(machine['git_sha'])[:8]}.",
+        f"Made by `python tests/trials first_ten_minutes docs/benchmarks/{output.name}` on",
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores,",
+        f"commit {str(machine['git_sha'])[:8]}.",
         "Commands of README and tutorial in a fresh clone and environment; the first one installs.",
         "*Silent* is the longest time in which a command printed nothing.",
         "",

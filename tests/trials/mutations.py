@@ -6,11 +6,11 @@ unchanged copy is tested first, because a test that fails anyway finds nothing. 
 sampling and verification, targets over several ranks, the batch ledger, and the HTTP and worker protocols;
 docs/testing.md has the last result. It is not a part of `make test`: a run takes about fifteen minutes.
 
-    python tests/mutations.py                         every mutation
-    python tests/mutations.py -k ledger -k writer     those whose name or file contains one of the words
-    python tests/mutations.py --changed main          those whose tests differ from a git revision
-    python tests/mutations.py --check                 only whether each old text is there exactly once
-    python tests/mutations.py -o table.md             also write the result as a Markdown table
+    python tests/trials mutations                         every mutation
+    python tests/trials mutations -k ledger -k writer     those whose name or file contains one of the words
+    python tests/trials mutations --changed main          those whose tests differ from a git revision
+    python tests/trials mutations --check                 only whether each old text is there exactly once
+    python tests/trials mutations -o table.md             also write the result as a Markdown table
 
 Exits with 1 when a mutation is missed, when an old text is not in its file exactly once, or when a test fails
 without a mutation.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from paths import ROOT
+
 TIMEOUT_S = 600.0
 TESTS_FAILED = 1  # pytest's exit status; others mean that it could not run the tests
 
@@ -42,7 +44,7 @@ class Mutation:
         name: what the product does wrong with this change.
         file: path below the repository's root.
         old, new: the text that is replaced, which the file contains exactly once, and its replacement.
-        tests: test files that should notice, without `tests/test_` and `.py`, the quickest first.
+        tests: test files that should notice, without `test_` and `.py`, the quickest first.
     """
 
     name: str
@@ -454,13 +456,19 @@ def misplaced(root: Path, mutations: Sequence[Mutation]) -> list[str]:
         count = path.read_text().count(mutation.old) if path.exists() else 0
         if count != 1:
             found.append(f"{mutation.file} contains {count} times, not once: {mutation.old!r}")
-        found += [f"there is no {file}" for file in files_of([mutation]) if not (root / file).exists()]
+        found += [f"there is no test_{name}.py" for name in mutation.tests if not paths_of(name)]
     return found
 
 
 def files_of(mutations: Sequence[Mutation]) -> list[str]:
     """Return the paths of the mutations' test files, each once."""
-    return list(dict.fromkeys(f"tests/test_{name}.py" for each in mutations for name in each.tests))
+    names = dict.fromkeys(name for each in mutations for name in each.tests)
+    return [path.relative_to(ROOT).as_posix() for name in names for path in paths_of(name)]
+
+
+def paths_of(name: str) -> list[Path]:
+    """Return the path of a test file below `tests/` by its name, in a list: empty if there is none."""
+    return list((ROOT / "tests").rglob(f"test_{name}.py"))
 
 
 @contextmanager
@@ -515,7 +523,7 @@ def table_of(found: Sequence[tuple[Mutation, str | None]]) -> str:
     """Return the result as a Markdown table."""
     lines = ["| the product ... | file | found by |", "|---|---|---|"]
     for mutation, test in found:
-        shown = "**nothing**" if test is None else f"`{test.removeprefix('tests/')}`"
+        shown = "**nothing**" if test is None else f"`{re.sub(r'^[^:]*/', '', test)}`"
         lines.append(f"| {mutation.name} | `{mutation.file}` | {shown} |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """What a death costs those who are being served: every piece of a real server killed under 32 streams.
 
-    python tests/serving_chaos.py docs/operations-deaths      writes .md and .json (`make chaos`)
+    python tests/trials serving_chaos docs/operations-deaths      writes .md and .json (`make chaos`)
 
 Each setup starts a server, lets 32 streams run undisturbed for their texts, and then, death by death, runs
 them again and kills something with SIGKILL while all are open. Meanwhile a client asks again and again for
@@ -25,9 +25,10 @@ from typing import Any
 from benchmarks.streams import Stream
 from manta.jobs.bench.common.provenance import provenance
 from served import Served, forgotten_since, shared_memory, wait_for
-from serving_load import Load, Probe, Prober
-from serving_log import Return, read_return
 from text_pair import make_text_pair
+
+from trials.serving_load import Load, Probe, Prober
+from trials.serving_log import Return, read_return
 
 STREAMS = 32
 MAX_TOKENS = 300

@@ -1,6 +1,6 @@
 """Pictures of the live page: the shipped pair behind a real server, in a real browser.
 
-python tests/ui_pictures.py docs      writes ui.png, ui-dark.png and ui-phone.png (`make ui-pictures`)
+python tests/trials ui_pictures docs      writes ui.png, ui-dark.png and ui-phone.png (`make ui-pictures`)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import httpx
 from browser import Browser, real_browser
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
+from paths import MODELS
 from PIL import Image
 from text_pair import LiveServer
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
 PROMPT = "def read_lines(path):\n    "
 # Name, width, height, colours, and the element that stands at the top.
 PICTURES: tuple[tuple[str, int, int, Literal["light", "dark"], str], ...] = (

@@ -33,7 +33,7 @@ class Linear:
 
     On a CPU the weight is reordered once into oneDNN's blocked layout, and the plain weight is dropped: twice
     as fast at 16 rows, and in fp32 a row's result is bitwise the same for any number of rows
-    (tests/test_drafter_layers.py): a single row of many inputs is computed twice, since it would be summed in
+    (test_drafter_layers.py): a single row of many inputs is computed twice, since it would be summed in
     another order. Elsewhere this is `F.linear`.
     """
 

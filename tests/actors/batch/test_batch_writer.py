@@ -27,6 +27,7 @@ from manta.actors.batch.ledger.row_writer import RowWriter
 from manta.actors.system import atomic_files as files
 from manta.cluster.batch.row_ranges import of_rows
 from manta.cluster.errors import ConfigError, OutputError
+from paths import SUPPORT
 
 
 @pytest.fixture
@@ -311,7 +312,7 @@ def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
     """Processes of writers killed while they write; no row that they have told of is missing."""
     ledger = Ledger.open(output, spec(100_000))
     for name, begin in (("a", 0), ("b", 50_000)):
-        command = [sys.executable, "-c", WRITE, output.where, str(Path(__file__).parent), name, str(begin)]
+        command = [sys.executable, "-c", WRITE, output.where, str(SUPPORT), name, str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             told = [int(process.stdout.readline()) for _ in range(150)]

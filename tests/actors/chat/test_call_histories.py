@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jiter
@@ -28,8 +27,9 @@ from manta.actors.http.responses.tools import ClientTools
 from manta.actors.tokenization.call_arguments import parse_arguments
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.actors.tokenization.generation_config import GenerationDefaults
+from paths import DATA
 
-FOLDER = Path(__file__).parent / "data" / "chat"
+FOLDER = DATA / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
 FORMATS: dict[str, Any] = {
     path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"

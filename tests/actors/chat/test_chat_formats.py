@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tokenizers
+from byte_tokenizer import byte_tokenizer
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.answer_parser import ReasoningCounter
 from manta.actors.chat.answer_parts import together
-from manta.actors.chat.chat_formats import CALLS, marks_of
+from manta.actors.chat.chat_formats import CALLS
 from manta.actors.chat.chat_model import ChatModel
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.tool_call_grammars import forced_calls
@@ -24,30 +24,7 @@ from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.request.structured_outputs import Grammar
 from manta.drafter.grammars.compiler import GrammarCompiler
 
-SPECIAL = sorted(
-    {
-        mark
-        for syntax in CALLS.values()
-        for mark in marks_of(syntax)
-        if mark.startswith("<|") or mark.endswith("|>")
-    }
-)
 THINK = ("<think>", "</think>")
-
-
-def byte_tokenizer(
-    template: str = "", special: list[str] = SPECIAL, added: tuple[str, ...] = ()
-) -> Tokenizer:
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), vocab_size=300, show_progress=False
-    )
-    backend.train_from_iterator([], trainer)
-    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>", *special])
-    backend.add_tokens(list(added))
-    return Tokenizer(backend, template or None, {})
 
 
 @pytest.fixture(scope="module")

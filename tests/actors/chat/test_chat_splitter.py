@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 from manta.actors.chat.answer_parts import AnswerDelta, together
 from manta.actors.chat.chat_formats import CALLS, REASONING
 from manta.actors.chat.stream_parser import Splitter
+from paths import DATA
 
-FOLDER = Path(__file__).parent / "data" / "chat"
+FOLDER = DATA / "chat"
 TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
 FORMATS: dict[str, Any] = {
     path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"

@@ -29,7 +29,7 @@ from manta.cluster.request.structured_outputs import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.matchers import GrammarStates
-from schemas import HELD, REFUSED
+from schemas import HELD, REFUSED, held_by
 from text_pair import VOCAB, make_text_pair
 
 EOS = (0, 2)
@@ -103,10 +103,6 @@ def grammar_of(asked: StructuredOutputsParams) -> Grammar:
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     return Grammar(kind, text, asked.after_token_ids, is_cheap=True)
-
-
-def held_by(schema: Any, **more: Any) -> StructuredOutputsParams:
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, **more)
 
 
 # Which can be.

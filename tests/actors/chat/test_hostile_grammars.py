@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
@@ -38,6 +37,7 @@ from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
 from manta.drafter.grammars.matchers import GrammarStates
 from manta.drafter.step.cpu_numba.step_ops import LoopStepOperators
 from text_pair import VOCAB, LiveServer, make_text_pair
+from trials.abuse_grammars import HOSTILE, SHORT, STATUSES, chain
 
 EOS = (0, 2)
 LONGEST_PAUSE_S = 2.0  # 0.2 s on an idle machine

@@ -27,7 +27,7 @@ from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.cli import app
-from test_http_server import wait_for
+from server_probes import wait_for
 from text_pair import LiveServer, make_text_pair
 from typer.testing import CliRunner
 

@@ -27,7 +27,7 @@ from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
 from scripted_executor import ScriptedExecutor
-from test_http_server import events
+from server_probes import events
 from text_pair import LiveServer, make_text_pair
 from tokenizers import AddedToken, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel

@@ -42,7 +42,7 @@ from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import OutputProcessingError
 from manta.cluster.step.scheduler_output import StepResult
 from passing_executor import PassingExecutor
-from test_http_server import events, idle, wait_for
+from server_probes import events, idle, wait_for
 from text_pair import LiveServer
 
 NUM_REQUESTS = 8

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from device_engines import PLACE
 from manta import LLM, SamplingParams
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.drafter.step.sampling import gumbel_argmax as choice
 from safetensors.torch import load_file, save_file
-from test_device_runner import PLACE
 from text_pair import NOT_A_NUMBER, LiveServer, make_pair_with_nan
 from tiny import make_tiny_drafter, make_tiny_target
 

@@ -25,6 +25,7 @@ from manta.cluster.metrics.bounded_labels import NONE, OTHER, UsageAccount
 from manta.cluster.scheduler.usage_meter import Usage
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import app
+from paths import SUPPORT
 from simulated_server import simulated
 from spending_engine import ACME, NOON, SOME, SpendingEngine, keeper
 from text_pair import LiveServer, make_text_pair
@@ -195,7 +196,7 @@ def test_tenants_are_bounded_and_what_could_not_be_written_comes_later(
 
 
 def test_a_kill_loses_nothing_that_was_kept(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("spending_engine.py")
+    script = SUPPORT / "spending_engine.py"
     spender = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
     assert spender.stdout is not None
     told: list[int] = []

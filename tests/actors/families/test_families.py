@@ -7,7 +7,6 @@ test_target_parallel.py (ranks), test_lossless.py (the grid), test_device_runner
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_target
+from tiny import changed, make_tiny_target
 
 CPU = torch.device("cpu")
 # google/gemma-3-4b-it's, but for its vision part: most keys are left to the configuration's defaults.
@@ -37,14 +36,6 @@ GEMMA3_4B = {
     },
     "torch_dtype": "bfloat16",
 }
-
-
-def changed(folder: Path, copy: Path, **changes: object) -> Path:
-    """A checkpoint with other values in its config.json; None takes a key away."""
-    shutil.copytree(folder, copy)
-    keys = json.loads((copy / "config.json").read_text()) | changes
-    (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
-    return copy
 
 
 def test_every_family_that_is_served_has_a_row_of_tests() -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from decoder_requests import MAX_LEN, TAPS, Requests, oracle
 from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
@@ -21,7 +22,6 @@ from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError, ConfigError
-from test_target_decoder import MAX_LEN, TAPS, Requests, oracle
 from tiny import make_tiny_target
 
 SAMPLE = torch.arange(6.0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoder_requests import MAX_LEN, load, oracle, state_memory
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.delta_net import DeltaNet
@@ -26,9 +27,7 @@ from manta.drafter.compute.memory.recurrent_state_cache import StateRows
 from manta.drafter.step.request_states import RequestStates
 from published import CONFIGS
 from steps import Steps
-from test_families import changed
-from test_target_decoder import MAX_LEN, load, oracle, state_memory
-from tiny import TINY_VOCAB, make_tiny_target
+from tiny import TINY_VOCAB, changed, make_tiny_target
 
 KNOWN, DRAFTS = 11, 4
 

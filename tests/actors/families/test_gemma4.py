@@ -1,6 +1,6 @@
 """Gemma 4 as it is published and as transformers saves it: keys, names, experts in two forms, refusals.
 
-What it computes is tested where all families are (`tests/families.py`).
+What it computes is tested where all families are (`tests/support/families.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoder_requests import computed, load, oracle
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.mlp_spec import BesideMLP
 from manta.actors.targets.model.mlp_weights import BesideTensors, MlpTensors
@@ -19,7 +20,6 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
-from test_target_decoder import computed, load, oracle
 from tiny import make_tiny_target
 
 CPU = torch.device("cpu")

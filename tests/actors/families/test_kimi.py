@@ -1,6 +1,7 @@
 """Kimi K2 and DeepSeek-V3 as they are published and as transformers saves them: keys, names, chat, refusals.
 
-What they compute is tested where all families are (`tests/families.py`), packed experts in `test_int4.py`.
+What they compute is tested where all families are (`tests/support/families.py`), packed experts in
+`test_int4.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from byte_tokenizer import byte_tokenizer
+from decoder_requests import computed, load, oracle
 from families import DEEPSEEK_YARN, FAMILIES
 from manta.actors.chat.chat_model import ChatModel
 from manta.actors.targets.families import read_model
@@ -29,10 +32,9 @@ from manta.cluster.hardware.roofline import GPUS as ROOFLINE
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
 from manta.jobs.plan.checkpoint_shapes import target_shape
+from paths import ROOT
 from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file
-from test_chat_formats import byte_tokenizer
-from test_target_decoder import computed, load, oracle
 from tiny import make_tiny_target
 
 # moonshotai/Kimi-K2.6's, but for pictures.
@@ -176,7 +178,7 @@ def test_a_plan_takes_prompts_expanded_from_as_many_rows_as_the_kernels_do() -> 
     assert parts.fewest_expanded == 171
 
 
-PREFILL = Path(__file__).resolve().parent.parent / "docs/decisions/expanded-latents.md"
+PREFILL = ROOT / "docs/decisions/expanded-latents.md"
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (\d+)k \| (.*) \|$", PREFILL.read_text(), re.MULTILINE))

@@ -64,4 +64,4 @@ def test_the_corpus_is_large_and_every_fact_has_a_source() -> None:
 
 def test_the_guide_says_what_becomes_of_each() -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert with_table(text) == text, "write it anew: python tests/corpus.py"
+    assert with_table(text) == text, "write it anew: python tests/support/corpus.py"

@@ -79,7 +79,7 @@ def test_rows_cost_more_where_experts_are_routed() -> None:
 
 def test_the_guide_says_what_the_readers_of_families_say() -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert with_table(text) == text, "write it anew: python tests/published.py"
+    assert with_table(text) == text, "write it anew: python tests/support/published.py"
 
 
 def test_what_the_guide_calls_unserved_is() -> None:

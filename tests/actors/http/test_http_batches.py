@@ -26,13 +26,13 @@ from manta.cluster.errors import ConfigError, EngineDeadError
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from openai.types import Batch
 from passing_executor import PassingExecutor
+from paths import SUPPORT
 from s3_outputs import make_bucket, s3_server, s3_url
 from text_pair import LiveServer, make_text_pair
 
 NAME = "tiny"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +398,7 @@ def test_without_a_storage_the_routes_say_which_setting_is_missing(engine_args: 
 @contextmanager
 def process(args: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
     """A server that can be killed."""
-    command = [sys.executable, str(TESTS / "served_process.py"), json.dumps(args)]
+    command = [sys.executable, str(SUPPORT / "served_process.py"), json.dumps(args)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
+from paths import DATA, TESTS
 from text_pair import LiveServer, make_text_pair
 
-HERE = Path(__file__).parent
-RECORDED: list[dict[str, Any]] = json.loads((HERE / "recorded_requests.json").read_text())
+RECORDED: list[dict[str, Any]] = json.loads((DATA / "recorded_requests.json").read_text())
 LAST_EVENTS = {  # of a stream, by path
     "/v1/responses": ("response.completed", "response.incomplete"),
     "/v1/messages": ("message_stop",),
@@ -31,7 +30,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         {
             "model": str(target),
             "speculative_config": {"model": str(drafter)},
-            "chat_template": str(HERE / "compat" / "tools.jinja"),
+            "chat_template": str(TESTS / "compat" / "tools.jinja"),
             "dtype": "float32",
             "num_pages": 256,
             "num_threads": 1,

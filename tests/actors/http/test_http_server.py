@@ -7,8 +7,7 @@ import logging
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +21,7 @@ from manta.cluster.errors import EngineDeadError
 from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from passing_executor import PassingExecutor
-from prometheus_client.parser import text_string_to_metric_families
+from server_probes import events, idle, scrape, wait_for
 from text_pair import LiveServer, make_text_pair
 
 NAME = "tiny"
@@ -60,15 +59,6 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """The payloads of a stream, after checking its grammar: `data: ...`, a blank line, ..., [DONE]."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    pieces = response.read().decode().split("\n\n")
-    assert pieces[-2:] == ["data: [DONE]", ""]
-    assert all(piece.startswith("data: ") for piece in pieces[:-1])
-    return [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-2]]
 
 
 def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
@@ -351,20 +341,6 @@ def test_health_ping_and_version_answer(http: httpx.Client) -> None:
     assert http.get("/version").json()["version"]
 
 
-def scrape(http: httpx.Client) -> dict[str, float]:
-    """Sample name with its labels -> value."""
-    response = http.get("/metrics")
-    return {
-        sample.name
-        + json.dumps({k: v for k, v in sample.labels.items() if k in ("position", "finished_reason")}): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(response.text)
-        for sample in family.samples
-        if not sample.name.endswith("_bucket")
-    }
-
-
 def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     before = scrape(http)
     figures = http.post("/v1/completions", json={**GREEDY, "prompt": "while "}).json()
@@ -401,18 +377,6 @@ def test_the_request_id_is_echoed_and_logged_without_any_text(
     assert first["status"] == 200 and first["output_tokens"] == 24 and first["finish_reason"] == "length"
     assert first["mean_acceptance_length"] >= 1 and first["ttft_ms"] > 0 and first["tpot_ms"] > 0
     assert "secret" not in caplog.text
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
-
-
-def idle(server: LiveServer) -> bool:
-    stats = server.engine.stats()
-    return stats.running == 0 and stats.waiting == 0 and stats.kv_usage == 0.0
 
 
 def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:

@@ -14,6 +14,7 @@ import pytest
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.structured_outputs.grammar_frontend import MAX_GRAMMAR_CHARS
 from manta.cluster.config import EngineConfig
+from paths import ROOT
 from pydantic import BaseModel
 from text_pair import LiveServer, make_text_pair
 
@@ -140,7 +141,7 @@ def test_what_cannot_be_held_to_is_a_400_that_names_the_field(
 
 def requests_of_the_guide() -> list[dict[str, Any]]:
     """Its JSON: a whole request a block, or one a line; and where it ends, so that it can be read back."""
-    text = (Path(__file__).resolve().parent.parent / "docs/how-to/structured-output.md").read_text()
+    text = (ROOT / "docs/how-to/structured-output.md").read_text()
     blocks = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
     pieces = [piece for block in blocks for piece in ([block] if block[1] == "\n" else block.splitlines())]
     return [json.loads(piece) for piece in pieces]

@@ -30,7 +30,7 @@ from manta.jobs.cli import app
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from passing_executor import PassingExecutor
-from test_http_server import wait_for
+from server_probes import wait_for
 from text_pair import LiveServer, make_text_pair
 from typer.testing import CliRunner
 

@@ -25,8 +25,8 @@ from manta.drafter.compute.backend import DeviceCapabilities, Projection
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from sampling_cases import KNOBS, tokens_of
 from steps import settings
-from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB
 from torch import Tensor
 

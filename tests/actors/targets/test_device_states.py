@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from device_engines import SMALL_STATES, opened
 from devices import DEVICE, ON_GPU
 from eagle3_checkpoints import VARIANTS, write
 from manta import SamplingParams
@@ -25,7 +26,6 @@ from manta.drafter.step.gpu_triton.inputs.upload import Upload
 from manta.drafter.step.gpu_triton.recurrent_states import DeviceRecurrent, pack_saves
 from manta.drafter.step.gpu_triton.request_states import DeviceStates
 from manta.drafter.step.inputs import row_layout as host_rows
-from test_device_runner import SMALL_STATES, opened
 from tiny import make_tiny_drafter, make_tiny_target
 
 KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)

@@ -22,11 +22,12 @@ from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
 from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
+from paths import DATA
 from steps import settings
 from text_pair import make_text_pair
 from tiny import make_tiny_target
 
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
 
 

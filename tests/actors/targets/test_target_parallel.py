@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from eagle3_checkpoints import speculators, write
@@ -24,47 +20,9 @@ from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.step.inputs.proposals import Proposals
-from steps import Steps, settings
+from steps import settings
+from thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
-
-
-class ThreadRanks:
-    """A meeting point of threads that play ranks."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._barrier = threading.Barrier(world_size, timeout=60)
-        self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
-
-    def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor; returns when all have taken it."""
-        self._shown[rank] = tensor.clone()
-        self._barrier.wait()
-        everybody = [t.clone() for t in self._shown]
-        self._barrier.wait()
-        return everybody
-
-    def run(self, work: Callable[[ThreadRank], object]) -> list:
-        with ThreadPoolExecutor(self.world_size) as pool:
-            return list(pool.map(work, [ThreadRank(self, rank) for rank in range(self.world_size)]))
-
-
-class ThreadRank:
-    """A `Communicator` over `ThreadRanks`."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self._ranks, self.rank = ranks, rank
-        self.world_size = ranks.world_size
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(sum(self._ranks.meet(self.rank, tensor)))
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._ranks.meet(self.rank, tensor), dim=dim)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
-
 
 SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
 
@@ -75,24 +33,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
 
 
-def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
-    """Greedy tokens of all prompts, prefilled together; with drafts once prompts are done."""
-    steps = Steps(len(prompts), num_groups=len(runner.states.page_tables_GSP))
-    slots = list(range(len(prompts)))
-    admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
-    result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
-    found = [r[r >= 0].tolist() for r in result.token_ids]
-    drafts = 3 if runner.drafts is not None else 0
-    for _ in range(num_steps):
-        computed = [len(p) + len(f) - 1 for p, f in zip(prompts, found, strict=True)]
-        result = runner.execute(steps.plan(slots, computed, [1 + drafts] * len(slots), [drafts] * len(slots)))
-        for known, row in zip(found, result.token_ids, strict=True):
-            known += row[row >= 0].tolist()
-    return found
-
-
 HEADS = "(num_attention_heads|linear_num_key_heads) is 4"  # of the first layer
-PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
 
 
 @pytest.fixture(scope="module")

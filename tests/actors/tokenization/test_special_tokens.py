@@ -18,6 +18,7 @@ from manta.actors.tokenization.async_prompt_encoder import AsyncPromptEncoder
 from manta.actors.tokenization.prompts import Chat, encode_prompt, load_tokenizer
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
+from paths import DATA
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]")
@@ -29,7 +30,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{{ style or '' }}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-LINES = (Path(__file__).parent / "data" / "corpus.txt").read_text(encoding="utf-8")[:60_000].split("\n")
+LINES = (DATA / "corpus.txt").read_text(encoding="utf-8")[:60_000].split("\n")
 CORPUS = "\n".join([*(line for line in LINES if "<|" not in line), *string.printable])
 KINDS = ("byte level", "metaspace first", "prepend", "unigram", "byte fallback")
 

@@ -18,21 +18,11 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
 from manta.cluster.request.request import Request, SamplingParams
+from ray_engines import BASE, alive, wait_until
 from tiny import TINY_VOCAB
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
 
-BASE = EngineConfig(
-    model="",
-    skip_tokenizer_init=True,
-    dtype="float32",
-    device="cpu",
-    max_model_len=192,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    num_pages=48,
-    num_threads=1,
-)
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, seed=1),
     SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, seed=2),
@@ -89,20 +79,6 @@ def run_all(
         if steps == 2 and die is not None:
             die()
     return list(tokens.values())
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def assert_nothing_is_left(executor: RayExecutor) -> None:

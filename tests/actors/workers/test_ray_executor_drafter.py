@@ -20,10 +20,10 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import Request, SamplingParams
-from test_ray_executor import BASE, alive, wait_until
+from ray_engines import BASE, alive, wait_until
 from tiny import TINY_VOCAB, make_tiny_drafter
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.xdist_group("servers")]
 
 NUM_REQUESTS = 10
 

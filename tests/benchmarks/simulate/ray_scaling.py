@@ -10,7 +10,7 @@ It follows the source of Ray 2.60; each of these steps is a function here:
 * `ray/serve/_private/autoscaling_state.py`: `_merge_and_aggregate_timeseries` (the mean over time of all
   replicas' sum, from the youngest replica's first sample until now).
 
-`tests/test_ray_scaling.py` compares it with that source. Called by the simulated fleet (`replica_set.py`).
+`test_ray_scaling.py` compares it with that source. Called by the simulated fleet (`replica_set.py`).
 """
 
 from __future__ import annotations

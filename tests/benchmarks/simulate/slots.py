@@ -4,7 +4,7 @@ The speed of each of b running requests and the time of a prompt's token are a t
 else runs during a prompt (chunked prefill slows the others down by as much). All requests of a replica run
 at the same speed, so each is stored as the *work* at which it ends: the number of tokens that a request
 present from the beginning would have generated. Within a step of time a replica's speed is constant, but
-arrivals, beginnings and ends have exact times. `tests/test_bench_fleet.py` compares a replica with an engine.
+arrivals, beginnings and ends have exact times. `test_bench_fleet.py` compares a replica with an engine.
 Used by `replicas.py`.
 
 Legend: N rows, one for a replica; C running requests of a row; Q waiting requests of a row; A arrivals.

@@ -30,8 +30,9 @@ from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.pair_reader import ReadPair, read_pair
+from paths import DATA
 
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
 H200, H100 = GPUS["h200"], GPUS["h100"]
 DEMAND = LayoutDemand(max_model_len=8192, context=1024)

@@ -25,7 +25,7 @@ from manta.cluster.request.request import Request
 from manta.cluster.scheduler.background_budget import BackgroundBudget, BackgroundWork
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepTimings
-from test_cluster_properties import LAYOUTS, Arrival, arrivals
+from random_workloads import LAYOUTS, Arrival, arrivals
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages

@@ -9,15 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import drafter_checkpoints as checkpoints
 import pytest
 import torch
+from drafter_checkpoints import HIDDEN, VOCAB
+from drafter_requests import GREEDY, Requests, load_pair, random_taps
 from manta.cluster.step.scheduler_output import SlotSampling
-
-from . import drafter_checkpoints as checkpoints
-from .drafter_checkpoints import HIDDEN, VOCAB
-from .oracle_dflash import Oracle, gumbel
-from .test_drafter_model import GREEDY, Requests, load_pair, random_taps
-from .test_rope import GPT_OSS, KIMI, LLAMA3
+from oracle_dflash import Oracle, gumbel
+from rope_configs import GPT_OSS, KIMI, LLAMA3
 
 # What transformers writes beside, and means nothing here.
 NOTES = {

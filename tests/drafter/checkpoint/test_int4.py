@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_requests import Requests, oracle
 from devices import DEVICE
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
@@ -24,7 +25,6 @@ from manta.drafter.compute.layers.moe import ExpertWeights
 from manta.drafter.compute.quantization.int4 import Int4, bytes_of_words
 from manta.drafter.compute.quantization.packed_4bit import Packed
 from safetensors.torch import load_file, save_file
-from test_target_decoder import Requests, oracle
 from tiny import make_tiny_target, transformers_model
 from torch import Tensor
 

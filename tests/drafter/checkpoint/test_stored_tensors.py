@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import drafter_checkpoints
+import eagle3_checkpoints
 import pytest
 import torch
 from manta.actors.targets.families import read_model
@@ -19,8 +21,6 @@ from manta.drafter.dflash.target_features import TargetFacts
 from manta.drafter.eagle3.checkpoint import check_eagle3
 from safetensors.torch import load_file, save_file
 from tiny import TINY_VOCAB
-
-from . import drafter_checkpoints, eagle3_checkpoints
 
 Tensors = dict[str, torch.Tensor]
 FACTS = TargetFacts(

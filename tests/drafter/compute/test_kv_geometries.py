@@ -32,7 +32,7 @@ from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.rope import RopeConfig
 from manta.drafter.step.request_states import RequestStates
 from steps import Steps, settings
-from test_target_parallel import ThreadRanks
+from thread_ranks import ThreadRanks
 from torch import Tensor
 
 HIDDEN, VOCAB, MAX_LEN, NUM_SLOTS, EPS = 64, 40, 128, 4, 1e-5

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_engines import Twins
 from devices import DEVICE, ON_GPU
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
@@ -31,7 +32,6 @@ from manta.drafter.compute.layers.linear import Linear, RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
-from test_device_runner import Twins
 from tiny import make_tiny_target
 from torch import Tensor
 

@@ -30,7 +30,7 @@ from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from manta.drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
 from manta.drafter.step.inputs.row_layout import StepRequests
 from manta.drafter.step.recurrent_states import RecurrentStates
-from test_cluster_properties import Arrival, arrivals, step
+from random_workloads import Arrival, arrivals, step
 from torch import Tensor
 from torch.testing import assert_close
 

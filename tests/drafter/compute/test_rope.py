@@ -8,6 +8,7 @@ import pytest
 import torch
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
+from rope_configs import GPT_OSS, KIMI, LLAMA3
 from transformers import Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, MiniMaxM2Config, Qwen3_5TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -16,30 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-GPT_OSS = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-KIMI = {
-    "type": "yarn",
-    "factor": 64.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
 ROPES: dict[str, dict] = {
     "default": {"rope_theta": 10000.0},

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
@@ -36,6 +35,7 @@ from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
+from paths import ROOT, TESTS
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
@@ -332,7 +332,7 @@ LESSER = [
 def test_the_same_holds_with_lesser_instructions(kind: Instructions):
     """These tests again in a process that may use no better ones, and speculation that changes no token."""
     lossless = "test_in_bf16_too_where_products_do_not_depend_on_the_batch[compiled-0.0]"
-    tests = [__file__, f"{ROOT / 'tests' / 'test_shipped_pair.py'}::{lossless}"]
+    tests = [__file__, f"{TESTS / 'end_to_end' / 'lossless' / 'test_shipped_pair.py'}::{lossless}"]
     some = "stack or bits or rounded_once or context or bf16_too"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", some]
     environment = {**os.environ, VARIABLE: kind.value}

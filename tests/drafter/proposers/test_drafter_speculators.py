@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import drafter_checkpoints as checkpoints
 import pytest
 import torch
-
-from . import drafter_checkpoints as checkpoints
-from .drafter_checkpoints import SLIDING, speculators
-from .test_drafter_model import Requests, load_pair, random_taps
+from drafter_checkpoints import SLIDING, speculators
+from drafter_requests import Requests, load_pair, random_taps
 
 core = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
 

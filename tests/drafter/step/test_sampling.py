@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import oracle_dflash as oracle
 import pytest
 import torch
 from manta.drafter.step.cpu_numba.step_ops import LOOPS
@@ -19,8 +20,6 @@ from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows, sample_with_margins
 from manta.drafter.step.sampling.step_ops import DEFINITION, StepOperators
 from manta.drafter.step.sampling.top_k_top_p import filter_logits
-
-from . import oracle_dflash as oracle
 
 
 def batch(

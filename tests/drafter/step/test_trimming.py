@@ -22,9 +22,9 @@ from manta.drafter.step.cpu_numba.step_ops import LOOPS
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.sampling.draft_trimming import take_out
 from manta.drafter.step.sampling.step_ops import DEFINITION
+from split_pair import Pair
 from steps import GREEDY, Steps, open_runner, settings
-from test_split_drafter import Pair
-from test_target_parallel import ThreadRank, ThreadRanks
+from thread_ranks import ThreadRank, ThreadRanks
 from tiny import TINY_VOCAB, make_tiny_drafter
 
 PROMPTS = [np.random.default_rng(5).integers(1, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]

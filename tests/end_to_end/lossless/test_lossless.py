@@ -12,14 +12,12 @@ those that are composed of others' parts none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from eagle3_checkpoints import speculators, write
@@ -27,35 +25,10 @@ from families import FAMILIES, GPT_OSS_YARN
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
-from test_lossless_policy import MadPolicy
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target, transformers_model
+from random_policy import RandomPolicy
+from sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
+from tiny import make_tiny_drafter, make_tiny_target, transformers_model
 
-WHOLE = os.environ.get("MANTA_GRID") == "whole"
-NUM_TOKENS = 24 if WHOLE else 18
-KNOBS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "warm": SamplingParams(temperature=0.7),
-    "plain": SamplingParams(temperature=1.0),
-    "top-k": SamplingParams(temperature=1.0, top_k=5),
-    "top-p": SamplingParams(temperature=0.7, top_p=0.8),
-    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
-    "all": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01),
-    "min-tokens": SamplingParams(
-        min_tokens=NUM_TOKENS - 4, max_tokens=NUM_TOKENS, stop_token_ids=tuple(range(1, 30))
-    ),
-    "rules": SamplingParams(  # each by itself: test_token_rules.py
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        repetition_penalty=1.2,
-        logit_bias=((5, 2.0), (9, 1.5)),
-        allowed_token_ids=tuple(range(100)),
-        bad_words_token_ids=((3,), (5, 9), (9, 5, 9)),
-        thinking_token_budget=12,
-        reasoning_end_token_ids=(101, 9, 101),
-        logprobs=1,
-        prompt_logprobs=0,
-    ),
-}
 ENGINES = {
     "as shipped": {},
     "chunks of 16 rows": {"max_num_batched_tokens": 16},
@@ -143,16 +116,6 @@ def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
         yield STATES, "planned ahead, forced preemption", 15
 
 
-def prompts(count: int) -> list[list[int]]:
-    """Prompts of mixed lengths, 1 to about 90 tokens, without end tokens."""
-    random = np.random.default_rng(7)
-    return [random.integers(1, TINY_VOCAB - 1, 1 + 13 * i % 97).tolist() for i in range(count)]
-
-
-def params_of(name: str, count: int) -> list[SamplingParams]:
-    return [replace(KNOBS[name], seed=100 + i, max_tokens=NUM_TOKENS + i) for i in range(count)]
-
-
 @dataclass(frozen=True)
 class Pair:
     """A target and its drafter, how they are computed, and settings of pages that are too few."""
@@ -180,10 +143,6 @@ class Pair:
             skip_tokenizer_init=True,
             **{"max_num_seqs": 8, "max_model_len": 256, **self.how, **settings},
         )
-
-
-def tokens_of(llm: LLM, batch: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    return [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in batch], params)]
 
 
 FP32 = {"dtype": "float32", "num_threads": 1}
@@ -355,7 +314,7 @@ def test_no_token_changes_where_drafts_come_and_are_cut_at_random(
     pair: Pair, reference: Reference, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight at once, every knob, log probabilities among them."""
-    monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", MadPolicy)
+    monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
     asked = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
     few = pair.few_pages if "preemption" in engine else {}
     with pair.open(speculate=True, adaptive=True, **ENGINES[engine], **few) as llm:

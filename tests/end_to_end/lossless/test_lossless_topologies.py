@@ -11,7 +11,7 @@ from devices import ON_GPU
 from families import FAMILIES
 from manta import LLM
 from manta.actors.targets.families import read_model
-from test_lossless import params_of, prompts, tokens_of
+from sampling_cases import params_of, prompts, tokens_of
 from tiny import make_tiny_drafter, make_tiny_target
 
 KNOBS = ("greedy", "warm", "all", "rules")
@@ -83,7 +83,7 @@ def test_the_topology_changes_no_token(
 def test_kernels_of_two_ranks_change_no_token(ray_session: None, tiny_qwen3: Path, tmp_path: Path) -> None:
     """Logits stay sharded until the target's token, and the candidates for a draft, are chosen."""
     pytest.importorskip("triton")
-    from test_device_runner import generate
+    from device_engines import generate
 
     expected, _ = generate(tiny_qwen3, None, "torch")
     drafter = make_tiny_drafter(tmp_path, second=True)

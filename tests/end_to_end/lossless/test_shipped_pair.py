@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.engine.output_processor import RequestOutput
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.drafter.compute.batch_invariance import rows_are_invariant
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
+from paths import DATA, MODELS
 
 NUM_TOKENS = 48
 
 
 def prompt_texts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Token ids of `count` prompts, spread over all categories."""
-    lines = (ROOT / "models" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:: len(lines) // count]][:count]
     return [
         tokenizer.encode(tokenizer.apply_chat_template(row["messages"]), add_special_tokens=False)
@@ -76,7 +76,7 @@ def test_the_pair_is_small_and_in_the_published_formats(shipped_pair: tuple[Path
 
 
 def test_prompts_are_many_and_of_every_category() -> None:
-    rows = [json.loads(line) for line in (ROOT / "models" / "prompts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (MODELS / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) >= 200 and len({row["id"] for row in rows}) == len(rows)
     assert len({row["category"] for row in rows}) >= 4
 
@@ -96,7 +96,7 @@ def test_greedy_equals_transformers_generate(
 
 def test_greedy_answers_are_the_ones_that_are_written_down(greedy: list[RequestOutput]) -> None:
     """What changes them must say so. The best two logits of a step are never within 0.01 of each other."""
-    golden = json.loads((ROOT / "tests" / "golden_tokens.json").read_text(encoding="utf-8"))
+    golden = json.loads((DATA / "golden_tokens.json").read_text(encoding="utf-8"))
     assert tokens(greedy) == golden
 
 

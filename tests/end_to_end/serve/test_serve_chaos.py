@@ -16,9 +16,9 @@ import openai
 import pytest
 from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
 from served import Served, wait_for
-from serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
-from serving_load import Load
 from text_pair import make_text_pair
+from trials.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
+from trials.serving_load import Load
 
 SEATS, QUEUE = 8, 8
 CONTEXT = 4096  # streams can last longer than a server that ends waits for them

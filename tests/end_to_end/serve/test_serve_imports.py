@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from manta.actors.http.config.settings import split_models
 from manta.cluster.errors import CheckpointError
 from manta.jobs.serve.preloaded_imports import check_models
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAIR = {
     "model": str(ROOT / "models/target"),
     "speculative_config": {"model": str(ROOT / "models/drafter")},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from served import Served, wait_for
-from serving_load import Load
 from text_pair import make_text_pair
+from trials.serving_load import Load
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from benchmarks.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, ro
 from benchmarks.serve_tax import ServeTaxOptions, run_serve_tax
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from paths import TESTS
 from served import wait_for
 from text_pair import make_text_pair
 
@@ -93,7 +94,7 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
 def test_a_signal_ends_the_server_that_is_measured_too(config: EngineConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def f("}) + "\n")
-    folder = Path(__file__).parent / "benchmarks"
+    folder = TESTS / "benchmarks"
     command = [sys.executable, str(folder), "serve-tax", config.model, "--no-speculation"]
     command += ["--prompts", str(prompts), "--max-tokens", "200", "--rounds", "1000", "--side", "asgi"]
     with subprocess.Popen([*command, "--side", "engine", "--num-threads", "1"]) as process:

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.cli import main
 from benchmarks.simulate.measured_cost import MeasuredCost
 from benchmarks.simulate.validate import ValidateOptions, run_validate
-from conftest import ROOT
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.hardware.gpu_specs import find_gpu
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.methods import Method
 from manta.jobs.simulate.node_engines import DraftAssumptions, node_engines, read_shapes
 from manta.jobs.simulate.workload import Workload
+from paths import ROOT
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"
 PAIR_FLAGS = ["-m", str(PAIR / "target"), "--drafter", str(PAIR / "drafter")]

@@ -20,6 +20,7 @@ from benchmarks.cpu_quota import quota_group
 from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.idle_check import IDLE_SHARE, Idleness, Watch, print_warning
+from paths import TESTS
 
 pytestmark = pytest.mark.quiet
 
@@ -207,9 +208,7 @@ def test_a_busy_process_ends_when_its_parent_is_killed() -> None:
         "    print(pid, flush=True)\n"
         "    time.sleep(600)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
-    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=TESTS)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.widen import Width, widen_pair
-from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.step.inputs.proposals import Proposals
+from paths import MODELS
 from safetensors.torch import load_file, save_file
 from steps import Steps, open_runner
 
@@ -68,7 +68,7 @@ def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
     width = Width(hidden=384, inter=1024, heads=8, kv_heads=4)
     widen_pair(*shipped_pair, tmp_path / "wide", width, layers=20, drafter_layers=5)
     tokenizer = Tokenizer.load(shipped_pair[0])
-    lines = (ROOT / "models" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:2]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
 
     def run(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
+from drafter_checkpoints import VARIANTS, random_tensors
+from drafter_checkpoints import write as write_checkpoint
 from eagle3_checkpoints import VARIANTS as EAGLE3
 from eagle3_checkpoints import sglang
 from eagle3_checkpoints import write as write_eagle3
@@ -30,11 +32,9 @@ from manta.jobs.drafters.drafter_summary import summarize_drafter
 from manta.jobs.drafters.local_drafters import find_drafters
 from manta.jobs.drafters.validate.smoke_test import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
+from paths import DATA
 from tiny import TINY_VOCAB
 from typer.testing import CliRunner
-
-from .drafter_checkpoints import VARIANTS, random_tensors
-from .drafter_checkpoints import write as write_checkpoint
 
 
 def run(*words: str | Path) -> tuple[int, str]:
@@ -151,7 +151,7 @@ def test_list_finds_drafters_and_passes_over_targets(tmp_path: Path):
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of a target that the checkpoints of `drafter_checkpoints` are for."""
-    from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+    from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
     sizes = {
@@ -254,7 +254,7 @@ def test_a_drafter_of_another_kind_is_run_as_what_it_is():
     assert method_of(str(DRAFTER)) == "dflash"
     assert not is_eagle3(json.loads((TARGET / "config.json").read_text()))
     assert not is_eagle3({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32})
-    published = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+    published = json.loads((DATA / "published_configs.json").read_text())
     drafters = {name for name, raw in published.items() if method_of_drafter(raw) is not None}
     assert drafters == {"Qwen3-8B-DFlash-b16"}
     assert method_of_drafter({"speculators_model_type": "dflash2"}) == "dflash"

@@ -29,6 +29,7 @@ from manta.jobs.drafters.evaluate.confidence_intervals import ratio_of_sums, stu
 from manta.jobs.drafters.evaluate.eval_suites import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
+from paths import ROOT
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner
 
@@ -242,7 +243,7 @@ def test_what_is_wrong_is_named(
 
 
 def test_the_shipped_prompts_are_a_suite_of_eight_of_each_category(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(ROOT)
     found = open_suite("quick")
     counts = {
         name: sum(row.category == name for row in found.rows) for name in {r.category for r in found.rows}

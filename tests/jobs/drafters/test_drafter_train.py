@@ -32,12 +32,12 @@ from manta.jobs.training.loop.lr_schedule import Length
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import CURVES
 from manta.jobs.training.train_drafter import train
+from paths import MODELS
 from safetensors.torch import load_file
 from tiny import make_tiny_drafter, make_tiny_target, transformers_model
 from training_run import SETTINGS, run, weights_after_some_steps
 from training_targets import CPU, continuations, small_config, write_target
 
-SHIPPED = Path(__file__).resolve().parent.parent / "models"
 NUM_STEPS = 8
 
 
@@ -210,8 +210,8 @@ def test_prompts_are_asked_anew_and_what_was_said_is_taken(tmp_path: Path) -> No
     captured = tmp_path / "captured"
     captured.mkdir()
     segment_path(captured, 1).write_bytes(CapturedRecord((), (3, 4, 5), "m", "2026-11-23").line() + b'{"day')
-    tokenizer = Tokenizer.load(SHIPPED / "target")
-    asking = Asking(str(SHIPPED / "target"), tokenizer, max_tokens=4, longest=600)
+    tokenizer = Tokenizer.load(MODELS / "target")
+    asking = Asking(str(MODELS / "target"), tokenizer, max_tokens=4, longest=600)
     places = [str(lines), str(tmp_path / "rows.parquet"), str(captured)]
     data = gather(places, asking, tmp_path / "answers", report=lambda _: None)
     texts = [
@@ -246,7 +246,7 @@ def test_a_row_that_cannot_be_learnt_from_is_named(line: str, complaint: str, tm
 
 
 def test_the_mask_is_a_token_that_no_text_has(tiny_qwen3: Path) -> None:
-    tokenizer, spec = Tokenizer.load(SHIPPED / "target"), read_model(SHIPPED / "target")
+    tokenizer, spec = Tokenizer.load(MODELS / "target"), read_model(MODELS / "target")
     assert tokenizer.tokens([mask_token(spec, tokenizer)]) == ["<|mask|>"]
     with pytest.raises(ConfigError, match="reserved special token"):
         mask_token(read_model(tiny_qwen3), None)
@@ -274,7 +274,7 @@ def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: P
         ({"hours": 1.0}, "steps or as time"),
         ({"steps": 0}, "must be above 0"),
         ({"head": "eagle3", "layers": 2}, "does not apply to --head eagle3"),
-        ({"initial": str(SHIPPED / "drafter"), "block_size": 8}, "has its own"),
+        ({"initial": str(MODELS / "drafter"), "block_size": 8}, "has its own"),
     ],
 )
 def test_what_contradicts_itself_is_refused(

@@ -33,6 +33,7 @@ from manta.models.recipe.together import TogetherSettings, train_together
 from manta.models.recipe.tokenizer import CHAT_TEMPLATE
 from manta.models.recipe.tokens import TokenStore, WindowReader, corpus_sequences, encode_documents
 from minijinja import Environment
+from paths import MODELS
 from tiny import tiny_training_config
 from tokenizers import Tokenizer
 from torch.nn import functional as F
@@ -41,7 +42,6 @@ from transformers import Qwen3ForCausalLM
 
 MASK_ID = 63
 CONFIG = tiny_training_config()
-MODELS = Path(__file__).parents[1] / "models"
 SOURCE = '''def area(width, height):
     """Return the area of a rectangle with these sides, no more."""
     return width * height

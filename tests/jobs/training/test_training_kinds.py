@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
+from drafter_requests import FACTS, Requests, random_taps
+from eagle3_checkpoints import BLOCK
 from manta.actors.targets.families import read_model
 from manta.drafter.card import least_card_length
 from manta.drafter.compute.layers.linear import Linear
@@ -35,15 +38,11 @@ from manta.jobs.training.loop.lr_schedule import Length
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.model_cards import DrafterCardFacts, write_drafter_card
 from manta.jobs.training.train_drafter import train
+from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file
+from tiny import make_tiny_target
 from torch.nn import functional as F
-
-from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
-from .eagle3_checkpoints import BLOCK
-from .oracle_eagle3 import Eagle3Oracle
-from .test_drafter_model import FACTS, Requests, random_taps
-from .tiny import make_tiny_target
-from .training_targets import CPU, small_config, write_target
+from training_targets import CPU, small_config, write_target
 
 MASK_ID, FULL = 63, DraftLayer(causal=False, window=None)
 SECOND = DrafterSettings(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from abuse import MODEL, refuse_nonsense, suffer
-from abuse_clients import be_silent, leave, read_slowly
-from abuse_hostile import HOSTILE, KEYS, run_hostile
 from probed_server import ProbedServer
+from trials.abuse import MODEL, refuse_nonsense, suffer
+from trials.abuse_clients import be_silent, leave, read_slowly
+from trials.abuse_hostile import HOSTILE, KEYS, run_hostile
 
 GROWTH_BYTES = 32 << 20
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from abuse import MODEL
 from manta.actors.engine.output_logprobs import OutputLogprobs
 from manta.actors.engine.output_processor import CompletionOutput
 from manta.actors.http.config.settings import ServerSettings
@@ -28,6 +27,7 @@ from manta.cluster.request.request import SamplingParams
 from probed_server import make_executor
 from pydantic import TypeAdapter
 from text_pair import LiveServer
+from trials.abuse import MODEL
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MANY = {

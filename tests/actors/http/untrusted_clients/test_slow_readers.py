@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import probed_server
 import pytest
-from abuse import MODEL
-from abuse_readers import STREAMS, Reader, never_read
 from gateway_stand import GatewayStand
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +27,8 @@ from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.step_outcome import SequenceUpdate
 from probed_server import ProbedServer, keep_little, make_executor
 from text_pair import LiveServer
+from trials.abuse import MODEL
+from trials.abuse_readers import STREAMS, Reader, never_read
 
 UNREAD_BYTES = 1 << 18
 GROWTH_BYTES = 48 << 20  # of which the system's buffers of sockets are no part
