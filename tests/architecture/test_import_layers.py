@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 from package_copy import FLOORS, copy_package, module_name, sources
-from paths import ROOT
+from paths import ROOT, TESTS
 
 # A module that must not name something, and the line that does; by contract.
 BREACHES = {
@@ -238,6 +239,13 @@ def test_a_folder_holds_at_most_sixteen_modules_and_one_docstring() -> None:
         limit = 17 if folder.name == "families" else 16
         assert len(modules) <= limit, folder
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))), folder
+
+
+def test_a_folder_of_tests_holds_at_most_sixteen_files_each_with_a_name_of_its_own() -> None:
+    """Documents and `tests/trials/mutations.py` name a test file without its folder."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    assert max(Counter(path.parent for path in files).values()) <= 16
+    assert [name for name, count in Counter(path.name for path in files).items() if count > 1] == []
 
 
 def test_no_two_public_classes_have_the_same_name() -> None:

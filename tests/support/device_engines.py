@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
 from devices import DEVICE
 from manta import SamplingParams
 from manta.actors.engine.output_processor import RequestOutput

@@ -6,7 +6,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, start_runner
 from manta.actors.targets.model.tensor_parallel import SingleRank

@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 import torch
 from device_engines import CASES, KNOB_NAMES, PARAMS, SMALL_STATES, Twins, generate, opened, outputs
-
-pytest.importorskip("triton")
-
 from devices import ON_GPU
 from eagle3_checkpoints import VARIANTS, write
 from families import FAMILIES

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from split_pair import Pair
-
-pytest.importorskip("triton")
-
 from devices import watch_launches
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.cluster.step.scheduler_output import Trim
 from manta.drafter.step.inputs.proposals import Proposals
+from split_pair import Pair
 from steps import GREEDY, Steps, open_runner
 from tiny import make_tiny_drafter
 
