@@ -386,14 +386,14 @@ MUTATIONS = (
         "actors/http/wire/errors.py",
         "if retryable or status in (429, 503):",
         "if retryable:",
-        ("http_requests", "http_manners"),
+        ("http_requests", "http_request_gate"),
     ),
     Mutation(
         "never frees the place of a request that has ended",
         "actors/http/middleware/request_gate.py",
         "self._num_whole -= 1",
         "self._num_whole -= 0",
-        ("http_manners",),
+        ("http_request_gate",),
     ),
     Mutation(
         "reports a tool call for an answer that was cut short",

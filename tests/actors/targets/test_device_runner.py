@@ -32,6 +32,7 @@ from tiny import make_tiny_drafter, make_tiny_target
 from torch import Tensor
 from waits import counting_waits
 
+pytestmark = pytest.mark.xdist_group("device runner")
 # In the interpreter those whose layers are of different kinds; others are composed of the same kernels.
 DIFFERENT = ("qwen3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_5")
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]

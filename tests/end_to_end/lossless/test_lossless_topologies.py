@@ -14,6 +14,7 @@ from manta.actors.targets.families import read_model
 from sampling_cases import params_of, prompts, tokens_of
 from tiny import make_tiny_drafter, make_tiny_target
 
+pytestmark = pytest.mark.xdist_group("servers")
 KNOBS = ("greedy", "warm", "all", "rules")
 WHOLE = os.environ.get("MANTA_GRID") == "whole"  # how ranks cut other families, test_target_parallel.py says
 
