@@ -1,6 +1,6 @@
 """What the site has beside the files of this folder; mkdocs calls the functions by their names.
 
-* The reference: pages that `jobs/docs_reference/` makes of the parsers, settings, metrics, routes and
+* The reference: pages that `reference_pages/` makes of the parsers, settings, metrics, routes and
   docstrings.
 * Sources: files outside this folder that pages link to, so that such links work as they do in a clone.
 * Decisions: all of `decisions/` are in the navigation, without being listed by hand.
@@ -12,11 +12,11 @@ import posixpath
 import re
 from pathlib import Path
 
-from manta.jobs.docs_reference.commands import commands_page
-from manta.jobs.docs_reference.http_routes import routes_page
-from manta.jobs.docs_reference.metrics import metrics_page
-from manta.jobs.docs_reference.python_api import python_page
-from manta.jobs.docs_reference.settings import settings_page
+from manta.docs.reference_pages.commands import commands_page
+from manta.docs.reference_pages.http_routes import routes_page
+from manta.docs.reference_pages.metrics import metrics_page
+from manta.docs.reference_pages.python_api import python_page
+from manta.docs.reference_pages.settings import settings_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page

@@ -44,12 +44,12 @@ from ...cluster.config import DraftMethod, EngineConfig
 from ...cluster.flag import NO_FLAG, Flag
 from ...cluster.request.request import SamplingParams
 from .config_loading import engine_config, merge_settings
-from .markdown import described
 
 ENGINE = "Engine"
 SPECULATION = "Speculation"
 SERVER = "Server"
 SAMPLING = "Sampling"
+_ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")  # of a section of a docstring
 # Up to the first full stop that is followed by a new sentence.
 _FIRST_SENTENCE = re.compile(r".+?\.(?= [A-Z0-9\"'`]|$)")
 
@@ -216,6 +216,22 @@ def _typer_parameter(name: str, kind: Any, flag: Flag, text: str, panel: str | N
         both = kind is bool and default in (None, True)
         names = [f"--{own}/--no-{own}" if both else f"--{own}", *names]
     return typer.Option(*names, **more)
+
+
+def described(docstring: str | None, section: str) -> dict[str, str]:
+    """Return the entries of a section such as "Attributes:" by name; `a, b: text` describes both."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    _, _, rest = inspect.cleandoc(docstring or "").partition(f"{section}\n")
+    for line in rest.splitlines():
+        if entry := _ENTRY.fullmatch(line):
+            names = [name.lstrip("*") for name in entry[1].split(", ")]
+            found |= dict.fromkeys(names, entry[2])
+        elif line.startswith(" " * 8):
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+        elif line.strip():
+            break
+    return found
 
 
 def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:

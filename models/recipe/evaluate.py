@@ -16,8 +16,8 @@ import torch
 
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ...jobs.training.data.continuations import ContinuationRequest
-from ...jobs.training.data.prompts import Prompt
 from ...jobs.training.heads.offline_proposals import OfflineProposals, accepted_at
+from .prompt_selection import Prompt
 
 OVERALL = "overall"
 REPEAT_TOKENS = 8

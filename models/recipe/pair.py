@@ -22,10 +22,7 @@ from ...actors.targets.model.weights import TargetWeights
 from ...drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
 from ...jobs.common.tables import decimals
-from ...jobs.training.data import corpus
-from ...jobs.training.data.chat_samples import IM_END
 from ...jobs.training.data.continuations import SPOKEN_TEMPERATURES, Continuations
-from ...jobs.training.data.prompts import all_prompts, select_prompts
 from ...jobs.training.data.target_answers import write_continuations
 from ...jobs.training.heads.export import export_drafter
 from ...jobs.training.heads.frozen_target import FrozenTarget
@@ -35,8 +32,11 @@ from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
 from ...jobs.training.loop.lr_schedule import Length
 from ...jobs.training.loop.training_loop import SNAPSHOT, Report, load_snapshot
 from ...jobs.training.train_drafter import keep_freed_memory, machine, read_target, train
+from . import corpus
 from .cards import PairFacts, RunFacts, write_cards
+from .chat_samples import IM_END
 from .evaluate import Figures, before_repetition, evaluate
+from .prompt_selection import all_prompts, select_prompts
 from .prompts import (
     EVALUATION_TOKENS,
     SURE_TEMPERATURES,

@@ -8,17 +8,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...actors.llm import LLM
-from ...jobs.training.data.chat_samples import render_chat
 from ...jobs.training.data.continuations import ContinuationRequest
-from ...jobs.training.data.corpus import CorpusFile
-from ...jobs.training.data.prompts import (
+from ...jobs.training.data.target_answers import NUM_RUNNING, generator
+from .chat_samples import render_chat
+from .corpus import CorpusFile
+from .prompt_selection import (
     MAX_PROMPT_TOKENS,
     MIN_PROMPT_TOKENS,
     Prompt,
     all_prompts,
     select_prompts,
 )
-from ...jobs.training.data.target_answers import NUM_RUNNING, generator
 from .tokens import TokenStore
 
 # Temperatures of the target's answers from which it learns while it is trained with the drafter. Afterwards

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ...jobs.training.data.chat_samples import IM_END, IM_START
+from .chat_samples import IM_END, IM_START
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...jobs.training.data.chat_samples import chat_samples, render_chat
 from ...jobs.training.data.continuations import Continuations
-from ...jobs.training.data.corpus import CorpusFile
+from .chat_samples import chat_samples, render_chat
+from .corpus import CorpusFile
 from .tokenizer import END_OF_TEXT, special_id
 
 _PIECE_TOKENS = 2048

@@ -19,12 +19,12 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
+from manta.docs.reference_pages.commands import commands, commands_page
+from manta.docs.reference_pages.http_routes import routes_page
+from manta.docs.reference_pages.metrics import metrics_page
+from manta.docs.reference_pages.python_api import python_page
+from manta.docs.reference_pages.settings import settings_page
 from manta.jobs.cli import app
-from manta.jobs.docs_reference.commands import commands, commands_page
-from manta.jobs.docs_reference.http_routes import routes_page
-from manta.jobs.docs_reference.metrics import metrics_page
-from manta.jobs.docs_reference.python_api import python_page
-from manta.jobs.docs_reference.settings import settings_page
 from paths import ROOT
 from typer.main import get_command
 

@@ -30,8 +30,8 @@ _SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
 
 def write_replay(path: Path) -> None:
     """Write prompts of the shipped categories, from files that are not held out."""
-    from manta.jobs.training.data import corpus
-    from manta.jobs.training.data.prompts import all_prompts, select_prompts
+    from manta.models.recipe import corpus
+    from manta.models.recipe.prompt_selection import all_prompts, select_prompts
     from manta.models.recipe.prompts import write_prompts
     from tokenizers import Tokenizer as Backend
 

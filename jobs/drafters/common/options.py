@@ -61,8 +61,7 @@ class TrainOptions:
     Attributes:
         target: folder or hub id of the target.
         folder: folder of the run; the drafter is written to drafter/ in it. The same folder resumes.
-        data: JSON lines or Parquet with messages, prompt or text, or captured traffic; may be repeated; by
-            default prompts from the source of Python's standard library.
+        data: JSON lines or Parquet with messages, prompt or text, or captured traffic; may be repeated.
         head: part or kind of drafter that is trained.
         initial: drafter to start from; by default layers of the target.
         steps: steps of the run; by default 6 epochs.
@@ -78,7 +77,7 @@ class TrainOptions:
 
     target: Annotated[str, Flag("-m")]
     folder: Annotated[Path, Flag("-o --output")]
-    data: tuple[str, ...] = ()
+    data: tuple[str, ...]
     head: Literal["dflash", "selector", "dflash2", "eagle3"] = "dflash"
     initial: Annotated[str | None, Flag("--from")] = None
     steps: int | None = None

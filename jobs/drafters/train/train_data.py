@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from ....actors.batch.dataset.row_requests import parse_line
 from ....actors.batch.dataset.source import Dataset, SourceFile, open_parquet, open_source
 from ....actors.capture.records import CapturedRecord, is_captured, read_captured
@@ -26,13 +24,10 @@ from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import DatasetError, RequestError, shown
 from ...training.data.continuations import SPOKEN_TEMPERATURES, ContinuationRequest, Continuations
-from ...training.data.corpus import library_files
-from ...training.data.prompts import all_prompts, select_prompts
 from ...training.data.target_answers import write_continuations
 from ...training.loop.training_loop import Report
 
 _PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # plain text: tokens of a sequence; first ones, without a loss
-_PROMPTS_PER_CATEGORY = 2000
 _LEAST_ANSWER_TOKENS = 2  # shorter captured answers are skipped
 Record = Mapping[str, Any]  # Any: a row of a data set
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -54,7 +49,7 @@ class Asking:
 
 
 def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) -> Continuations:
-    """Read all sources and generate missing answers; without sources, use Python's standard library.
+    """Read all sources and generate missing answers.
 
     Args:
         folder: stores the generated answers in parts, so that an interrupted run does not repeat them.
@@ -64,7 +59,7 @@ def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) 
     """
     prompts: list[tuple[int, ...]] = []
     pairs: list[Pair] = []
-    for record in _records(places, asking.tokenizer):
+    for record in _records(places):
         prompt = _prompt_of(record, asking.tokenizer)
         if prompt is None:
             pairs += _pairs_of(record, asking.tokenizer)
@@ -121,23 +116,13 @@ def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
             yield replace(record, prompt_token_ids=prompt, token_ids=answer)
 
 
-def _records(places: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[Record]:
-    if not places:
-        yield from _library(tokenizer)
+def _records(places: Sequence[str]) -> Iterator[Record]:
     for place in places:
         if is_captured(Path(place)):
             for each in completions_of_one_model(Path(place)):
                 yield {"prompt_token_ids": each.prompt_token_ids, "token_ids": each.token_ids}
         else:
             yield from _rows(open_source([place]))
-
-
-def _library(tokenizer: Tokenizer | None) -> Iterator[Record]:
-    """Yield prompts from the standard library's files, without those that the shipped prompts come from."""
-    backend = tokenizers.Tokenizer.from_str(_needed(tokenizer).to_json())
-    learned = [file for file in library_files() if not file.is_held_out]
-    for prompt in select_prompts(all_prompts(learned, backend, seed=9), _PROMPTS_PER_CATEGORY, seed=9):
-        yield {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
 
 
 def _rows(source: Dataset) -> Iterator[Record]:

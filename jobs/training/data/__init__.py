@@ -1,1 +1,1 @@
-"""Training data: prompts, the target's answers, chat samples. Start with `corpus.py`."""
+"""Training data of drafters. Start with `continuations.py`."""

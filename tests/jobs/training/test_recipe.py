@@ -10,15 +10,13 @@ import pytest
 import torch
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows
-from manta.jobs.training.data.chat_samples import render_chat
 from manta.jobs.training.data.continuations import ContinuationRequest
-from manta.jobs.training.data.corpus import is_held_out
-from manta.jobs.training.data.prompt_cuts import CATEGORIES
-from manta.jobs.training.data.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.offline_proposals import BlockProposals
 from manta.models.recipe.cards import PairFacts, RunFacts, figures_table, write_cards
+from manta.models.recipe.chat_samples import render_chat
+from manta.models.recipe.corpus import is_held_out
 from manta.models.recipe.evaluate import (
     Figures,
     accepted_lengths,
@@ -27,6 +25,8 @@ from manta.models.recipe.evaluate import (
     evaluate,
     repeated_tokens,
 )
+from manta.models.recipe.prompt_cuts import CATEGORIES
+from manta.models.recipe.prompt_selection import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
 from manta.models.recipe.prompts import read_prompts
 from manta.models.recipe.target import products_attention
 from manta.models.recipe.together import TogetherSettings, train_together

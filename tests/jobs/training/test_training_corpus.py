@@ -1,9 +1,9 @@
 """The corpus, its split, and the places where chats and prompts are cut from it."""
 
 import pytest
-from manta.jobs.training.data.chat_samples import chat_samples
-from manta.jobs.training.data.corpus import CorpusFile, is_held_out, library_files
-from manta.jobs.training.data.prompt_cuts import cuts
+from manta.models.recipe.chat_samples import chat_samples
+from manta.models.recipe.corpus import CorpusFile, is_held_out, library_files
+from manta.models.recipe.prompt_cuts import cuts
 
 SOURCE = '''"""Module."""
 

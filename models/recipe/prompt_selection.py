@@ -1,8 +1,4 @@
-"""Prompts of 30 to 250 tokens from the corpus.
-
-`manta drafter train` uses them if it is given no data; `models/recipe/` makes the prompts of the shipped pair
-by the same rules.
-"""
+"""Prompts of 30 to 250 tokens from the corpus."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -7,11 +7,11 @@ from inspect import cleandoc
 from typing import Any
 
 import typer
+from manta.jobs.cli import app
+from manta.jobs.common.engine_flags import ENGINE, SAMPLING, SPECULATION
 from typer.main import get_command
 
-from ..cli import app
-from ..common.engine_flags import ENGINE, SAMPLING, SPECULATION
-from ..common.markdown import cell, code, table
+from .markdown import cell, code, table
 
 # Any in this module: typer's commands and parameters, which are click's or its own by its version.
 SHARED = (ENGINE, SPECULATION, SAMPLING)

@@ -6,12 +6,14 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ...actors.http.config.settings import ServerSettings
-from ...cluster.config import EngineConfig, SpeculativeConfig
-from ...cluster.fleet.autoscaling import ScalingRules
-from ...cluster.vllm_settings import RENAMED, RENAMED_SPECULATION, SETTINGS, SPECULATION
-from ..common.markdown import cell, code, described, summary, table
+from manta.actors.http.config.settings import ServerSettings
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.fleet.autoscaling import ScalingRules
+from manta.cluster.vllm_settings import RENAMED, RENAMED_SPECULATION, SETTINGS, SPECULATION
+from manta.jobs.common.engine_flags import described
+
 from .commands import server_flags
+from .markdown import cell, code, summary, table
 
 # Any in this module: fields and types of dataclasses.
 _INTRODUCTION = """# Settings

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from textwrap import dedent
 
-from ..common.markdown import cell, code, described, summary, table
+from manta.jobs.common.engine_flags import described
+
+from .markdown import cell, code, summary, table
 
 ROOT = Path(__file__).resolve().parents[2]
 # Public name -> source file.

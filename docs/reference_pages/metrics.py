@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...cluster.metrics.engine_metrics import CATALOGUE
-from ...cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
-from ...cluster.metrics.metric import Metric
-from ..common.markdown import cell, code, table
+from manta.cluster.metrics.engine_metrics import CATALOGUE
+from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
+from manta.cluster.metrics.metric import Metric
+
+from .markdown import cell, code, table
 
 _INTRODUCTION = """# Metrics
 

@@ -9,20 +9,22 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...actors.engine.async_engine import AsyncEngine
-from ...actors.http.app import create_app
-from ...actors.http.batch_api.routes import BatchRequest
-from ...actors.http.config.settings import ServerSettings
-from ...actors.http.openai.tokenization import DetokenizeRequest, TokenizeRequest
-from ...actors.http.protocol.chat_request import ChatRequest
-from ...actors.http.protocol.completion_request import CompletionRequest
-from ...actors.http.protocol.protocol import GenerationRequest, Speculative
-from ...actors.http.wire.openapi_errors import MEANINGS
-from ...cluster.config import EngineConfig
-from ...cluster.request.request import SamplingParams
-from ...cluster.simulation.simulated_executor import SimulatedExecutor
-from ...cluster.step.executor import ExecutorInfo
-from ..common.markdown import cell, code, described, table
+from manta.actors.engine.async_engine import AsyncEngine
+from manta.actors.http.app import create_app
+from manta.actors.http.batch_api.routes import BatchRequest
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from manta.actors.http.protocol.chat_request import ChatRequest
+from manta.actors.http.protocol.completion_request import CompletionRequest
+from manta.actors.http.protocol.protocol import GenerationRequest, Speculative
+from manta.actors.http.wire.openapi_errors import MEANINGS
+from manta.cluster.config import EngineConfig
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.simulation.simulated_executor import SimulatedExecutor
+from manta.cluster.step.executor import ExecutorInfo
+from manta.jobs.common.engine_flags import described
+
+from .markdown import cell, code, table
 
 # Any in this module: JSON of the OpenAPI document.
 _INTRODUCTION = """# HTTP API
