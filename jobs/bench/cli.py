@@ -34,7 +34,6 @@ def _stoppable(context: typer.Context) -> None:
     context.with_resource(StopSignals())
 
 
-PageFile = Annotated[Path | None, typer.Option("--html", help="HTML report with charts, in one file.")]
 SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder for the charts, one SVG file each.")]
 Method = Annotated[
     list[str] | None,
@@ -57,42 +56,22 @@ def sweep(
     options: SweepOptions,
     config: EngineConfig,
     model_: Model = None,
-    arrivals: Annotated[
-        list[str] | None,
-        typer.Option("--arrivals", help="closed, or poisson:RATE (requests/s); may be repeated (closed)."),
-    ] = None,
     method: Method = None,
-    html: PageFile = None,
     svg: SvgFolder = None,
 ) -> None:
     """Compare plain decoding, adaptive and fixed draft lengths at 1 to 64 requests, and check each bar.
 
-    Also measures a drafter with shuffled weights, mixed traffic, and the first seconds after a start or a
-    change of load.
+    Also measures a drafter with shuffled weights, and mixed traffic.
     """
-    from .common.arrivals import Arrivals
+    from ..charts.plots import can_plot, write_svgs
+    from .load.pareto import sweep_pictures
     from .sweep.engines import parse_methods
     from .sweep.sweep_run import run_sweep
 
-    loops = [Arrivals.parse(text) for text in arrivals or ("closed",)]
-    loads = options.concurrency if None in loops else ()
-    options = replace(
-        options,
-        concurrency=loads,
-        mixed=tuple(load for load in options.mixed if load in loads),
-        open_loops=tuple(loop for loop in loops if loop is not None),
-        methods=parse_methods(method or ()),
-    )
-    figures = run_sweep(config, options)
-    if html is not None or svg is not None:
-        from ..charts.plots import can_plot, write_svgs
-        from .load.report_charts import sweep_pictures
-        from .load.report_page import write_sweep_page
-
-        if html is not None:
-            write_sweep_page(figures, html)
-        if svg is not None and can_plot():
-            write_svgs(list(sweep_pictures(figures)), svg, "sweep-")
+    mixed = tuple(load for load in options.mixed if load in options.concurrency)
+    figures = run_sweep(config, replace(options, mixed=mixed, methods=parse_methods(method or ())))
+    if svg is not None and can_plot():
+        write_svgs(sweep_pictures(figures), svg, "sweep-")
 
 
 @bench.command()
@@ -107,7 +86,6 @@ def pareto(
         ),
     ] = None,
     method: Method = None,
-    html: PageFile = None,
     svg: SvgFolder = None,
 ) -> None:
     """Plot throughput per GPU (or machine) against tokens/s per user, one curve per method."""
@@ -123,7 +101,7 @@ def pareto(
         from .sweep.sweep_run import run_sweep
 
         sources = [run_sweep(config, replace(options, methods=parse_methods(method or ()), output=None))]
-    run_pareto(sources, options.output, html, svg)
+    run_pareto(sources, options.output, svg)
 
 
 @bench.command()

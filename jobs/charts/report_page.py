@@ -1,8 +1,7 @@
 """HTML page of a report: one file without scripts and network access, in light or dark mode.
 
-The layout adapts to phones. The content comes from `jobs/batch/report_html.py`,
-`jobs/bench/load/report_page.py` and `jobs/training/loop/training_curves.py`. The template (`page.html`)
-escapes all data.
+The layout adapts to phones. The content comes from `jobs/batch/report_html.py` and
+`jobs/training/loop/training_curves.py`. The template (`page.html`) escapes all data.
 """
 
 from __future__ import annotations

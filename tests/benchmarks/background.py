@@ -24,18 +24,19 @@ from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.jobs.bench.common.arrivals import Arrivals
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import rotated
-from manta.jobs.bench.load.latencies import describe
 from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
+from manta.jobs.bench.sweep.load_records import describe
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.tables import print_table
 
+from .arrivals import Arrivals
 from .http_load import ServedPass, Target, find_server, pass_figures, send
 from .options import BackgroundOptions
 from .own_server import manta_serve
+from .process_tree import TreeWatch
 
 BAR = 1.1
 COMPARED = (("tpot", "p50"), ("tpot", "p95"), ("ttft", "p50"), ("ttft", "p95"))
@@ -54,12 +55,12 @@ def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Fi
         storage = Path(scratch) / "batches"
         say("starting manta serve")
         with manta_serve(config, Path(scratch), "--batch-storage", str(storage)) as url:
-            points = measure(url, storage, options, Watch(look_every_s=LOOK_EVERY_S))
+            points = measure(url, storage, options, TreeWatch(look_every_s=LOOK_EVERY_S))
     print_points(points)
     return record(config, options, points)
 
 
-def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | None) -> list[Figures]:
+def measure(url: str, storage: Path, options: BackgroundOptions, watch: TreeWatch | None) -> list[Figures]:
     """Measure both sides at each rate on a server that stores its batches in `storage`."""
     target = find_server(url)
     rows = read_rows(options.prompts, options.num_prompts)
@@ -92,7 +93,7 @@ def _measure(
     batches: _Batches,
     rate: float,
     options: BackgroundOptions,
-    watch: Watch | None,
+    watch: TreeWatch | None,
 ) -> Figures:
     done: dict[str, list[_SidePass]] = {name: [] for name in SIDES}
     for number in range(options.rounds):

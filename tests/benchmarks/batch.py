@@ -27,12 +27,13 @@ from manta.jobs.bench.common.engine_passes import (
     record,
     say,
 )
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import ratios, rotated
 from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
 from .options import BatchBenchOptions
+from .process_tree import TreeWatch
 
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on the number of rows
 LEAST_GENERATED = 16
@@ -52,7 +53,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
     prompts = _prompts(config, options)
     sides = _sides(config, options)
     passes: dict[str, list[Pass]] = {name: [] for name in sides}
-    watch = Watch(look_every_s=LOOK_EVERY_S)
+    watch = TreeWatch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         for number in range(options.rounds):
             for name in rotated(list(sides), number):
@@ -113,7 +114,7 @@ def _figures(
     sides: Mapping[str, Side],
     passes: Mapping[str, list[Pass]],
     prompts: Sequence[Prompt],
-    watch: Watch,
+    watch: TreeWatch,
 ) -> Figures:
     return {
         "rows": len(prompts),

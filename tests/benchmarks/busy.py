@@ -31,13 +31,14 @@ from manta.jobs.bench.common.engine_passes import (
     record,
     say,
 )
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import LEAST_GROUPS, prompts_per_turn, ratios, rotated, split_evenly
 from manta.jobs.common.tables import print_table
 
 from .busy_processes import busy_processes
 from .cpu_quota import QuotaGroup, quota_group
 from .options import BusyOptions
+from .process_tree import TreeWatch
 
 NAMES = {"on": "DFlash", "off": "plain"}
 STATES = ("idle", "busy")
@@ -101,7 +102,7 @@ def _measure(
         turns = _turns(runs, len(prompts), requests, options.max_tokens)
         for pressure in pressures:
             say(f"{requests} request(s), {pressure}")
-            watch = Watch()
+            watch = TreeWatch()
             with watch.open():
                 passes = _take_turns(runs, turns, pressure, options.rounds)
             facts = {"requests": requests, "prompts_per_turn": turns[0].stop}

@@ -23,6 +23,7 @@ from .options import (
     ScaleOptions,
     ServeTaxOptions,
     SharedDrafterOptions,
+    StartsOptions,
 )
 from .simulate import cli as simulate
 
@@ -98,6 +99,15 @@ def background(options: BackgroundOptions, config: EngineConfig, model_: Model =
     from .background import run_background_bench
 
     run_background_bench(config, options)
+
+
+@app.command()
+@with_flags
+def starts(options: StartsOptions, config: EngineConfig, model_: Model = None) -> None:
+    """Compare adaptive with plain engines in their first seconds, and after a change of load."""
+    from .starts import run_starts
+
+    run_starts(config, options)
 
 
 @app.command("shared-drafter")

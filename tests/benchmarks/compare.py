@@ -34,7 +34,7 @@ from manta.jobs.bench.common.engine_passes import (
     say,
     tried_dtypes,
 )
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import prompts_per_turn, ratios, run_rounds, split_evenly
 from manta.jobs.common.tables import decimals, print_table
 
@@ -49,6 +49,7 @@ from .contenders import (
     TransformersTarget,
 )
 from .options import CompareOptions
+from .process_tree import TreeWatch
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
 WARM_UP_TOKENS = 4
@@ -122,7 +123,7 @@ class _Side:
         self._setup = max(self._trial, key=lambda setup: self._trial[setup])
         self._setups[self._setup](prompts[: self._setup.at_once], max_tokens)
 
-    def take_turn(self, prompts: Prompts, max_tokens: int, watch: Watch, turn: slice) -> Pass:
+    def take_turn(self, prompts: Prompts, max_tokens: int, watch: TreeWatch, turn: slice) -> Pass:
         """Run a turn; watched unless a server does the work, which would count as other processes."""
         torch.set_num_threads(self._num_threads)
         with watch.open() if self._here else nullcontext():
@@ -163,7 +164,7 @@ def _measure(
         side.choose_way(prompts, options.max_tokens)
     slowest = min(side.trial_tokens_per_s for side in sides)
     turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
-    watch = Watch()
+    watch = TreeWatch()
     passes = run_rounds(
         {side.name: partial(side.take_turn, prompts, options.max_tokens, watch) for side in sides},
         turns,

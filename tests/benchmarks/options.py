@@ -14,8 +14,9 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import NO_FLAG, Flag, Size
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.jobs.bench.common.arrivals import Arrivals
-from manta.jobs.bench.common.options import Loads, RunOptions, Temperature
+from manta.jobs.bench.common.options import CONCURRENCY, Loads, RunOptions, Temperature
+
+from .arrivals import Arrivals
 
 SharedDrafterSide = Literal["shared", "split", "colocated"]
 BATCH_SIDES = ("job", "llm", "http", "generate", "engines")
@@ -125,6 +126,21 @@ class BackgroundOptions(RunOptions):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
         for rate in self.rates:
             Arrivals(rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartsOptions(RunOptions):
+    """Options of `starts`.
+
+    Attributes:
+        concurrency: requests at once in closed loops; may be repeated, a start with each.
+        window_s: seconds that are measured after a start and after a change of load.
+    """
+
+    num_prompts: Annotated[int, NO_FLAG] = 240
+    concurrency: Loads = CONCURRENCY
+    rounds: int = 1
+    window_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

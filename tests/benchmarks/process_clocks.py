@@ -2,7 +2,7 @@
 
 Processes are identified by their command, as Ray and HAProxy name them. The role "ray" covers its daemons,
 its agents, and Serve's controller and proxy. Linux only: empty on other systems. Used by `serve_tax.py` and
-`soak_serve.py`; the machine's clocks are in `cpu_clocks.py`.
+`soak_serve.py`; `process_tree.py` reads the processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manta.jobs.bench.common.cpu_clocks import descendants, read_processes, ticks_per_s
+from manta.jobs.bench.common.idle_check import ticks_per_s
+
+from .process_tree import descendants, read_processes
 
 ROLES = ("client", "worker", "replica", "haproxy", "ray")
 SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side

@@ -23,7 +23,6 @@ from manta.actors.system.host_resources import free_port
 from manta.cluster.errors import MantaError
 from manta.cluster.fleet.placement import Topology
 from manta.jobs.bench.common.engine_passes import Figures, say
-from manta.jobs.bench.common.idle_check import Watch
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.charts.plots import can_plot
 from manta.jobs.common.http_client import ServerClient, await_ready
@@ -31,6 +30,7 @@ from manta.jobs.common.tables import print_table
 from manta.jobs.serve.server import ServeOptions, Server, start_server
 
 from .options import ScaleOptions
+from .process_tree import TreeWatch
 
 LOOK_S = 0.5
 WINDOW_S = 5.0  # window of the percentiles of first tokens
@@ -131,7 +131,7 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
     bundles = Topology.of(config, {}).replica_bundles(1.0)
     num_cpus = round(most * sum(bundle.get("CPU", 0.0) for bundle in bundles)) + SPARE_CPUS
     where = ServeOptions(port=free_port(), num_cpus=num_cpus)
-    watch = Watch(look_every_s=LOOK_S)
+    watch = TreeWatch(look_every_s=LOOK_S)
     with start_server(args, where) as server, watch.open():
         seen = _load(server, where.name, server_settings.model_names(config.model)[0], options)
     figures = {

@@ -32,12 +32,13 @@ from manta.jobs.bench.common.engine_passes import (
     record,
     say,
 )
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import ratios, rotated
 from manta.jobs.common.tables import NO_FIGURE, print_table
 
 from .options import ServeTaxOptions
 from .process_clocks import ROLES, read_role_clocks
+from .process_tree import TreeWatch
 from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
 
 LEAST_STREAMS = 8  # minimum number of streams of a point
@@ -68,7 +69,7 @@ def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
     passes: dict[tuple[int, float], dict[str, list[TaxPass]]] = {
         point: {side: [] for side in options.sides} for point in options.points
     }
-    watch = Watch(look_every_s=LOOK_EVERY_S)
+    watch = TreeWatch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-tax-") as scratch:
         for number in range(options.rounds):
             for side in rotated(list(options.sides), number):
@@ -154,7 +155,7 @@ def _questions(
     ]
 
 
-def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watch: Watch) -> Figures:
+def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watch: TreeWatch) -> Figures:
     streams, temperature = point
     return {
         "streams": streams,

@@ -26,7 +26,7 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.placement import Topology, total
 from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
-from manta.jobs.bench.common.idle_check import Watch, print_warning
+from manta.jobs.bench.common.idle_check import print_warning
 from manta.jobs.bench.common.interleaving import rotated
 from manta.jobs.bench.load.request_source import RequestSource, encode_rows
 from manta.jobs.common.ray_session import join_or_start_ray
@@ -35,6 +35,7 @@ from manta.jobs.common.tables import NO_FIGURE, decimals, print_table
 from .engine_hosts import Turn, open_hosts
 from .options import SharedDrafterOptions
 from .options import SharedDrafterSide as Side
+from .process_tree import TreeWatch
 
 LOOK_EVERY_S = 1.0
 Runs = Callable[[int, int, float], list[Turn]]  # arguments: engines, requests per engine, seconds
@@ -84,7 +85,7 @@ def _measure(
     done: dict[Side, list[list[Turn]]] = {side: [] for side in runs}
     for run in runs.values():
         run(engines, requests, options.seconds)
-    watch = Watch(look_every_s=LOOK_EVERY_S)
+    watch = TreeWatch(look_every_s=LOOK_EVERY_S)
     with watch.open():
         for number in range(options.rounds):
             say(f"{engines} engine(s), {requests} request(s) at each: round {number + 1}/{options.rounds}")

@@ -1,27 +1,37 @@
 """Records whether the machine was idle during a measurement: CPU time of other processes, steal, throttling.
 
-"Own" processes are this process and its descendants, including those whose parent exits while we watch (a Ray
-cluster started here). Workers of a Ray cluster that ran before count as other processes. "The machine" is the
-set of cores that this process may use. Linux only: elsewhere all figures are unknown. The results are part of
-every benchmark's figures.
+"The machine" is the set of cores that this process may use; "own" is this process with its children that have
+ended (`tests/benchmarks/process_tree.py` also follows servers and Ray's daemons). Linux only: elsewhere all
+figures are unknown. The results are part of every benchmark's figures.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....actors.system.host_resources import ControlGroup
-from .cpu_clocks import Clocks, ProcessTree, read_clocks
 
 IDLE_SHARE = 0.05  # of CPU time; the machine is idle if others use less
-_PROC = Path("/proc")
+PROC = Path("/proc")
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: columns of a line of /proc/stat
+_STEAL = 7
+
+
+class _Clocks(NamedTuple):
+    """Seconds from an arbitrary start, summed over cores; None: the system has no such clock."""
+
+    busy_s: float  # the cores ran any process
+    stolen_s: float  # the hypervisor ran other virtual machines while this one had work
+    own_s: float
+    throttled_s: float | None  # CPU quotas stopped this process
+    waited_s: float | None  # wall time with a thread that was ready and had no core (Linux PSI, `cpu some`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,72 +106,61 @@ class Watch:
 
     Args:
         proc: the /proc file system.
-        look_every_s: interval at which descendants are listed while a block is open, so that those that
-            start, are orphaned and end within it are counted; each listing costs some milliseconds. None:
-            list them only at the start and the end.
     """
 
-    def __init__(self, proc: Path = _PROC, *, look_every_s: float | None = None) -> None:
-        self._proc = proc
-        self._look_every_s = look_every_s
+    def __init__(self, proc: Path = PROC) -> None:
+        self.proc = proc
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._group = ControlGroup.of_this_process()
         self._seconds = 0.0
-        self._seen: list[Clocks] = []
-        self._known = (proc / "stat").exists() and bool(self._cores)
+        self._spent: list[_Clocks] = []
+        self.is_known = (proc / "stat").exists() and bool(self._cores)
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Watch for the duration of the `with` block."""
         begin_s = time.monotonic()
-        tree = ProcessTree(self._proc)
-        before = self._read(tree) if self._known else None
-        try:
-            with self._watched(tree) if self._known else nullcontext():
+        with self.own_clock() as own_s:
+            before = self._read(own_s) if self.is_known else None
+            try:
                 yield
-        finally:
-            if before is not None:
-                self._seen.append(self._read(tree).since(before))
-            self._seconds += time.monotonic() - begin_s
+            finally:
+                if before is not None:
+                    pairs = zip(self._read(own_s), before, strict=True)
+                    spent = [None if now is None or then is None else now - then for now, then in pairs]
+                    self._spent.append(_Clocks(*spent))  # type: ignore[arg-type]  # None where before
+                self._seconds += time.monotonic() - begin_s
 
     @contextmanager
-    def _watched(self, tree: ProcessTree) -> Iterator[None]:
-        """List the descendants every `look_every_s` in a thread for the duration of the block."""
-        if (every_s := self._look_every_s) is None:
-            yield
-            return
-        ended = threading.Event()
-
-        def look() -> None:
-            while not ended.wait(every_s):
-                tree.cpu_s()
-
-        thread = threading.Thread(target=look, name="bench-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _read(self, tree: ProcessTree) -> Clocks:
-        return read_clocks(self._proc, self._cores, self._group, tree)
+    def own_clock(self) -> Iterator[Callable[[], float]]:
+        """Yield a clock of the CPU time of the processes that are measured."""
+        yield lambda: used_s(resource.RUSAGE_SELF) + used_s(resource.RUSAGE_CHILDREN)
 
     @property
     def found(self) -> Idleness:
         """Return the sums over all blocks so far."""
-        if not self._seen:
+        if not self._spent:
             return Idleness(seconds=self._seconds, cores=max(len(self._cores), 1))
-        own_s = sum(clocks.own_s for clocks in self._seen)
+        columns = (list(column) for column in zip(*self._spent, strict=True))
+        busy_s, stolen_s, own_s, throttled_s, waited_s = (
+            None if None in column else sum(column) for column in columns
+        )
+        assert busy_s is not None and own_s is not None
+        others_s = busy_s - own_s
         return Idleness(
             seconds=self._seconds,
             cores=len(self._cores),
             own_s=own_s,
-            others_s=sum(clocks.busy_s for clocks in self._seen) - own_s,
-            stolen_s=sum(clocks.stolen_s for clocks in self._seen),
-            throttled_s=_sum_of([clocks.throttled_s for clocks in self._seen]),
-            waited_s=_sum_of([clocks.waited_s for clocks in self._seen]),
+            others_s=others_s,
+            stolen_s=stolen_s,
+            throttled_s=throttled_s,
+            waited_s=waited_s,
         )
+
+    def _read(self, own_s: Callable[[], float]) -> _Clocks:
+        busy_s, stolen_s = _core_clocks(self.proc / "stat", self._cores)
+        throttled_s = None if self._group is None else self._group.throttled_s()
+        return _Clocks(busy_s, stolen_s, own_s(), throttled_s, _waited_s(self.proc))
 
 
 def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
@@ -171,6 +170,31 @@ def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
         print(max(disturbed, key=lambda idleness: idleness["others_share"])["warning"], flush=True)
 
 
-def _sum_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def used_s(who: int) -> float:
+    """Return the CPU seconds of `resource.getrusage`, whose resolution is finer than ticks."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def ticks_per_s() -> int:
+    """Return the resolution of the clocks in /proc."""
+    return os.sysconf("SC_CLK_TCK")
+
+
+def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
+    """Return the busy and the stolen time of these cores since the machine started."""
+    names = {f"cpu{core}" for core in cores}
+    lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
+    clocks = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]
+    busy = sum(of_core[place] for of_core in clocks for place in _BUSY)
+    return busy / ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / ticks_per_s()
+
+
+def _waited_s(proc: Path) -> float | None:
+    """Return the total of Linux's pressure stall information for CPUs, in seconds; None without PSI."""
+    try:
+        text = (proc / "pressure" / "cpu").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    some = next((line for line in text.splitlines() if line.startswith("some")), None)
+    return None if some is None else int(some.rpartition("total=")[2]) / 1e6

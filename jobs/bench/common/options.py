@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from ....cluster.config import AttentionBackend, DeviceKind, DType
 from ....cluster.errors import ConfigError
 from ....cluster.flag import NO_FLAG, Flag, Size
-from .arrivals import Arrivals
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 MIXED = (8, 32)
@@ -72,30 +71,25 @@ class SweepOptions(RunOptions):
         num_prompts: number of prompts, taken evenly from the file.
         concurrency: requests at once in closed loops; may be repeated.
         mixed: values of `concurrency` that are also measured with mixed traffic.
-        open_loops: open loops to measure as well (or only those, if `concurrency` is empty).
         rounds: maximum number of rounds of each side at a point.
         max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
         temperature: 0 is greedy. The hard requests of mixed traffic have their own.
         methods: additional speculative configs, by name.
         minutes: approximate duration.
-        window_s: length of the windows that are measured after a start and after a change of load.
-        methods_only: skip fixed lengths, the shuffled drafter and the measurements of starts.
+        methods_only: skip fixed lengths and the shuffled drafter.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 240
     concurrency: Loads = CONCURRENCY
     mixed: Annotated[tuple[int, ...], NO_FLAG] = MIXED
-    open_loops: Annotated[tuple[Arrivals, ...], NO_FLAG] = ()
     rounds: Annotated[int, NO_FLAG] = 5
     temperature: Temperature = 0.0
     methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
     minutes: float = 15.0
-    window_s: Annotated[float, NO_FLAG] = 5.0
     methods_only: Annotated[bool, NO_FLAG] = False
 
     def __post_init__(self) -> None:
-        if self.concurrency or not self.open_loops:
-            RunOptions.__post_init__(self)
+        RunOptions.__post_init__(self)
         if not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
         if min(self.mixed, default=1) < 1:

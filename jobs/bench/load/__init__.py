@@ -1,1 +1,1 @@
-"""Load for benchmarks: requests (asks.py), arrival times (arrivals.py), latencies (latencies.py)."""
+"""Load for benchmarks: requests (request_source.py), published prompts, and Pareto curves."""

@@ -1,4 +1,4 @@
-"""`manta bench pareto`: throughput of a GPU (or machine) against the speed of one user, a curve per method.
+"""`manta bench pareto` and the charts of a sweep: throughput against the speed of one user, speed-up by load.
 
 The figures come from files of `manta bench sweep` or from a new sweep. More tokens/s for one user cost
 throughput; a method is better where its curve lies further up and to the right.
@@ -9,31 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....actors.system.atomic_files import write_json
 from ....cluster.errors import ConfigError
-from ...charts.plots import can_plot, write_svgs
+from ...charts.plots import Picture, can_plot, draw_lines, write_svgs
 from ...common.tables import print_table
 from ..common.provenance import provenance
-from .report_charts import Operating, pareto_picture, sweep_curves
-from .report_page import write_pareto_page
 
-Figures = dict[str, Any]  # Any: JSON
-Curves = dict[str, list[Operating]]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Figures = Mapping[str, Any]  # Any: JSON
+_KEPT = ("requests", "user_tokens_per_s", "tokens_per_s")  # of an operating point
 
 
-def run_pareto(
-    sources: Sequence[Mapping[str, Any]], output: Path | None, html: Path | None, svg: Path | None
-) -> Figures:
+def run_pareto(sources: Sequence[Figures], output: Path | None, svg: Path | None) -> Figures:
     """Draw the curves of all sources into one chart; print, write and return the figures.
 
     Args:
         sources: figures of sweeps. If two curves have the same name, the later one gets a number.
         svg: folder for the SVG file.
-
-    Raises:
-        ConfigError: the sources come from different kinds of device.
     """
     devices = {source["provenance"]["gpu"] for source in sources}
     if len(devices) > 1:
@@ -41,54 +37,35 @@ def run_pareto(
         raise ConfigError(
             f"files={named}: figures of different devices cannot be compared in one chart.", param="files"
         )
-    curves: Curves = {}
+    curves: dict[str, list[Figures]] = {}
     for source in sources:
         for name, points in sweep_curves(source).items():
-            curves[_new_name(name, curves)] = list(points)
+            curves[_new_name(name, curves)] = points
     picture = pareto_picture(curves, "GPU" if devices.pop() else "machine")
     head, *rows = picture.table
     print_table(picture.title, list(head), [list(row) for row in rows])
-    figures: Figures = {
+    figures = {
         "provenance": provenance(),
         "options": {"of": [source["provenance"]["command"] for source in sources]},
-        "curves": {
-            name: [
-                {
-                    "requests": point.requests,
-                    "user_tokens_per_s": point.user_tokens_per_s,
-                    "tokens_per_s": point.tokens_per_s,
-                }
-                for point in points
-            ]
-            for name, points in curves.items()
-        },
+        "curves": curves,
     }
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, figures)
-    if html is not None:
-        write_pareto_page(figures, picture, html)
     if svg is not None and can_plot():
         write_svgs([picture], svg)
     return figures
 
 
 def read_figures(path: Path) -> Figures:
-    """Return the figures in a file that a sweep wrote.
-
-    Raises:
-        ConfigError: the file is missing or was not written by a sweep.
-    """
+    """Return the figures in a file that a sweep wrote; ConfigError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if {"provenance", "points", "options", "verdicts"} <= found.keys():
             return found
     except (OSError, ValueError, AttributeError):
         pass
-    raise ConfigError(
-        f"files={str(path)!r} was not written by `manta bench sweep -o`.",
-        param="files",
-    )
+    raise ConfigError(f"files={str(path)!r} was not written by `manta bench sweep -o`.", param="files")
 
 
 def _new_name(name: str, known: Mapping[str, object]) -> str:
@@ -97,3 +74,72 @@ def _new_name(name: str, known: Mapping[str, object]) -> str:
         number += 1
         found = f"{name} ({number})"
     return found
+
+
+def sweep_curves(figures: Figures) -> dict[str, list[Figures]]:
+    """Return the operating points by method: plain, the adaptive engine, and other methods."""
+    own = figures["engine"]["speculative_config"]["method"]
+    names = {"plain": "plain", "adaptive": own, **{m: m for m in figures["options"]["methods"]}}
+    points = _closed(figures)
+    return {
+        shown: [
+            {key: (point["sides"][side] | {"requests": point["requests"]})[key] for key in _KEPT}
+            for point in points
+        ]
+        for side, shown in names.items()
+        if points and side in points[0]["sides"]
+    }
+
+
+def pareto_picture(curves: Mapping[str, Sequence[Figures]], per: str) -> Picture:
+    """Return the chart of throughput against interactivity, a curve per method; `per`: "GPU" or "machine"."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    table = [["method", "requests at once", "tokens/s per user", f"tokens/s per {per}"]]
+    for name, points in curves.items():
+        ordered = sorted(points, key=lambda point: (point["requests"], -point["user_tokens_per_s"]))
+        series[name] = [(point["user_tokens_per_s"], point["tokens_per_s"]) for point in ordered]
+        table += [
+            [name, str(p["requests"]), f"{p['user_tokens_per_s']:.1f}", f"{p['tokens_per_s']:.1f}"]
+            for p in ordered
+        ]
+    words = f"Tokens per second of one {per} against those of one user; up and to the right is better."
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, series, "tokens/s per user", f"tokens/s per {per}")
+        axes.set_xlim(left=0)
+
+    return Picture("pareto", "Throughput against speed for one user", words, draw, table)
+
+
+def sweep_pictures(figures: Figures) -> list[Picture]:
+    """Return the charts of a sweep."""
+    points = _closed(figures)
+    per = "GPU" if figures["provenance"]["gpu"] else "machine"
+    return [pareto_picture(sweep_curves(figures), per), _speedup(points)] if points else []
+
+
+def _closed(figures: Figures) -> list[Figures]:
+    return [point for point in figures["points"] if point["traffic"] == "prompts" and point["requests"]]
+
+
+def _speedup(points: Sequence[Figures]) -> Picture:
+    """Return the chart of speed-ups over plain decoding; fixed lengths are drawn faint."""
+    sides = [name for name in points[0]["sides"] if name != "plain"]
+    sides.sort(key=lambda name: "-" in name)  # main sides first: the first colors differ most
+    series = {
+        side: [(p["requests"], p["sides"][side]["ratio_to_plain"]) for p in points if side in p["sides"]]
+        for side in sides
+    }
+    loads = [point["requests"] for point in points]
+    table = [["side", *map(str, loads)]]
+    table += [[side, *(f"{ratio:.3f}" for _, ratio in ratios)] for side, ratios in series.items()]
+    words = "Tokens per second by those of plain decoding; at the broken line both are equal."
+
+    def draw(axes: Axes) -> None:
+        faint = [side for side in sides if "-" in side]
+        draw_lines(axes, series, "requests at once", "speed-up", faint=faint)
+        axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [str(load) for load in loads])
+
+    return Picture("speedup-by-load", "Speed-up by load", words, draw, table, (6.4, 4.4))

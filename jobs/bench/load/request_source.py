@@ -2,7 +2,7 @@
 
 The number of a request determines its prompt, sampling parameters, seed and length, so request 17 is the same
 for all sides. Lengths vary by up to half, so that requests that start together do not finish together, as in
-a real service. Arrival times are in `jobs/bench/common/arrivals.py`, the engines in `sweep/`.
+a real service. The engines are in `sweep/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures one point of a sweep: all sides under the same load, in alternation, within a time budget.
+"""Measures one point of a sweep, a load on all sides in alternation, and computes its figures and verdicts.
 
 A turn is one side's pass over some requests; the other sides' turns over the same requests follow, in
 rotating order. Speeds and ratios of a round are thus for the same work at nearly the same time. Medians are
@@ -7,53 +7,34 @@ taken over rounds.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..common.arrivals import Arrivals
-from ..common.engine_passes import say
+from ....actors.system.atomic_files import rounded
+from ..common.engine_passes import Figures, say
 from ..common.idle_check import Watch
 from ..common.interleaving import rotated
 from ..load.request_source import RequestSource, Traffic
 from .engine_driver import Driver
-from .engines import PLAIN
-from .load_records import LoadPass
+from .engines import ADAPTIVE, PLAIN, RANDOM
+from .load_records import LoadPass, Sums, acceptance_json, describe
 
 LEAST_ROUNDS = 3
-PROBE_S = 1.0  # seconds of arrivals in the first, uncounted pass of an open loop
+BEST_LEAST, PLAIN_LEAST, RANDOM_LEAST, MIXED_LEAST = 0.98, 1.0, 0.97, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A load: `requests` in flight (closed loop), or `arrivals` (open loop)."""
+    """A load: a closed loop with `requests` in flight."""
 
     traffic: Traffic
-    requests: int | None
-    arrivals: Arrivals | None = None
+    requests: int
 
     def __str__(self) -> str:
-        load = str(self.arrivals) if self.requests is None else f"{self.requests} request(s)"
+        load = f"{self.requests} request(s)"
         return load if self.traffic == "prompts" else f"{load}, {self.traffic} traffic"
-
-    @property
-    def load(self) -> tuple[Traffic, int | None, float | None]:
-        """Return the key under which figures store the point."""
-        return self.traffic, self.requests, None if self.arrivals is None else self.arrivals.rate
-
-    def run(self, driver: Driver, source: RequestSource, part: range) -> LoadPass:
-        if self.requests is not None:
-            return driver.closed(source, part, self.requests)
-        assert self.arrivals is not None, "a point has requests or arrivals"
-        return driver.open(source, part, self.arrivals)
-
-    @property
-    def least(self) -> int:
-        """Return the minimum number of requests of a turn."""
-        if self.requests is not None:
-            return max(self.requests, 2)
-        assert self.arrivals is not None, "a point has requests or arrivals"
-        return max(2, round(PROBE_S * min(self.arrivals.rate, 64.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +54,12 @@ def measure(
 
     `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
     """
-    begin_s = time.monotonic()
-    probe = range(point.least)
+    begin_s, requests = time.monotonic(), point.requests
+    least = max(requests, 2)
     # Warm-up. Its duration also determines how many requests fit into the budget.
-    slowest_s = max(point.run(driver, source, probe).seconds for driver in drivers.values())
+    slowest_s = max(driver.closed(source, range(least), requests).seconds for driver in drivers.values())
     left_s = max(budget_s - (time.monotonic() - begin_s), 0.0)
-    rounds, count = _plan(point.least, slowest_s, left_s / len(drivers), rounds)
+    rounds, count = _plan(least, slowest_s, left_s / len(drivers), rounds)
     parts = [range(begin, begin + count) for begin in range(0, rounds * count, count)]
     passes: dict[str, list[LoadPass]] = {name: [] for name in drivers}
     watch = Watch()
@@ -86,7 +67,7 @@ def measure(
         for number, part in enumerate(parts):
             say(f"{point}, round {number + 1}/{rounds}, {count} requests")
             for name in rotated(list(drivers), number):
-                passes[name].append(point.run(drivers[name], source, part))
+                passes[name].append(drivers[name].closed(source, part, requests))
     return PointPasses(point, parts, passes, watch)
 
 
@@ -100,16 +81,106 @@ def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[
     return rounds, max(least, int(least * fit / rounds))
 
 
-def same_tokens(measured: PointPasses) -> dict[str, bool]:
-    """Return by side whether all requests have the same tokens as plain decoding."""
+def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
+    """Return the figures of all sides as JSON. The *best* side is the fastest of plain and fixed lengths.
 
-    def tokens(name: str) -> list[list[int]]:
-        return [
-            answer.token_ids
-            for part, done in zip(measured.parts, measured.passes[name], strict=True)
-            for answer in sorted(done.answers, key=lambda answer: answer.number)
-            if answer.number in part
-        ]
+    Acceptance by draft position is reported only for the longest fixed length, since shorter ones have the
+    same first drafts.
+    """
+    passes, point = measured.passes, measured.point
+    best = max((PLAIN, *fixed), key=lambda name: statistics.median(_speeds(passes[name])))
+    expected = _tokens(measured, PLAIN)
+    return {
+        "traffic": point.traffic,
+        "requests": point.requests,
+        "rounds": len(measured.parts),
+        "requests_per_round": len(measured.parts[0]),
+        "best": best,
+        "sides": {
+            name: _side_figures(name, passes, best, tells_drafts=name not in fixed[:-1])
+            | {"identical": _tokens(measured, name) == expected}
+            for name in passes
+        },
+        "idleness": measured.watch.found.as_json(),
+    }
 
-    expected = tokens(PLAIN)
-    return {name: tokens(name) == expected for name in measured.passes}
+
+def _tokens(measured: PointPasses, name: str) -> list[list[int]]:
+    """Return a side's answers, without those that only kept the load constant."""
+    return [
+        answer.token_ids
+        for part, done in zip(measured.parts, measured.passes[name], strict=True)
+        for answer in sorted(done.answers, key=lambda answer: answer.number)
+        if answer.number in part
+    ]
+
+
+def _side_figures(
+    name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, tells_drafts: bool
+) -> Figures:
+    mine = passes[name]
+    answers = [answer for done in mine for answer in done.answers]
+    sums = Sums.of([block for answer in answers for block in answer.blocks])
+    waits = [answer.waits for answer in answers if answer.ended_s is not None and answer.blocks]
+    to_plain, to_best = (_ratios(mine, passes[other]) for other in (PLAIN, best))
+    parts = {part for done in mine for part in done.step_seconds}
+    return {
+        "tokens_per_s": round(statistics.median(done.tokens_per_s for done in mine), 2),
+        "rounds_tokens_per_s": [round(done.tokens_per_s, 2) for done in mine],
+        "user_tokens_per_s": round(statistics.median(_speeds(mine)), 2),
+        "ratio_to_plain": round(statistics.median(to_plain), 4),
+        "rounds_ratio_to_plain": [round(ratio, 4) for ratio in to_plain],
+        "ratio_to_best": round(statistics.median(to_best), 4),
+        "rounds_ratio_to_best": [round(ratio, 4) for ratio in to_best],
+        "tokens": sum(done.tokens for done in mine),
+        "seconds": round(sum(done.seconds for done in mine), 3),
+        "tokens_per_step": rounded(sums.tokens_per_step),
+        "mean_acceptance_length": rounded(sums.mean_acceptance_length),
+        "drafts_per_step": rounded(sum(sums.drafted) / sums.num_blocks if sums.num_blocks else None),
+        "acceptance": acceptance_json(answers) if tells_drafts else {},
+        "step_seconds": {
+            part: round(sum(done.step_seconds.get(part, 0.0) for done in mine), 4) for part in sorted(parts)
+        },
+        **describe(waits),
+    }
+
+
+def verdicts(points: Sequence[Figures]) -> list[Figures]:
+    """Return for each bar and point the minimum, the measured value, and whether the bar is met."""
+    found: list[Figures] = []
+    for point in points:
+        for bar, side, ratio, least in _bars(point["traffic"]):
+            if (figures := point["sides"].get(side)) is not None:
+                measured, rounds = figures[ratio], figures[f"rounds_{ratio}"]
+                found.append(
+                    {
+                        "bar": bar,
+                        "where": f"{point['requests']} request(s), {point['traffic']}",
+                        "least": least,
+                        "measured": measured,
+                        "range": [min(rounds), max(rounds)],
+                        "met": measured >= least,
+                    }
+                )
+    return found
+
+
+def _bars(traffic: str) -> list[tuple[str, str, str, float]]:
+    """Return (bar, side, name of the ratio, minimum) of each bar."""
+    to_plain = ("adaptive to plain", ADAPTIVE, "ratio_to_plain", PLAIN_LEAST)
+    if traffic == "mixed":
+        return [("adaptive to the best", ADAPTIVE, "ratio_to_best", MIXED_LEAST), to_plain]
+    return [
+        ("adaptive to the best", ADAPTIVE, "ratio_to_best", BEST_LEAST),
+        to_plain,
+        ("random drafter to plain", RANDOM, "ratio_to_plain", RANDOM_LEAST),
+    ]
+
+
+def _speeds(passes: Sequence[LoadPass]) -> list[float]:
+    return [done.user_tokens_per_s for done in passes]
+
+
+def _ratios(ours: Sequence[LoadPass], theirs: Sequence[LoadPass]) -> list[float]:
+    """Return the ratios of tokens/s per request, in closed loops those of total tokens/s."""
+    return [mine / other for mine, other in zip(_speeds(ours), _speeds(theirs), strict=True)]

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.arrivals import Arrivals
 from benchmarks.background import BackgroundOptions, measure, print_points
 from benchmarks.http_load import find_server, pass_figures, send
 from manta.actors.http.config.settings import split_settings
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.errors import ConfigError, MantaError
-from manta.jobs.bench.common.arrivals import Arrivals
 from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.load.request_source import RequestSource
 from manta.jobs.common.http_client import ServerClient

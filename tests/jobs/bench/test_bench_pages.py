@@ -1,4 +1,4 @@
-"""Pages and pictures of a sweep, and published prompts as a file that benchmarks read."""
+"""Pictures of a sweep, reports as pages, and published prompts as a file that benchmarks read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from browser import CUT_OFF, real_browser
 from manta.cluster.errors import DatasetError
 from manta.jobs.bench.common.engine_passes import read_rows
-from manta.jobs.bench.load.report_charts import PARTS, sweep_pictures
-from manta.jobs.bench.load.report_page import write_sweep_page
+from manta.jobs.bench.load.pareto import sweep_pictures
 from manta.jobs.bench.load.speed_bench import prepare_speed_bench
 from manta.jobs.charts.plots import plotted, write_svgs
+from manta.jobs.charts.report_page import Card, Tile, picture_card, render_page
 from manta.jobs.cli import main
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 
-NAMES = ["pareto", "speedup-by-load", "acceptance", "step-parts", "ttft", "itl"]
+NAMES = ["pareto", "speedup-by-load"]
 
 
 def assert_whole_page(html: str, num_pictures: int) -> None:
@@ -52,7 +52,6 @@ def made_up_sweep() -> dict[str, Any]:
             "tokens": 100,
             "acceptance": {HOSTILE: told, "code": told} if accepted else {},
             "step_seconds": {"schedule": 0.01, "draft": 0.1, "verify": 0.4, "execute": 0.6, "commit": 0.02},
-            "curves": {"ttft_ms": [float(i) for i in range(25)], "itl_ms": [2.0 * i for i in range(25)]},
         }
 
     sides = {
@@ -69,16 +68,16 @@ def made_up_sweep() -> dict[str, Any]:
         "engine": {"speculative_config": {"method": "dflash"}},
         "options": {"methods": {}, "prompts": HOSTILE},
         "points": [{"requests": c, "traffic": "prompts", "sides": sides} for c in (1, 8, 64)],
-        "starts": [],
         "verdicts": [verdict],
         "refused": {"ngram": HOSTILE},
     }
 
 
-def test_a_browser_lays_a_sweeps_page_out_on_a_desk_and_on_a_phone(tmp_path: Path) -> None:
-    page, figures = tmp_path / "sweep.html", made_up_sweep()
-    write_sweep_page(figures, page)
-    assert_whole_page(page.read_text(), 6)
+def test_a_browser_lays_a_report_out_on_a_desk_and_on_a_phone(tmp_path: Path) -> None:
+    page, pictures = tmp_path / "report.html", sweep_pictures(made_up_sweep())
+    cards = [*map(picture_card, pictures), Card(title=HOSTILE, rows=[("ngram", HOSTILE)])]
+    page.write_text(render_page("Speculation by load", HOSTILE, [Tile("1.6x", HOSTILE)], cards))
+    assert_whole_page(page.read_text(), 2)
     with real_browser() as browser:
         for width in (1280, 520):
             browser.open(page, width)
@@ -91,7 +90,7 @@ def test_a_browser_lays_a_sweeps_page_out_on_a_desk_and_on_a_phone(tmp_path: Pat
 
 
 def test_pictures_are_files_of_their_own_too(tmp_path: Path) -> None:
-    paths = write_svgs(list(sweep_pictures(made_up_sweep())), tmp_path)
+    paths = write_svgs(sweep_pictures(made_up_sweep()), tmp_path)
     assert [path.stem for path in paths] == NAMES
     for path in paths:
         assert ElementTree.fromstring(path.read_text()).tag == "{http://www.w3.org/2000/svg}svg"
@@ -107,15 +106,6 @@ def test_pictures_show_the_figures_of_the_sweep() -> None:
     assert list(speedup["adaptive"]) == [1.6] * 3 and list(speedup["dflash-15"]) == [1.4] * 3
     assert [1.0, 1.0] in [list(line) for line in speedup.values()], "break-even is marked"
     assert [text.get_text() for text in drawn["speedup-by-load"].get_xticklabels()] == ["1", "8", "64"]
-    shares = [text.get_text() for text in drawn["acceptance"].texts]
-    assert shares == 2 * [f"{90 - 5 * i}" for i in range(15)], "two categories of the longest draft"
-    parts = drawn["step-parts"].containers
-    assert tuple(bars.get_label() for bars in parts) == PARTS
-    assert [bar.get_width() for bar in parts[2]] == pytest.approx([4.0] * 5), "ms per token"
-    assert [bar.get_x() for bar in parts[2]] == pytest.approx([1.1] * 5), "behind schedule and draft"
-    for kind, step in (("ttft", 1.0), ("itl", 2.0)):
-        (line, *_) = drawn[kind].lines
-        assert line.get_xdata()[:3].tolist() == [0, step, 2 * step] and max(line.get_ydata()) == 99
 
 
 def test_speed_bench_becomes_a_file_that_every_benchmark_reads(

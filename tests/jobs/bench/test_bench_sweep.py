@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.arrivals import Arrivals
+from benchmarks.starts import StartsOptions, hold, run_starts
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.arrivals import Arrivals
 from manta.jobs.bench.common.engine_passes import PromptRow
-from manta.jobs.bench.load.latencies import RequestLatencies, describe
 from manta.jobs.bench.load.pareto import read_figures, run_pareto
 from manta.jobs.bench.load.request_source import HOSTILE, RequestSource
-from manta.jobs.bench.sweep import sweep_run as run
 from manta.jobs.bench.sweep.engine_driver import Driver
 from manta.jobs.bench.sweep.engines import parse_methods, shuffled
-from manta.jobs.bench.sweep.load_records import Sums
-from manta.jobs.bench.sweep.point import PointPasses, SweepPoint, measure
-from manta.jobs.bench.sweep.resume import read_cells
+from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
 from manta.jobs.bench.sweep.sweep_run import SweepOptions, run_sweep
 from manta.jobs.cli import main
 from safetensors.torch import load_file
@@ -126,17 +122,8 @@ def test_positions_are_counted_as_the_updates_say(driver: Recorded) -> None:
     assert sums.tokens_per_step == pytest.approx(sum(len(u.token_ids) for u in told) / len(told))
 
 
-def test_an_open_loop_asks_when_it_is_time_whatever_has_ended(driver: Recorded) -> None:
-    arrivals = Arrivals(200.0)
-    done = driver.open(RequestSource(ROWS, 8, 0.0), range(6), arrivals)
-    asked_s = [answer.asked_s - done.begin_s for answer in done.answers]
-    assert asked_s == pytest.approx(arrivals.offsets_s(6, seed=0))
-    assert all(answer.ended_s is not None for answer in done.answers)
-    assert all(answer.waits.ttft_s > 0 for answer in done.answers)
-
-
 def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
-    first, second = driver.hold(RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
+    first, second = hold(driver, RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
     assert first.seconds >= 0.3 and second.begin_s >= first.end_s
     last = [answer for answer in second.answers if answer.ended_s is None]
     assert len(last) == 1, "those that were too many have left"
@@ -183,10 +170,8 @@ def test_a_shuffled_drafter_has_the_same_numbers_elsewhere(tiny_drafter: Path, t
 
 
 def test_wrong_loads_are_refused_with_their_remedy() -> None:
-    assert Arrivals.parse("closed") is None and Arrivals.parse("poisson:2.5") == Arrivals(2.5)
-    for wrong in ("open", "poisson", "poisson:x", "poisson:0"):
-        with pytest.raises(ConfigError):
-            Arrivals.parse(wrong)
+    with pytest.raises(ConfigError):
+        Arrivals(0.0)
     assert parse_methods(["ngram", "eagle3=x/y"]) == {
         "ngram": {"method": "ngram"},
         "eagle3": {"method": "eagle3", "model": "x/y"},
@@ -197,58 +182,30 @@ def test_wrong_loads_are_refused_with_their_remedy() -> None:
         SweepOptions(minutes=0)
 
 
-def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_every_bar(
-    tiny_qwen3: Path,
-    tiny_drafter: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_sweep_compares_all_sides_and_judges_every_bar(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     rows = ({"id": row.name, "category": row.category, "prompt": row.prompt} for row in ROWS)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "sweep.json"
-    spec = {"num_speculative_tokens": 3}
     options = SweepOptions(
         prompts=prompts,
         concurrency=(1, 3),
         mixed=(3,),
-        open_loops=(Arrivals(100.0),),
         rounds=2,
         max_tokens=6,
         minutes=0.02,
-        window_s=0.15,
         methods=parse_methods(['{"method": "no-such-method", "model": "x"}']),
         output=output,
     )
-    measured = list[str]()
-
-    def interrupted(point: SweepPoint, *more: Any) -> PointPasses:
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        measured.append(str(point))
-        return measure(point, *more)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(run, "measure", interrupted)
-        run_sweep(config(tiny_qwen3, tiny_drafter, **spec), options)
-    kept = json.loads(output.read_text())
-    assert [len(kept[name]) for name in ("starts", "points")] == [2, 2] and not kept["complete"]
-    run_sweep(config(tiny_qwen3, tiny_drafter, **spec), options)
+    run_sweep(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)
     figures = json.loads(output.read_text())
-    assert figures["complete"] and figures["measured_in_s"] > kept["measured_in_s"]
-    assert figures["starts"] == kept["starts"] and figures["points"][:2] == kept["points"], (
-        "not measured again"
-    )
-    assert not read_cells(output, figures).points, "what is complete is measured anew"
-    output.write_text(json.dumps(figures | {"complete": False}))
-    assert len(read_cells(output, figures).points) == 4
-    assert not read_cells(output, figures | {"engine": None}).points, "of another engine"
+    assert figures["complete"]
     assert set(figures["refused"]) == {"no-such-method"}
     names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
-    closed = [point for point in figures["points"] if point["requests"] is not None]
+    closed = figures["points"]
     assert [(p["requests"], p["traffic"]) for p in closed] == [(1, "prompts"), (3, "prompts"), (3, "mixed")]
-    assert figures["points"][-1]["request_rate"] == 100.0
     for point in figures["points"]:
         assert list(point["sides"]) == names and all(side["identical"] for side in point["sides"].values())
         plain, best = point["sides"]["plain"], point["sides"][point["best"]]
@@ -258,19 +215,15 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
             assert len(side["rounds_tokens_per_s"]) == 2
             assert side["ratio_to_plain"] == pytest.approx(median(side["rounds_ratio_to_plain"]), abs=1e-3)
             assert side["ttft_ms"]["p50"] <= side["e2el_ms"]["p99"]
-            assert all(low <= high for low, high in pairwise(side["curves"]["itl_ms"]))
         assert {"draft", "verify"} <= set(point["sides"]["dflash-3"]["step_seconds"])
-    assert [(start["requests"], start["then"]) for start in figures["starts"]] == [(1, 3), (3, 1)]
     judged = Counter(one["bar"] for one in figures["verdicts"])
-    assert judged == {"adaptive to the best": 3, "adaptive to plain": 3 + 4, "random drafter to plain": 2}
+    assert judged == {"adaptive to the best": 3, "adaptive to plain": 3, "random drafter to plain": 2}
     for one in figures["verdicts"]:
         assert one["met"] == (one["measured"] >= one["least"])
     said = capsys.readouterr()
     assert "no-such-method was refused" in said.out and "round 2/2" in said.err
 
-    curves = run_pareto(
-        [read_figures(output), read_figures(output)], tmp_path / "pareto.json", None, tmp_path
-    )
+    curves = run_pareto([read_figures(output), read_figures(output)], tmp_path / "pareto.json", tmp_path)
     assert list(curves["curves"]) == ["plain", "dflash", "plain (2)", "dflash (2)"]
     side = closed[1]["sides"]["adaptive"]
     assert curves["curves"]["dflash"][1] == {
@@ -283,3 +236,15 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
     with pytest.raises(SystemExit) as refused:
         main(["bench", "pareto", "--of", str(output), "--dtype", "float32"])
     assert refused.value.code == 2, "no engine is started, so that its flags have no meaning"
+
+
+def test_starts_are_measured_at_each_load_and_after_a_change(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": row.name, "prompt": row.prompt}) + "\n" for row in ROWS))
+    options = StartsOptions(prompts=prompts, concurrency=(1, 3), max_tokens=6, window_s=0.15)
+    found = run_starts(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)["points"]
+    assert [(start["requests"], start["then"]) for start in found] == [(1, 3), (3, 1)]
+    assert all(start[when]["ratio"] > 0 for start in found for when in ("start", "change"))
+    assert "after a change of load" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from benchmarks.busy_processes import busy_processes
 from benchmarks.cpu_quota import quota_group
+from benchmarks.process_tree import TreeWatch
 from manta.actors.system.host_resources import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.idle_check import IDLE_SHARE, Idleness, Watch, print_warning
@@ -77,7 +78,7 @@ def test_what_strangers_take_is_the_others() -> None:
 
 @linux
 def test_what_descendants_take_is_ours_whether_they_live_or_have_ended() -> None:
-    watch = Watch()
+    watch = TreeWatch()
     with watch.open(), busy_processes(1) as (ended,):
         ended_s = wait_until_it_took(ended, 0.3)
     with busy_processes(1) as (living,), watch.open():
@@ -96,7 +97,7 @@ def test_a_descendant_that_loses_its_parent_stays_ours() -> None:
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    watch = Watch()
+    watch = TreeWatch()
     try:
         with watch.open():
             parent.communicate(timeout=60)  # its input ends, and so does it
@@ -116,7 +117,7 @@ def test_orphans_that_begin_and_end_while_it_is_watched_stay_ours() -> None:
         text=True,
     )
     assert parent.stdin is not None and parent.stdout is not None
-    watch = Watch(look_every_s=0.02)
+    watch = TreeWatch(look_every_s=0.02)
     with watch.open():
         parent.stdin.write("\n")
         parent.stdin.flush()
@@ -137,7 +138,7 @@ def test_children_of_a_parent_that_does_not_care_how_they_end_stay_ours() -> Non
         "import signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + ORPHAN + "sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    watch = Watch(look_every_s=0.02)
+    watch = TreeWatch(look_every_s=0.02)
     with watch.open(), subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         pid = int(parent.stdout.readline())

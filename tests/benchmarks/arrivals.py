@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Self
 
-from ....cluster.errors import ConfigError
+from manta.cluster.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +25,6 @@ class Arrivals:
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise ConfigError(f"request_rate={self.rate} must be above 0, or inf.", param="request_rate")
-
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """Read `closed` (returns None) or `poisson:RATE`."""
-        kind, _, rate = text.partition(":")
-        try:
-            if kind == "closed" and not rate:
-                return None
-            if kind == "poisson":
-                return cls(float(rate))
-        except ValueError:
-            pass
-        raise ConfigError(
-            f"arrivals={text!r} must be closed or poisson:RATE, such as poisson:4 (requests per second).",
-            param="arrivals",
-        )
 
     def offsets_s(self, count: int, seed: int) -> list[float]:
         """Return the arrival times of `count` requests in seconds from the start; reproducible by seed."""
