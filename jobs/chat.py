@@ -24,8 +24,7 @@ HELP = "/reset clears the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops an
 class ChatSession:
     """The messages of a chat.
 
-    Args:
-        limit: maximum tokens of an answer if the user gave it; messages and answer must fit into the context.
+    `limit`: max_tokens if the user gave it; messages and answer must fit into the context.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class ChatSession:
 def run_chat(
     config: EngineConfig, params: SamplingParams, system: str | None, limit: int | None = None
 ) -> None:
-    """Read lines and answer them until the user quits."""
     with open_llm(config) as llm:
         conversation = ChatSession(llm, params, system, limit)
         print(HELP, file=sys.stderr)

@@ -114,7 +114,6 @@ def _use_utf8() -> None:
 
 
 def _standard_input() -> str:
-    """Read standard input; raises RequestError if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -74,7 +74,6 @@ class ChatAnswer:
 
 
 def run_demo(options: DemoOptions) -> None:
-    """Run the demo; raises MantaError if a step fails or outputs differ."""
     for path in (options.target, options.drafter, options.prompts):
         if not path.exists():
             raise CheckpointError(
@@ -150,17 +149,12 @@ def _choose_rows(options: DemoOptions, dataset: Path) -> None:
 
 
 def _arguments(command: str, options: DemoOptions) -> list[str]:
-    """Return the arguments that `batch` and `bench` share."""
     models = ["--model", str(options.target), "--spec-model", str(options.drafter)]
     return [command, *models, "--max-tokens", str(options.max_tokens), "--temperature", "0"]
 
 
 def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> Mapping[str, Any]:  # Any: JSON
-    """Benchmark both modes over the same rows, alternating; return the figures.
-
-    Raises:
-        MantaError: the outputs differ.
-    """
+    """Benchmark both modes over the same rows, alternating; return the figures."""
     _title("3. Both modes over the same rows, alternating")
     output = scratch / "figures.json"
     arguments = [*_arguments("bench", options), "--prompts", str(dataset), "--num-prompts", str(options.rows)]

@@ -67,7 +67,6 @@ def _of_folder(folder: Path, day: str | None, tenant: str | None) -> Sequence[Re
 
 
 def _write_csv(found: Sequence[Receipt]) -> None:
-    """Write CSV; cells without a measurement are empty."""
     if found:
         writer = csv.DictWriter(sys.stdout, list(found[0]))
         writer.writeheader()

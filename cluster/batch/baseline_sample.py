@@ -36,9 +36,6 @@ def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -
         num_rows: rows of the job.
         max_num_seqs: of an engine.
         asked: the user's setting; None for as many as needed, if that is a small share of the rows.
-
-    Raises:
-        ConfigError: `asked` is too few to measure anything.
     """
     needed = ROWS_PER_SEAT * max_num_seqs
     if asked is None:

@@ -128,14 +128,7 @@ class ReplicaCount:
         self._idle = _Highest(rules.idle_s)
 
     def wanted(self, load: FleetLoad, target: int, fewest: int, most: int, now_s: float) -> int:
-        """Return the number of replicas that there should be.
-
-        Args:
-            load: load of the serving replicas.
-            target: the last result, which includes starting replicas.
-            fewest, most: bounds of the result.
-            now_s: monotonic time in seconds.
-        """
+        """Return the number of replicas that there should be; `target` is the last result."""
         free = self._unbounded(load, target, now_s)
         return min(max(free, fewest), most)
 

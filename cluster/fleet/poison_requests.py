@@ -32,13 +32,7 @@ class _Record:
 
 
 class DeathRecords:
-    """Records deaths of replicas under requests.
-
-    Args:
-        clock: monotonic seconds.
-        ttl_s: a record is dropped this long after its last death.
-        max_records: most suspects, and most poisonous requests; the oldest are dropped first.
-    """
+    """Records deaths of replicas under requests, each until `ttl_s` after its last death."""
 
     def __init__(
         self,
@@ -71,10 +65,7 @@ class DeathRecords:
     def record_death(self, digest: bytes, replica: str, *, alone: bool, lived_s: float) -> Standing:
         """Record that `replica` died under a request; return the request's new standing.
 
-        Args:
-            replica: name of the process; the same digest may have run there several times.
-            alone: whether the request was the only suspect there.
-            lived_s: seconds from its start there to the death.
+        `alone`: it was the only suspect there; `lived_s`: from its start there to the death.
         """
         self._expire()
         record = self._suspects.pop(digest, None) or _Record(0.0)

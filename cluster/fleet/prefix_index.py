@@ -17,9 +17,7 @@ MAX_BLOCKS = 1 << 16
 def hash_chain(text: bytes, salt: str | None = None) -> list[int]:
     """Return a hash for each full block of a prompt, over it and all blocks before.
 
-    Args:
-        text: the prompt in any encoding that gives equal prefixes equal bytes.
-        salt: prompts with different salts share nothing.
+    Prompts with different salts share nothing.
     """
     chain: list[int] = []
     before = hash(salt)

@@ -51,11 +51,7 @@ class ReplicaStats:
 
 
 class ReplicaStatsMeter:
-    """Computes a replica's figures from consecutive snapshots of its engine.
-
-    Args:
-        max_num_seqs: of the engine.
-    """
+    """Computes a replica's figures from consecutive snapshots of its engine."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs

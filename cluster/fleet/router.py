@@ -33,11 +33,7 @@ class RouteChoice:
 
 
 class Router:
-    """Routes the requests of one model.
-
-    Args:
-        max_blocks: prompt blocks remembered for each replica.
-    """
+    """Routes the requests of one model; remembers `max_blocks` prompt blocks of each replica."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks

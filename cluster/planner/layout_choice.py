@@ -16,11 +16,7 @@ _SIMPLEST = ("colocated", None, "split", "shared")
 
 
 def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[LayoutEstimate]:
-    """Return the layouts that fit.
-
-    Raises:
-        PlacementError: no layout fits; the error is that of the layout with the most ranks.
-    """
+    """Return the layouts that fit."""
     fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         return fitting
@@ -33,11 +29,7 @@ def check_fitting(found: Sequence[LayoutEstimate | LayoutMisfit]) -> list[Layout
 def choose(
     fitting: Sequence[LayoutEstimate], demand: LayoutDemand, num_gpus: int
 ) -> tuple[LayoutEstimate, str]:
-    """Return the layout with the most tokens per second that meets the demand, and a sentence that says why.
-
-    Raises:
-        ConfigError: no layout meets the demand; the message names the nearest one.
-    """
+    """Return the layout with the most tokens per second that meets the demand, and a sentence that says why."""
     holding = [each for each in fitting if not each.misses]
     if not holding:
         raise _none_holds(fitting, demand)
@@ -56,11 +48,7 @@ def choose(
 def choose_by_trace(
     fitting: Sequence[LayoutEstimate], played: Mapping[ParallelLayout, ReplayResult]
 ) -> tuple[LayoutEstimate, str]:
-    """Return the layout with the most goodput, and a sentence that says why.
-
-    Raises:
-        ConfigError: no layout meets the SLO for a single request.
-    """
+    """Return the layout with the most goodput, and a sentence that says why."""
     chosen = _best(fitting, {layout: outcome.goodput for layout, outcome in played.items()})
     outcome = played[chosen.layout]
     if not outcome.goodput:

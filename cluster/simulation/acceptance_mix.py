@@ -38,9 +38,6 @@ class AcceptanceMix:
         lengths: mean acceptance length of each category of requests, all equally frequent; None for a single
             category with the curve's own length.
         seed: seeds the hardness of requests.
-
-    Raises:
-        ConfigError: no hardness gives these values.
     """
 
     def __init__(

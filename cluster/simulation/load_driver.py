@@ -20,11 +20,7 @@ _POLL_INTERVAL_S = 0.002  # Polling interval on a real clock while the engine is
 
 @dataclass(slots=True)
 class Served:
-    """A request and its times, in seconds of its engine's clock.
-
-    Attributes:
-        num_tokens: output tokens so far.
-    """
+    """A request and its times, in seconds of its engine's clock."""
 
     request_id: str
     arrival_s: float
@@ -48,13 +44,7 @@ class Served:
 
 
 class LoadDriver:
-    """An engine with its clock and the requests it is running.
-
-    Args:
-        engine: must read its time from `clock`.
-        clock: current time in seconds. While the engine is idle a `VirtualClock` is advanced; a real clock is
-            waited for.
-    """
+    """An engine, which reads its time from `clock`, and its running requests."""
 
     def __init__(self, engine: EngineCore, clock: Callable[[], float]) -> None:
         self.engine = engine

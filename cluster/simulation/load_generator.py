@@ -26,15 +26,7 @@ Percentiles = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Measurements of a load over all its engines.
-
-    Attributes:
-        seconds: length of the measured period.
-        num_tokens: output tokens in that period.
-        num_engines: number of loaded engines.
-        served: requests that finished in that period.
-        steps, num_drafts, num_draft_tokens, num_accepted_tokens: counts of `EngineStats` in that period.
-    """
+    """Measurements of a load over all its engines in a period."""
 
     seconds: float
     num_tokens: int
@@ -92,10 +84,7 @@ def closed_loop(
 ) -> Observed:
     """Run `clients` clients, each of which sends its next request as soon as its last one finishes.
 
-    Args:
-        make: returns the request with a given number and a share (0 to 1) of its full length.
-        measured: requests that finish in the measured period.
-        warm_up: requests that finish before it; as many as clients if None.
+    `make` returns request `number` with a share (0 to 1) of its length; `warm_up` is `clients` if None.
     """
     rng = np.random.default_rng(clients)
     for number in range(clients):

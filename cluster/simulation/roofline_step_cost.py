@@ -13,12 +13,7 @@ from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
 
 
 class PlanCost:
-    """Estimates the seconds of a step, with its parts run one after another.
-
-    Args:
-        times: the step times of the engine's layout.
-        free_prompts: whether prompts cost nothing, for callers that add their cost separately.
-    """
+    """Estimates the seconds of a step, with its parts one after another; prompts may cost nothing."""
 
     def __init__(self, times: StepTimes, *, free_prompts: bool = False) -> None:
         self._times = times

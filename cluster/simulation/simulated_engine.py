@@ -33,14 +33,12 @@ def simulated_engine(
     prefix_caching: bool = False,
     hardness: Callable[[str], float] = lambda request_id: 1.0,
 ) -> LoadDriver:
-    """Return an engine of this pair with its clock at 0.
+    """Return an engine of this pair with its clock at 0; without a drafter it decodes plainly.
 
     Args:
-        pair: the length of its survival curve is the largest draft length; all requests decode plainly
-            without a drafter.
+        pair: the length of its survival curve is the largest draft length.
         room: how many requests and tokens fit.
         cost: returns the seconds of a step.
-        prefix_caching: the engine setting.
         adaptive: the engine setting; False verifies all drafts in every step.
         hardness: returns how hard a request's text is to draft, see `SimulatedExecutor`.
     """

@@ -48,13 +48,7 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds of a step: a fixed time (to read the weights), or the time of its rows if that is more.
-
-    Attributes:
-        verify_floor_s, verify_row_s: of the target's pass.
-        draft_floor_s, draft_row_s: of the drafter's pass; 0 in a step without drafts.
-        inject_row_s: of writing the drafter's context.
-    """
+    """Seconds of a step: a fixed time (to read the weights), or the time of its rows if that is more."""
 
     verify_floor_s: float = 0.0
     verify_row_s: float = 0.0

@@ -21,11 +21,7 @@ from ..step.scheduler_output import IntArray, SchedulerOutput, StepTimings
 
 
 class SimulatedStepTimes:
-    """Simulates the time of one executor.
-
-    Args:
-        beside: whether drafter and target run concurrently.
-    """
+    """Simulates the time of one executor; `beside`: drafter and target run concurrently."""
 
     def __init__(self, *, beside: bool) -> None:
         self._concurrent = beside

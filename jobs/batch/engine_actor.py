@@ -58,11 +58,7 @@ class _Held:
 class BatchEngine:
     """One engine of a batch job.
 
-    Args:
-        num_threads: cores that its placement has for it; None uses all.
-        held: the devices it holds, and their number.
-        shard: in the names of its parts, where order is not preserved.
-        writer: a unique name.
+    `held`: the devices it holds, and their number; `shard`: in the names of its parts if order is free.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class BatchEngine:
         return ray.get_runtime_context().get_node_id()
 
     async def begin(self, terms: RunTerms) -> None:
-        """Accept leases from now on."""
         assert self._engine is not None, "start() the engine first"
         setup = self._setup
         generation = GenerationDefaults.load(target_folder(self._config))
@@ -121,14 +116,10 @@ class BatchEngine:
         self._has_capacity.set()
 
     async def wait_for_capacity(self) -> None:
-        """Wait until another lease is useful."""
         await self._has_capacity.wait()
 
     async def answer(self, lease: LeasedRows) -> RowRanges:
-        """Answer the rows until all are durable or returned. Returns the returned ones.
-
-        Raises what ended the engine's work.
-        """
+        """Answer the rows until all are durable or returned. Returns the returned ones."""
         if self._failure is not None:
             raise self._failure
         rows = set(rows_of(lease.rows))
@@ -186,7 +177,6 @@ class BatchEngine:
         )
 
     async def close(self) -> None:
-        """End the engine. Idempotent."""
         for task in self._tasks:
             task.cancel()
         self._reader.close()
@@ -194,7 +184,6 @@ class BatchEngine:
             await asyncio.to_thread(self._engine.close)
 
     async def _take(self, held: _Held) -> None:
-        """Read a lease's rows into the backlog."""
         try:
             rows = await asyncio.to_thread(self._read, held.lease.spans)
         except Exception as error:

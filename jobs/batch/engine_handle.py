@@ -75,11 +75,9 @@ class EngineHandle:
 
     @property
     def idle(self) -> bool:
-        """Return whether the engine could run more rows than it has."""
         return self.state.running < self.state.capacity and not self.state.waiting
 
     def launch(self, placement: Placement, setup: ray.ObjectRef) -> None:
-        """Start the engine's process in its placement."""
         self._placement = placement
         claim = placement.claim
         actor = ray.remote(BatchEngine).options(
@@ -110,7 +108,6 @@ class EngineHandle:
         return _result(self._actor.answer.remote(lease))
 
     async def return_backlog(self) -> dict[int, RowRanges]:
-        """Return rows that were not started, by lease; none if the engine does not respond in time."""
         with contextlib.suppress(RayError, TimeoutError):
             return await asyncio.wait_for(_result(self._actor.return_backlog.remote()), STATE_TIMEOUT_S)
         return {}
@@ -119,12 +116,10 @@ class EngineHandle:
         await self._actor.leave.remote(self.drain_s)
 
     async def refresh(self) -> None:
-        """Read the engine's state, if it responds in time."""
         with contextlib.suppress(RayError, TimeoutError):
             self.state = await asyncio.wait_for(_result(self._actor.state.remote()), STATE_TIMEOUT_S)
 
     def drain(self, within_s: float) -> None:
-        """Let the engine leave; running rows may take that long."""
         self.drain_s = within_s
         self.draining.set()
 
@@ -154,11 +149,7 @@ class EngineHandle:
 
 
 class CrashRecovery:
-    """Recovers what dead writers of a job leave: finished rows, and rows that killed their engines.
-
-    Args:
-        setup: in Ray's object store.
-    """
+    """Recovers what dead writers of a job leave: finished rows, and rows that killed their engines."""
 
     def __init__(self, setup: ray.ObjectRef, terms: RunTerms, ledger: Ledger) -> None:
         self._setup = setup
@@ -185,12 +176,7 @@ class CrashRecovery:
     async def write_poison_rows(
         self, spans: RowSpans, deaths: Mapping[int, int], shards: Mapping[int, int | None]
     ) -> None:
-        """Write error rows for rows that killed engines.
-
-        Args:
-            deaths: number of engines that died, by row.
-            shards: by row; None where order is not preserved.
-        """
+        """Write error rows for rows that killed engines; `deaths` and `shards` are by row."""
         await _write_poison_rows.remote(self._setup, self._terms, spans, deaths, shards)
 
 

@@ -69,13 +69,7 @@ class EngineJob:
 
 @dataclass(slots=True)
 class RunProgress:
-    """Work that engines have done in this run.
-
-    Attributes:
-        rows: stats of durable rows.
-        live: totals of all engines, ended ones included.
-        engines: that work.
-    """
+    """Work that engines have done in this run; `live` includes ended engines."""
 
     rows: RowStats = field(default_factory=RowStats)
     live: EngineTotals = field(default_factory=EngineTotals)
@@ -87,12 +81,7 @@ class RunProgress:
 
 
 class EnginePool:
-    """Runs engines until all rows of a job are durable. Create it on a running event loop.
-
-    Args:
-        say: gets a line for the user.
-        show: gets what was done in this run.
-    """
+    """Runs engines until all rows of a job are durable. Create it on a running event loop."""
 
     def __init__(
         self,
@@ -122,10 +111,7 @@ class EnginePool:
         self._past = RunProgress()  # of engines that are gone
 
     async def run(self, startup: Awaitable[EngineJob]) -> None:
-        """Return when all rows are durable; after `stop`, when all finished rows are.
-
-        Raises what ended the job; finished rows are durable then, too.
-        """
+        """Return when all rows are durable; after `stop` or an error, when all finished rows are."""
         tasks = [asyncio.create_task(self._guard(work)) for work in (self._watch(), self._begin(startup))]
         try:
             await self._end
@@ -153,7 +139,6 @@ class EnginePool:
             self._end.set_exception(error)
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """End the job by any error of `work`."""
         try:
             await work
         except Exception as error:
@@ -230,7 +215,6 @@ class EnginePool:
         self._notify()
 
     def _adjust(self) -> None:
-        """Start and drain engines until there are as many as wanted."""
         if self._end.done() or self._placements is None:
             return
         book, staying = self._book, self._staying()
@@ -252,7 +236,6 @@ class EnginePool:
         return [engine for engine in self._engines if not engine.draining.is_set()]
 
     def _notify(self) -> None:
-        """Wake the watch and the engines that wait for rows."""
         self._wake.set()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -297,7 +280,6 @@ class EnginePool:
         await engine.refresh()
 
     async def _hand_out(self, engine: EngineHandle, job: EngineJob, calls: asyncio.TaskGroup) -> None:
-        """Give leases to an engine whenever it has capacity, until it drains."""
         assert self._book is not None, "engines work when there is a book"
         while not engine.draining.is_set():
             changed = self._changed
@@ -348,7 +330,6 @@ class EnginePool:
             )
 
     async def _node_stays(self, engine: EngineHandle) -> bool:
-        """Return whether the engine's node is alive and not leaving."""
         if not engine.node_id:
             return True
         living, leaving = await asyncio.to_thread(lambda: (living_nodes(), draining_nodes()))

@@ -57,13 +57,7 @@ Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds
 
 
 class ProcessorEngine:
-    """One engine of a processor.
-
-    Args:
-        config: of the engine.
-        layout: sampling defaults and seed.
-        continuing: a bad row becomes a row with an error; otherwise the error is raised.
-    """
+    """One engine of a processor; if `continuing`, a bad row becomes a row with an error, else it raises."""
 
     def __init__(self, config: EngineConfig, layout: RowSchema, continuing: bool) -> None:
         self._config = config
@@ -116,11 +110,7 @@ def check_sampling(given: Mapping[str, Any]) -> None:
 
 
 def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
-    """Return the record for `read_request`, with sampling fields beside the prompt.
-
-    Args:
-        defaults: of sampling.
-    """
+    """Return the record for `read_request`, with sampling fields beside the prompt."""
     sampling = row.get(SAMPLING_COLUMN) or {}
     if not isinstance(sampling, Mapping):
         raise RequestError(
@@ -137,13 +127,11 @@ def _record(row: Record, defaults: Mapping[str, Any]) -> Record:
 
 
 def _converses(row: Record) -> bool:
-    """Return whether the row has messages."""
     given = [row.get(name) for name in PROMPT_COLUMNS]
     return any(isinstance(each, list) and bool(each) and isinstance(each[0], Mapping) for each in given)
 
 
 def _columns(result: Result) -> Record:
-    """Return a result under the names of `ray.data.llm`."""
     error = result.get("error")
     return {
         "generated_text": result.get("text") or "",

@@ -49,8 +49,6 @@ TIME_UP_EXIT_CODE = 3
 
 
 class TimeUp(Stopped):
-    """The job was ended by its time limit (`--limit-time`)."""
-
     def __init__(self, limit_s: float) -> None:
         BaseException.__init__(self, f"stopped by its time limit of {limit_s:g} s")
         self.exit_code = TIME_UP_EXIT_CODE
@@ -66,16 +64,11 @@ def run_batch(
 ) -> Report:
     """Answer every row of the input that is not answered yet. Returns the report on all rows.
 
-    Failed rows do not fail the job, nor do rows that kill engines.
+    Failed rows do not fail the job, nor do rows that kill engines. Answered rows are kept when it raises.
 
     Args:
         signals: end the job with `Stopped`; without them the caller's handlers stay.
         make: builds each engine's executor, in its actor. Must be picklable.
-
-    Raises:
-        ConfigError, DatasetError: before any row is answered.
-        OutputError, EngineDeadError, PlacementError: later; answered rows are kept.
-        TimeUp: the time limit was reached.
     """
     source = open_source(options.input, options.input_format)
     layout = options.layout(source, config)
@@ -106,7 +99,6 @@ def run_batch(
 
 
 def check_answered(stats: RowStats, options: BatchOptions) -> None:
-    """Raise DatasetError when every row has failed."""
     if stats.failed and stats.failed == stats.rows:
         raise DatasetError(
             f"All {stats.rows} rows failed, the first with: {stats.first_error} The rows' errors and "
@@ -130,11 +122,7 @@ _Event = _Phase | RunProgress | str | signal.Signals | BaseException
 class _Driver:
     """Runs the engines in a thread, and handles their events until they are done or the job ends early.
 
-    The main thread waits for the next event only. With RAY_ADDRESS set (`ray job submit ... -- manta batch`
-    sets it) the job joins that cluster, else it starts a local Ray.
-
-    Attributes:
-        job: None until its rows are known.
+    The main thread only waits for events. With RAY_ADDRESS set the job joins that cluster.
     """
 
     def __init__(
@@ -234,7 +222,6 @@ class _Driver:
             raise stopped
 
     def _update(self, done: RunProgress) -> None:
-        """Show what is done in this run, with the rows of earlier runs."""
         self._done = done
         if self.job is None or not self._view.has_begun:
             return
@@ -265,7 +252,6 @@ class _Driver:
             return True
 
     def _run_engines(self) -> None:
-        """The thread of the engine pool."""
         try:
             with _joined_ray():
                 self._events.put(_Phase.CONNECTED)
@@ -291,7 +277,6 @@ class _Driver:
             await pool.close()
 
     def _say_what_is_kept(self, error: BaseException) -> None:
-        """Print what the output holds when the job ends early."""
         if (job := self.job) is None:
             return
         with suppress(OutputError):  # then what was read last counts

@@ -18,13 +18,7 @@ from ...cluster.step.executor import Executor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Settings that all engines of a job share.
-
-    Attributes:
-        config: of the engine; admission limits do not apply to batch rows.
-        model_name: reported in OpenAI responses.
-        make: builds the executor.
-    """
+    """Settings that all engines of a job share; `make` builds the executor."""
 
     config: EngineConfig
     source: Dataset
@@ -38,10 +32,7 @@ class EngineSetup:
 class RunTerms:
     """Settings that are known once the input is indexed and the output is locked.
 
-    Attributes:
-        run: the number of the job's run.
-        form: of the results.
-        plain_rows: rows that the first engine answers without speculation, to measure its effect.
+    `plain_rows`: rows that the first engine answers without speculation, to measure its effect.
     """
 
     run: int

@@ -45,7 +45,6 @@ class Placement:
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy that puts the engine's process into the first bundle."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
         )
@@ -55,16 +54,7 @@ class Placement:
 
 
 class Placements:
-    """Finds placements for the engines of a job. Owned by its `EnginePool`.
-
-    Args:
-        engines: the most engines at once.
-        needed: the fewest engines of the job.
-        say: gets a line for the user.
-
-    Raises:
-        PlacementError: the needed engines can never fit.
-    """
+    """Finds placements for a job's engines: at most `engines` at once, at least `needed`."""
 
     def __init__(self, config: EngineConfig, engines: int, needed: int, say: Callable[[str], None]) -> None:
         self._config = config
@@ -114,7 +104,6 @@ class Placements:
         _remove(group)
 
     def _adapt_claim(self) -> None:
-        """Say what is missing, claim less, or give up."""
         waiting = len(self._waiting)
         ours = {group.id.hex() for group in self._waiting}  # what they hold already counts as free
         found = nodes(lambda group: group["placement_group_id"] in ours)

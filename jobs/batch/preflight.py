@@ -97,7 +97,6 @@ class Preflight:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt tokens of all good rows together."""
         return sum(length for length in self.lengths if length < self.max_model_len)
 
 
@@ -109,11 +108,7 @@ def preflight(
     duplicates: Duplicates,
     num_rows: int | None = None,
 ) -> Preflight:
-    """Check rows. Raises what a job raises before it starts: DatasetError, ConfigError, CheckpointError.
-
-    Args:
-        num_rows: how many rows to check, spread evenly over the dataset; None checks all.
-    """
+    """Check `num_rows` rows, spread evenly over the dataset, or all."""
     begin_s = time.monotonic()
     checker = _RowChecker(layout, config)
     index = index_rows(source, layout, duplicates=duplicates)
@@ -169,12 +164,7 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
 
 
 def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
-    """Print what a job would do.
-
-    Args:
-        output: where results would go.
-        settings: further lines (Any: anything with a text).
-    """
+    """Print what a job would do; `settings` are further lines (Any: anything with a text)."""
     more = [f"and {len(found.files) - FILES_SHOWN} more"] if len(found.files) > FILES_SHOWN else []
     per_checked = found.num_rows / found.num_checked
     tokens_in, tokens_out = (
@@ -200,7 +190,6 @@ def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Ma
 
 
 def print_validation(found: Preflight) -> None:
-    """Print which rows would fail and how long the prompts are."""
     counts = (found.num_rows, found.num_bad, found.num_too_long, found.num_numbered)
     print_table(
         f"{len(found.files)} file(s) of {found.format}, read in {found.seconds:.1f} s",
@@ -243,16 +232,12 @@ def histogram(lengths: np.ndarray) -> list[list[str]]:
 
 
 class _TooLongError(RequestError):
-    """The prompt of `num_tokens` tokens does not fit the model."""
-
     def __init__(self, num_tokens: int, max_model_len: int) -> None:
         super().__init__(prompt_too_long(num_tokens, max_model_len).message)
         self.num_tokens = num_tokens
 
 
 class _RowChecker:
-    """Makes requests of rows as an engine would."""
-
     def __init__(self, layout: RowSchema, config: EngineConfig) -> None:
         if config.device != "cpu":  # the devices of the engines are on other nodes
             config = replace(config, device="cpu", attention_backend="auto")
@@ -274,10 +259,7 @@ class _RowChecker:
         )
 
     def check(self, row: Row) -> tuple[EncodedPrompt, int, int]:
-        """Return the prompt, its tokens after truncation, and the most completion tokens.
-
-        Raises RequestError for a row that would become an error row.
-        """
+        """Return the prompt, its tokens after truncation, and the most completion tokens."""
         record = record_of(row, self._layout)
         request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
         body, params = request.body, request.params
@@ -307,7 +289,6 @@ class _RowChecker:
 
 
 def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:
-    """Yield the rows to check, in order."""
     num_rows = min(index.num_rows, index.num_rows if wanted is None else wanted)
     with closing(RowReader(source, layout)) as reader:
         for begin in range(0, num_rows, ROWS_PER_READ):

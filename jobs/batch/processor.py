@@ -90,7 +90,6 @@ class MantaEngineProcessorConfig:
 
     @property
     def pool(self) -> tuple[int, int]:
-        """Return the least and the most engines."""
         if isinstance(self.concurrency, tuple | list):
             least, most = self.concurrency
             return least, most
@@ -150,11 +149,7 @@ class Processor:
         self._postprocess, self._postprocess_kwargs = postprocess, postprocess_map_kwargs
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset with its rows answered, which runs when it is consumed.
-
-        Raises:
-            PlacementError: the cluster could not hold the engines, even if it were empty.
-        """
+        """Return the dataset with its rows answered, which runs when it is consumed."""
         if self._preprocess is not None:
             before = functools.partial(_before, self._preprocess)
             dataset = dataset.map(before, **self._preprocess_kwargs)
@@ -205,10 +200,7 @@ class EngineRoom:
 
 
 def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
-    """Return room for the engines that leaves CPUs for Ray Data's own tasks.
-
-    A dataset whose engines held all CPUs would wait forever.
-    """
+    """Return room for the engines that leaves CPUs for Ray Data's own tasks, which would wait forever."""
     if not ray.is_initialized():
         start_ray()
     found = _settled_nodes()
@@ -256,13 +248,9 @@ def _spread() -> dict[str, Any]:  # Any: Ray's options for actors
 class EngineGroups:
     """Placement groups for engines with workers. Ray Data calls it for each engine, as `ray_remote_args_fn`.
 
-    Ray Data starts its actors when and as often as it likes, and reports no end. Ray removes a group only
-    when the whole driver ends: until then the group of an ended engine would hold its resources, and the next
-    dataset would wait forever. So a thread removes groups whose engine is gone, while there are groups.
-
-    Args:
-        bundles: of one engine's workers; the engine itself is in the first.
-        most: engines of the pool.
+    Ray Data starts actors when and as often as it likes, and reports no end. Ray removes a group only when
+    the driver ends; until then the group of an ended engine would hold its resources and block the next
+    dataset. So a thread removes groups whose engine is gone.
     """
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], most: int) -> None:
@@ -273,7 +261,6 @@ class EngineGroups:
         self._unseen: dict[str, float] = {}  # engines that Ray has not listed yet, by since when (monotonic)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Give each copy of a dataset its own groups."""
         return EngineGroups, (self._bundles, self._most)
 
     def __call__(self) -> dict[str, Any]:  # Any: Ray's options for actors
@@ -292,7 +279,6 @@ class EngineGroups:
         return {"scheduling_strategy": strategy, "name": name}
 
     def _make(self) -> str:
-        """Make a group for a new engine. Returns the name of both."""
         name = f"manta-engine-{uuid.uuid4().hex}"
         if not self._groups:
             threading.Thread(target=self._watch, name="manta-groups", daemon=True).start()

@@ -64,10 +64,7 @@ class Progress:
 class Pace:
     """Computes progress from stats of rows and of engines.
 
-    Args:
-        total: rows of the dataset.
-        left: rows to do in this run; None: those that the first stats do not count.
-        clock: seconds, monotonic.
+    `left`: rows to do in this run; None: those that the first stats do not count.
     """
 
     def __init__(self, total: int, left: int | None = None, clock: Callable[[], float] = time.monotonic):
@@ -79,13 +76,7 @@ class Pace:
         self._begin_s: float | None = None  # when the first row of this run was seen
 
     def update(self, stats: RowStats, live: EngineTotals, engines: int) -> Progress:
-        """Return the progress now.
-
-        Args:
-            stats: of all durable rows, earlier runs included.
-            live: of all engines of this run, ended ones included.
-            engines: running engines.
-        """
+        """Return the progress from durable rows of all runs and totals of this run's engines."""
         if self._earlier is None:
             self._earlier = stats.rows, stats.prompt_tokens, stats.completion_tokens
             self._left = self._total - stats.rows if self._left is None else self._left
@@ -160,13 +151,7 @@ class ProgressView:
         self._words = Text("loading the models", style="dim")
 
     def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
-        """Begin to show progress.
-
-        Args:
-            total_rows: of the dataset.
-            left: rows to do in this run; None: those that the first stats do not count.
-            compares: whether the job measures the speed-up of speculation.
-        """
+        """Begin to show progress; `compares`: the job measures the speed-up of speculation."""
         self._pace = Pace(total_rows, left)
         self._compares = compares
         if self._console.is_terminal:
@@ -190,7 +175,6 @@ class ProgressView:
         return self._pace is not None
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
         if self._bar is not None:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -221,7 +205,6 @@ class ProgressView:
         return is_first
 
     def _numbers(self, now: Progress) -> list[str]:
-        """Return what is shown beside rows and time left."""
         engines = [f"{now.engines} engine" + "s" * (now.engines != 1)] if now.engines else []
         if not now.answering:
             return [*engines, "loading the models"]
@@ -251,7 +234,6 @@ class JobGauges:
             gauge.set_default_tags({"job": job})
 
     def show(self, now: Progress) -> None:
-        """Set all gauges. An unknown value leaves the gauge as it was."""
         values = {
             "manta_batch_rows": now.total,
             "manta_batch_rows_done": now.rows,

@@ -41,8 +41,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report of a job; made by `make_report`."""
-
     stats: RowStats
     about: Mapping[str, Any]  # Any: JSON
     device: Device
@@ -70,12 +68,10 @@ class Report:
 
     @property
     def comparison(self) -> BaselineComparison | None:
-        """Return the measured effect of speculation; None if it was not measured."""
         return self.stats.comparison
 
     @property
     def saved_s(self) -> float | None:
-        """Return device-seconds that speculation saved; negative if it cost time."""
         found = self.comparison
         return None if found is None else self.stats.busy_s * (found.speedup - 1)
 
@@ -138,7 +134,6 @@ class Report:
         }
 
     def print(self) -> None:
-        """Print the tables."""
         where = self.about.get("output")
         print_table(
             "batch job" if where is None else f"results in {where}",
@@ -155,7 +150,6 @@ class Report:
             )
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return names and values, as the table and the page show them."""
         stats, unit = self.stats, self.device
         mean = stats.mean_acceptance_length
         lines = [
@@ -198,15 +192,7 @@ def make_report(
     price_per_gpu_hour: float | None = None,
     samples: Sequence[Sample] = (),
 ) -> Report:
-    """Return the report of a job.
-
-    Args:
-        stats: of all rows of all runs.
-        device: what the engines held.
-        about: `output`, fingerprint and settings of the job, as JSON.
-        price_per_gpu_hour: in any currency; not applied to cores.
-        samples: rows that the page shows.
-    """
+    """Return the report of all runs of a job; a price is not applied to cores."""
     price = None if device == "core" else price_per_gpu_hour
     return Report(stats, about, device, price, samples)
 

@@ -21,7 +21,6 @@ _MAX_LABELS = 14  # below columns
 
 
 def report_page(report: Report) -> str:
-    """Return the page of a report; it needs no network."""
     stats, about = report.stats, report.about
     cards: list[Card] = []
     if report.samples:
@@ -37,7 +36,6 @@ def report_page(report: Report) -> str:
 
 
 def _tiles(report: Report) -> list[Tile]:
-    """Return the numbers that the page shows large."""
     stats, found, saved_s = report.stats, report.comparison, report.saved_s
     mean = stats.mean_acceptance_length
     tiles = [
@@ -60,7 +58,6 @@ def _tiles(report: Report) -> list[Tile]:
 
 
 def pictures(stats: RowStats) -> Iterator[Picture]:
-    """Yield the pictures for which there are stats."""
     if stats.stretches.seconds:
         yield _throughput(stats.timeline, stats.stretches)
     if shares := acceptance_by_position(stats.acceptance):

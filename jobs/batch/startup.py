@@ -33,14 +33,7 @@ SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
 
 
 class Startup:
-    """Makes the `EngineJob` in a thread.
-
-    Args:
-        say: gets a line for the user.
-
-    Attributes:
-        job: fails with DatasetError, or with ConfigError when the output cannot be used.
-    """
+    """Makes the `EngineJob` in a thread; `job` fails with DatasetError or ConfigError."""
 
     def __init__(self, setup: EngineSetup, options: BatchOptions, say: Callable[[str], None]) -> None:
         self.job: Future[EngineJob] = Future()
@@ -109,7 +102,6 @@ class Startup:
         return num_plain_rows(num_rows, config.max_num_seqs, self._options.plain_sample)
 
     def _lease_sizes(self, num_rows: int) -> tuple[int, int]:
-        """Return the rows of the largest lease, and of the smallest, for the end of the job."""
         max_num_seqs = self._setup.config.max_num_seqs
         row_bytes = sum(file.size for file in self._setup.source.files) // num_rows + 1
         largest = min(LEASE_ROWS_PER_SEQ * max_num_seqs, LARGEST_LEASE, LEASE_BYTES // row_bytes)

@@ -40,7 +40,6 @@ _Runs = Mapping[tuple[str, str], EnginePass]  # key: mode and dtype
 
 
 def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
-    """Measure, print a table, write the requested files, and return the figures."""
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: bench compares it with plain decoding. Give --spec-model.",
@@ -93,7 +92,6 @@ def _measure(
 
 
 def _trial(runs: _Runs) -> dict[tuple[str, str], float]:
-    """Return tokens/s over a few prompts, after a warm-up."""
     for run in runs.values():
         run(slice(1))  # warm-up
     return {key: run(slice(TRIAL_PROMPTS)).tokens_per_s for key, run in runs.items()}
@@ -123,7 +121,6 @@ def _mode_figures(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """Print a table with a line per concurrency, and a warning if the machine was not idle."""
     columns = [
         "requests",
         "plain tok/s",
@@ -148,7 +145,6 @@ def print_points(points: Sequence[Figures]) -> None:
 
 
 def plot_speedup(figures: Figures, path: Path) -> None:
-    """Draw tokens/s of plain decoding and DFlash by concurrency to an SVG or PNG file."""
     points = figures["points"]
     figure = new_figure(6.4, 3.2)
     axes = figure.subplots()

@@ -39,7 +39,6 @@ Figures = dict[str, Any]  # Any: JSON
 
 
 def bench_step(options: StepOptions) -> Figures:
-    """Measure, print tables, write the requested file, and return the figures."""
     shape = PairShape.read(options.model, options.spec_model)
     plan = _load_plan(options, shape)
     if options.model is None and plan.device.type == "cpu":
@@ -84,7 +83,6 @@ def bench_step(options: StepOptions) -> Figures:
 
 
 def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
-    """Return the engine's load plan for the pair, sized for the largest point."""
     batch = max(options.batches)
     config = EngineConfig(
         model=shape.name,
@@ -148,7 +146,6 @@ def _ms(seconds: float) -> float:
 
 
 def print_figures(figures: Figures) -> None:
-    """Print three tables: steps with drafts, plain steps, and the throughput for the acceptance curve."""
     points, device = figures["points"], figures["device"]
     tau = figures["acceptance"]["mean_acceptance_length"]
     rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"

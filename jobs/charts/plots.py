@@ -53,7 +53,6 @@ def has_matplotlib() -> bool:
 
 
 def can_plot() -> bool:
-    """Return whether matplotlib is installed; if not, print on standard error what to install."""
     if not has_matplotlib():
         print(NO_MATPLOTLIB, file=sys.stderr)
     return has_matplotlib()
@@ -88,7 +87,6 @@ def save_figure(figure: Figure, target: Path | StringIO) -> None:
 
 
 def write_svgs(pictures: Sequence[Picture], folder: Path, prefix: str = "") -> list[Path]:
-    """Write a file for each picture, named after it, and return their paths."""
     paths = [folder / f"{prefix}{picture.name}.svg" for picture in pictures]
     for picture, path in zip(pictures, paths, strict=True):
         save_figure(plotted(picture), path)
@@ -112,12 +110,7 @@ def label(text: str) -> str:
 def draw_lines(
     axes: Axes, series: Mapping[str, Points], x_title: str, y_title: str, *, faint: Collection[str] = ()
 ) -> None:
-    """Draw a line for each series with its own color and marker.
-
-    Args:
-        series: points by name, in legend order.
-        faint: names of reference series, drawn thin and without markers.
-    """
+    """Draw a line for each series, in legend order; those in `faint` are thin references without markers."""
     for i, (name, points) in enumerate(series.items()):
         marked = name not in faint and len(points) <= _MAX_MARKERS
         axes.plot(
@@ -155,11 +148,9 @@ def draw_shares(axes: Axes, rows: Mapping[str, Sequence[float]], x_title: str) -
 
 
 def name_rows(axes: Axes, names: Sequence[str], first: float = 0) -> None:
-    """Label horizontal rows of height 1 on the left, the first at the top."""
     axes.set_yticks([first + row for row in range(len(names))], [label(name) for name in names])
     axes.invert_yaxis()
 
 
 def rows_size(num_rows: int) -> tuple[float, float]:
-    """Return the size of a picture with `num_rows` horizontal rows, in inches."""
     return 6.4, 1.0 + 0.3 * num_rows

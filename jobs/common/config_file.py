@@ -37,13 +37,7 @@ _USED = {"proxy_location", "applications", "name", "import_path", "args", *ADDRE
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Content of a file.
-
-    Attributes:
-        settings: `applications[0].args`, or a mapping of flag names without the address.
-        address: `host` and `port`, if given.
-        unused: dotted keys that `serve deploy` uses but `manta serve` does not.
-    """
+    """Settings and address in a file; `unused` are dotted keys that only `serve deploy` uses."""
 
     settings: Json
     address: Json
@@ -51,7 +45,6 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Read a file and check the names outside `args:`. Raises ConfigError."""
     found = read_yaml(path)
     if not isinstance(found, Mapping):
         raise ConfigError(

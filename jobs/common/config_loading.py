@@ -29,10 +29,7 @@ _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
 def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
     """Return engine (and server) settings from a YAML file and the given flags, as one flat mapping.
 
-    Args:
-        flags: setting name -> value; None means that the flag was not given.
-        config_path: YAML file; by default `ray_config.yaml` in the working directory, unless the flags name a
-            model.
+    A flag that is None was not given. Without a file and a model, `ray_config.yaml` here is read.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     config_path = used_config(config_path, given.get("model"))

@@ -94,12 +94,7 @@ def with_flags(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class FlagGroup:
-    """Flags that become one argument of a command.
-
-    Attributes:
-        options: typer's parameters by name.
-        build: makes the argument from their values.
-    """
+    """Flags that become one argument of a command, which `build` makes from their values."""
 
     options: Options
     build: Callable[[dict[str, Any]], Any]
@@ -120,7 +115,6 @@ def _make(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of flags that were given or have a default."""
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 
@@ -187,7 +181,6 @@ def _read_type(hint: Any) -> tuple[Any, bool, Flag]:
 
 
 def _override(flag: Flag, by: Flag) -> Flag:
-    """Return `flag` with the fields of `by` that are not defaults."""
     own = {field.name: getattr(by, field.name) for field in fields(Flag)}
     return replace(flag, **{name: value for name, value in own.items() if value != getattr(Flag(), name)})
 

@@ -24,8 +24,7 @@ def generate_text(
 ) -> None:
     """Stream the continuation of `prompt` to standard output and print statistics on standard error.
 
-    Args:
-        limit: max_tokens if the user gave it; prompt and answer must fit into the context, as over HTTP.
+    `limit`: max_tokens if the user gave it; prompt and answer must fit into the context, as over HTTP.
     """
     if not prompt:
         raise RequestError("prompt is empty: give some text to continue.", param="prompt")
@@ -41,7 +40,6 @@ def generate_text(
 def stream_text(
     llm: LLM, prompt: Prompt, params: SamplingParams, limit: int | None
 ) -> Generator[RequestOutput]:
-    """Print the continuation as it arrives, and yield each delta."""
     encoded = encode_prompt(prompt, llm.tokenizer)
     check_room(len(encoded.token_ids), limit, llm.info.max_model_len)
     for delta in llm.stream(encoded, params):
@@ -51,7 +49,6 @@ def stream_text(
 
 
 def summary(metrics: RequestMetrics, llm: LLM) -> str:
-    """Return a line with speed and, with a drafter, the mean acceptance length."""
     tokens = llm.stats().generation_tokens
     line = f"[{tokens} tokens, {tokens / max(metrics.e2e_s, 1e-9):.1f} tokens/s"
     if (length := metrics.mean_acceptance_length) is not None:

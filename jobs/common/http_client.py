@@ -36,21 +36,13 @@ class ServerAnswer:
 
     @property
     def error(self) -> str:
-        """Return the error message as a sentence."""
         error = self.body.get("error", self.body)
         message = str(error.get("message", error) if isinstance(error, Mapping) else error)
         return message[:MAX_SHOWN].rstrip(".") + "."
 
 
 class ServerClient:
-    """A connection to the server at `url`, with or without `/v1`.
-
-    Args:
-        api_key: bearer token.
-
-    Raises:
-        ConfigError: the URL is invalid.
-    """
+    """A connection to the server at `url`, with or without `/v1`."""
 
     def __init__(self, url: str, timeout_s: float = LONG_S, *, api_key: str | None = None) -> None:
         parts = split_url(url)
@@ -132,7 +124,6 @@ class ServerClient:
 
 
 def operators_key() -> str | None:
-    """Return the key for operators' routes from the environment."""
     names = (ENVIRONMENT["admin_api_key"], ENVIRONMENT["api_key"])
     return next((keys.split()[0] for name in names if (keys := os.environ.get(name, "").strip())), None)
 
@@ -149,7 +140,6 @@ def num_requests(url: str, api_key: str | None = None) -> int:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a server's URL; the default scheme is http."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
@@ -163,11 +153,7 @@ def split_url(url: str) -> SplitResult:
 def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: None) -> float:
     """Wait until the server at `url` is ready; return the seconds that this took.
 
-    Args:
-        look: called regularly while waiting; raises if the server cannot become ready.
-
-    Raises:
-        UnreachableError: the server was not ready in time.
+    `look` is called regularly and raises if the server cannot become ready.
     """
     begin_s = time.monotonic()
     with ServerClient(url, HEALTH_TIMEOUT_S) as client:

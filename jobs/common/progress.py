@@ -20,14 +20,7 @@ FIRST_S, INTERVAL_S = 2.0, 4.0
 class TimeLeft:
     """Reports the progress of work and the estimated remaining time every few seconds.
 
-    Can replace a tqdm bar, see `LLM.generate`.
-
-    Args:
-        what: description of the work.
-        total: amount of work.
-        unit: name of the counted items; None: only the share is shown.
-        report: called with a line.
-        clock: monotonic seconds.
+    Can replace a tqdm bar, see `LLM.generate`. Without a `unit` only the share is shown.
     """
 
     def __init__(

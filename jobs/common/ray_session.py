@@ -11,7 +11,6 @@ OBJECT_STORE_BYTES = 200 * 1024 * 1024  # for a Ray that is started here; little
 
 
 def ray_address() -> str | None:
-    """Return RAY_ADDRESS, the cluster to use; `ray job submit` sets it."""
     return os.environ.get("RAY_ADDRESS")
 
 

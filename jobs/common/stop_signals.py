@@ -20,11 +20,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 class Stopped(BaseException):
     """Raised when a signal stops the job. A BaseException, so that error handlers do not catch it.
 
-    Args:
-        number: the signal.
-
-    Attributes:
-        told: whether the user has been informed about the remaining work.
+    `told`: whether the user has been informed about the remaining work.
     """
 
     def __init__(self, number: signal.Signals) -> None:

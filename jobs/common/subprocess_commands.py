@@ -23,7 +23,6 @@ LOG_TAIL_LINES = 40
 
 
 def manta(*arguments: str) -> list[str]:
-    """Return the command line of `manta` with these arguments, with this Python."""
     return [sys.executable, "-m", "manta.jobs.cli", *arguments]
 
 
@@ -38,12 +37,7 @@ def server(
 ) -> Iterator[float]:
     """Run a server in its own process group; yield the seconds until it was ready.
 
-    Args:
-        while_waiting: called regularly until the server is ready.
-
-    Raises:
-        MantaError: the server exited, or did not exit when it was stopped.
-        UnreachableError: the server was not ready in time.
+    `while_waiting` is called regularly until then.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(

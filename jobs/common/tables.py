@@ -22,5 +22,4 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], *, num_le
 
 
 def decimals(value: float | None) -> str:
-    """Return a number with two decimals, or a dash for None."""
     return NO_FIGURE if value is None else f"{value:.2f}"

@@ -27,11 +27,7 @@ _SHORT = {
 
 
 def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments for typer: without vLLM's flags, and with our names for its values.
-
-    Raises:
-        ConfigError: a flag is not supported.
-    """
+    """Return the arguments for typer: without vLLM's flags, and with our names for its values."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:
@@ -75,7 +71,6 @@ def _name(flag: str) -> str | None:
 
 
 def _take(rest: list[str], kind: Kind) -> Any:  # Any: JSON
-    """Remove and return a flag's values from the following arguments."""
     if kind == "switch":
         return True
     taken: list[str] = []

@@ -14,11 +14,7 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _SixtiesError(yaml.YAMLError):
-    """A value that YAML 1.1 reads as a base-60 number, which is never intended.
-
-    Args:
-        node: its YAML node.
-    """
+    """A value that YAML 1.1 reads as a base-60 number, which is never intended (`replicas: 1:4` is 64)."""
 
     def __init__(self, node: yaml.Node) -> None:
         self.line: int = node.start_mark.line + 1
@@ -34,12 +30,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> Any:  # Any: YAML
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not valid YAML, or has a base-60 number (`replicas: 1:4` is
-        64).
-    """
+    """Read a YAML file; ConfigError if that fails or a number is base-60."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

@@ -19,9 +19,7 @@ Json = dict[str, Any]  # Any: YAML
 def rules(baseline: float | None = None) -> Json:
     """Return the content of the file, with every metric checked against the catalogue.
 
-    Args:
-        baseline: mean acceptance length that the current one is compared with; None is that of a day before.
-            Calibration is always compared with the day before, since it differs between drafters.
+    `baseline`: mean acceptance length to compare with; by default that of a day before.
     """
     names = vllm_names()
     found: Json = yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8"))

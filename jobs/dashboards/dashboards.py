@@ -35,7 +35,6 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 def boards(names: Dialect) -> list[Json]:
-    """Return the dashboards for an exporter, in the format of `POST /api/dashboards/db`."""
     found: list[Json] = []
     for board in yaml.safe_load(_BOARDS.read_text(encoding="utf-8")):
         rows = [(row["title"], list(_panels(row["panels"], names))) for row in board["rows"]]
@@ -85,7 +84,6 @@ def _variable(name: str, label: str, names: Dialect) -> Json:
 
 
 def _placed(rows: Sequence[tuple[str, Sequence[Json]]]) -> list[Json]:
-    """Return headings and panels with ids and grid positions."""
     found: list[Json] = []
     top = 0
     for title, panels in rows:
@@ -115,7 +113,6 @@ def _panels(panels: Sequence[Json], names: Dialect) -> Iterator[Json]:
 
 
 def _queries(panel: Json) -> Iterator[tuple[str, str]]:
-    """Yield the (legend, PromQL) pairs of a panel."""
     if metric := panel.get("quantiles"):
         buckets = f"sum by (le) (rate({metric}_bucket[$__rate_interval]))"
         yield from ((f"p{100 * q:g}", f"histogram_quantile({q:g}, {buckets})") for q in _QUANTILES)

@@ -41,19 +41,13 @@ class Difference:
         return "unchanged" if self.found == self.wanted else "changed"
 
     def lines(self) -> Iterator[str]:
-        """Return a unified diff of the JSON; empty if equal."""
         before = [] if self.found is None else _written(self.found)
         title = self.wanted["title"]
         return difflib.unified_diff(before, _written(self.wanted), f"{title} (Grafana)", title, lineterm="")
 
 
 class Grafana:
-    """A client of Grafana's HTTP API.
-
-    Args:
-        url: address; a path before `/api` is kept.
-        token: token of a service account that may edit dashboards, or "user:password".
-    """
+    """A client of Grafana's HTTP API; the token is a service account's, or "user:password"."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
@@ -67,23 +61,17 @@ class Grafana:
         )
 
     def difference(self, wanted: Json, source_uid: str | None = None) -> Difference:
-        """Compare a dashboard with Grafana's.
-
-        Args:
-            source_uid: id of the data source that is selected at first; None: Grafana's default.
-        """
+        """Compare a dashboard with Grafana's; `source_uid` selects a data source, by default Grafana's."""
         wanted = _with_source(wanted, source_uid)
         found = self._found(f"/dashboards/uid/{wanted['uid']}")
         return Difference(wanted, None if found is None else _without_numbers(found["dashboard"]))
 
     def push(self, dashboard: Json, folder_uid: str) -> None:
-        """Create the dashboard, or replace the one with its id."""
         content = {"dashboard": dashboard, "folderUid": folder_uid, "overwrite": True, "message": _MESSAGE}
         with self._translated_errors():
             self._api.dashboard.update_dashboard(content)
 
     def folder(self, title: str) -> str:
-        """Return the id of the folder with this title; create it if missing."""
         uid = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "manta"
         with self._translated_errors():
             for folder in self._api.folder.get_all_folders():

@@ -53,14 +53,7 @@ class Dialect:
     used: set[str] = field(default_factory=set, compare=False)
 
     def translate(self, query: str, *, filtered: bool = True) -> str:
-        """Return a query in this exporter's names.
-
-        Args:
-            filtered: narrow each metric to the dashboard's variables `$model` and `$replica`.
-
-        Raises:
-            UnknownMetricError: the exporter lacks one of the query's metrics.
-        """
+        """Return a query in this exporter's names; `filtered` narrows metrics to `$model` and `$replica`."""
 
         def rewrite(found: re.Match[str]) -> str:
             name, matchers = found[1], found[2]
@@ -80,7 +73,6 @@ class Dialect:
         return _NAME.sub(rewrite, query)
 
     def exported(self, sample: str) -> str:
-        """Return the exporter's name of a sample."""
         return self.prefix + sample.replace(":", self.colon)
 
     def _variables(self, metric: Metric) -> Iterator[str]:

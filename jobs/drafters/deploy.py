@@ -37,12 +37,7 @@ MEANINGS: dict[Verdict | None, str] = {
 class TrialStatus:
     """State of a deployment's drafters.
 
-    Attributes:
-        user_config: the current one.
-        drafter: the drafter in use; None: the one in the application's `args`.
-        candidate: the drafter that is or was on trial.
-        verdict: None during the trial and without one.
-        reports: reports by replica.
+    `drafter` None is the one in the application's `args`; `verdict` None: in progress, or no trial.
     """
 
     user_config: UserConfig
@@ -72,15 +67,7 @@ class TrialStatus:
 
 
 class DrafterDeployment:
-    """A deployment of a running application.
-
-    Args:
-        application: name of the application.
-        deployment: name of the deployment of the model's replicas.
-
-    Raises:
-        MantaError: no Ray cluster is running, or there is no such application.
-    """
+    """A deployment of the model's replicas in a running application."""
 
     def __init__(self, application: str, deployment: str) -> None:
         connect()
@@ -187,7 +174,6 @@ def connect() -> None:
 def await_verdict(
     deployment: DrafterDeployment, report: Callable[[str], None], every_s: float
 ) -> TrialStatus:
-    """Report the progress of a trial every `every_s` seconds until it ends."""
     while True:
         status = deployment.status()
         report(progress(status))
@@ -206,7 +192,6 @@ def progress(status: TrialStatus) -> str:
 
 
 def describe(status: TrialStatus) -> list[str]:
-    """Return the state of the drafters as lines for a terminal."""
     lines = [f"drafter    {status.drafter or 'the one in args'}"]
     if status.candidate is None:
         return [*lines, "candidate  none"]

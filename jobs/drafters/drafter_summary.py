@@ -104,7 +104,6 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> DrafterSummary:
 
 
 def print_summaries(summaries: Sequence[DrafterSummary]) -> None:
-    """Print a column per drafter, with a mark at each row in which they differ."""
     columns = [summary.cells() for summary in summaries]
     rows: list[list[str]] = []
     for what in columns[0]:

@@ -15,8 +15,7 @@ from .common.drafter_files import AnyConfig, read_config
 def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
     """Return drafter configurations by folder or hub id; other checkpoints are skipped.
 
-    Args:
-        folders: drafters, or folders that contain drafters; None searches models/ and the hub's cache.
+    None searches models/ and the hub's cache, else each folder and its subfolders.
     """
     here = [Path("models")] if folders is None else folders
     places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
@@ -59,7 +58,6 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
-    """Yield the newest snapshot of each model in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -49,6 +49,5 @@ def explain(
 
 
 def _timelines(url: str, request: str, api_key: str | None) -> list[Json]:
-    """Ask the server; raises MantaError with the server's message."""
     with ServerClient(url, api_key=api_key or operators_key()) as client:
         return list(client.found(f"/explain?{urlencode({'id': request})}")["data"])

@@ -25,7 +25,6 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return time, level, place and message as a line."""
         where = " ".join(f"{name}={self.fields[name]}" for name in _PLACE if name in self.fields)
         rest = [f"{name}={_text_of(value)}" for name, value in self.fields.items() if name not in _SHOWN]
         what = self.fields.get("message") or " ".join(rest)
@@ -34,12 +33,7 @@ class Line(NamedTuple):
 
 
 def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
-    """Return the lines about a request, ordered by time.
-
-    Raises:
-        DatasetError: a file cannot be read.
-        NotFoundError: there are no lines about the request.
-    """
+    """Return the lines about a request, ordered by time; NotFoundError if there are none."""
     names = {request}
     for fields in _objects(files):
         ids = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}

@@ -23,7 +23,6 @@ _SHORT_MS = 0.05  # shorter times are not shown
 
 
 def timeline_lines(life: Json) -> Iterator[str]:
-    """Yield lines from a request's arrival to its end, or to now."""
     moment = datetime.fromtimestamp(life["arrived"], UTC).replace(tzinfo=None)
     arrived = f"{moment.isoformat(sep=' ', timespec='milliseconds')} UTC"
     known_as = f" (request {life['request_id']})" if life["request_id"] else ""

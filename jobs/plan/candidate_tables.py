@@ -28,7 +28,6 @@ _SPEED += ["bound"]
 
 
 def print_candidates(found: Sequence[LayoutEstimate | LayoutMisfit], num_gpus: int, context: int) -> None:
-    """Print memory and speed of the candidates, and which ones do not fit or miss the SLO."""
     fitting = [each for each in found if isinstance(each, LayoutEstimate)]
     if fitting:
         print_table(
@@ -62,7 +61,6 @@ def as_json(
     played: Mapping[ParallelLayout, ReplayResult],
     num_gpus: int,
 ) -> list[Figures]:
-    """Return every candidate; those that do not fit with the reason."""
     return [_figures(each, played, num_gpus) for each in found]
 
 

@@ -21,12 +21,7 @@ PACKED_BYTES, INT4_BYTES = 0.5 + 1 / BLOCK, 0.5 + 2 / BLOCK
 
 
 def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
-    """Return a target's shape. Packed experts stay packed.
-
-    Args:
-        itemsize: bytes of a weight and of a K/V element.
-        quantization: quantization of dense products.
-    """
+    """Return a target's shape. Packed experts stay packed; `quantization` is that of dense products."""
     kept = {PACKED_EXPERTS: PACKED_BYTES, INT4_EXPERTS: INT4_BYTES}
     weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)
     layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)

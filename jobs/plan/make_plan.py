@@ -26,12 +26,7 @@ DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
-    """Print the plan, write its config if requested, and return the report.
-
-    Raises:
-        PlacementError: no layout fits; names the missing memory.
-        ConfigError: a setting is invalid, or no layout meets the SLO; the candidates are printed first.
-    """
+    """Print the plan, write its config if requested, and return the report."""
     gpu = find_gpu(options.gpu)
     read = read_pair(_engine_config(options), options.acceptance)
     trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []

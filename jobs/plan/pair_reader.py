@@ -35,13 +35,7 @@ DEFAULT_LENGTH = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """Two checkpoints as input of a plan.
-
-    Attributes:
-        dtype: dtype of weights and K/V; rates are known for 16 bits only.
-        max_model_len: the setting, or the smaller limit of both models.
-        acceptance: source of the acceptance curve, as text.
-    """
+    """Two checkpoints as input of a plan; `acceptance` names the source of the curve."""
 
     pair: ModelPair
     dtype: HalfDType
@@ -52,13 +46,7 @@ class ReadPair:
 def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     """Read the models of `config`.
 
-    Args:
-        acceptance: a mean acceptance length, or comma-separated probabilities, one per draft; None uses the
-            drafter's card or the default.
-
-    Raises:
-        CheckpointError: a file is missing or invalid, its family is not supported, or the two do not fit.
-        ConfigError: the acceptance or a length is invalid.
+    `acceptance`: a mean length, or a probability per draft, comma-separated; None uses the drafter's card.
     """
     folder = target_folder(config, files=SHAPE_FILES)
     target = read_model(folder)

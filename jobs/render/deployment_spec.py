@@ -27,14 +27,7 @@ Json = Mapping[str, Any]  # Any: YAML values
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of one model.
-
-    Attributes:
-        args: settings from the file.
-        gpus: GPUs per engine; 0 runs on CPUs.
-        beside: GPUs per node for a shared drafter.
-        least, most: bounds of the number of engines.
-    """
+    """The engines of one model: GPUs of each (0: CPUs), and `beside` per node for a shared drafter."""
 
     args: Json
     config: EngineConfig
@@ -46,14 +39,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A Serve config and the nodes that it needs.
-
-    Attributes:
-        file: absolute path of the config.
-        serve: its content.
-        node_gpus: GPUs of each node that runs engines.
-        least_nodes, most_nodes: bounds of the number of such nodes.
-    """
+    """A Serve config and the nodes that it needs."""
 
     file: Path
     serve: Json
@@ -64,7 +50,6 @@ class Deployment:
 
     @property
     def name(self) -> str:
-        """Return the first application's name as a valid Kubernetes name."""
         name = str(self.serve["applications"][0].get("name") or DEPLOYMENT)
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or DEPLOYMENT
 
@@ -83,15 +68,7 @@ class Deployment:
 
 
 def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
-    """Read and check a Serve config.
-
-    Args:
-        node_gpus: GPUs per node; None is what the engines need, at most 8.
-
-    Raises:
-        ConfigError: the file is not a Serve config of Manta, or a setting is invalid.
-        PlacementError: an engine needs more GPUs than a node has.
-    """
+    """Read and check a Serve config; `node_gpus` None is what the engines need, at most 8."""
     serve = _read(file)
     engines = tuple(found for application in serve["applications"] for found in _engines(application))
     wanted = sum(each.beside + each.gpus * each.most for each in engines)

@@ -91,7 +91,6 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 def _environment() -> Environment:
-    """Return the template environment: no escaping, and undefined names are errors."""
     return Environment(
         loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
         auto_escape_callback=lambda name: False,

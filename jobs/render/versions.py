@@ -26,7 +26,6 @@ def ray_image(*, gpu: bool) -> str:
 
 
 def own_image() -> str:
-    """Return the tag under which the rendered Dockerfile should be built."""
     return f"manta:{metadata.version('manta')}"
 
 

@@ -65,7 +65,6 @@ def check_open_files() -> None:
 
 
 def check_storage(where: str) -> None:
-    """Raise ConfigError if a local folder for batches cannot be created or written."""
     from ...actors.batch.dataset.storage import Storage
 
     storage = Storage.open(where, field="batch_storage")
@@ -74,7 +73,6 @@ def check_storage(where: str) -> None:
 
 
 def check_capture(config: EngineConfig, settings: ServerSettings) -> None:
-    """Raise ConfigError if the folder or the hook for captured traffic is invalid."""
     from ...actors.capture.collector import writer_settings
     from ...actors.capture.writer_process import Writer
 

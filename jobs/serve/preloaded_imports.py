@@ -90,11 +90,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def check_models(models: Models, report: Report, forks: ForkServer | None) -> None:
-    """Read the checkpoints' settings, which imports torch: in a fork that has it already if possible.
-
-    Raises:
-        ConfigError, CheckpointError: a model cannot be served, or not so.
-    """
+    """Read the checkpoints' settings, which imports torch: in a fork that has it already if possible."""
     answer = b"" if forks is None else forks.answer()
     told = pickle.loads(answer or _checked(models))
     if isinstance(told, Exception):

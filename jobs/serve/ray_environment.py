@@ -54,18 +54,7 @@ OF_HAPROXY = {
 
 
 class ServeEnvironment:
-    """Sets the variables until `restore` is called.
-
-    Args:
-        plain_proxy: use Serve's own proxy instead of HAProxy.
-        probe_port: port of a separate HAProxy frontend for probes; None: there is none.
-
-    Raises:
-        ConfigError: a limit of HAProxy's connections in the environment is invalid.
-
-    Attributes:
-        haproxy: HAProxy's files, if it is used.
-    """
+    """Sets the variables until `restore` is called; `haproxy` has HAProxy's files, if it is used."""
 
     def __init__(self, *, plain_proxy: bool, probe_port: int | None = None) -> None:
         if not plain_proxy:

@@ -54,12 +54,7 @@ QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 class Server:
-    """A running application. Leave the `with` block, or call `stop`, to end it.
-
-    Attributes:
-        url: where it answers, without a path.
-        owns_ray: whether its Ray was started for it.
-    """
+    """A running application. Leave the `with` block, or call `stop`, to end it."""
 
     def __init__(
         self,
@@ -84,11 +79,7 @@ class Server:
         self._ray_is_lost = False
 
     def serve_until_stopped(self) -> None:
-        """Block until a signal's handler raises `Stopped`; then drain.
-
-        Raises:
-            MantaError: the Ray that was started here is gone, and all replicas with it.
-        """
+        """Block until a signal's handler raises `Stopped`; then drain."""
         try:
             self._wait()
         except Stopped as stopped:
@@ -187,16 +178,12 @@ def start_server(
     report: Report | None = None,
     signals: StopSignals | None = None,
 ) -> Server:
-    """Serve one engine; returns when it answers.
+    """Serve one engine; returns when it answers. Wrong settings raise ConfigError before anything starts.
 
     Args:
         args: as under `args:` in ray_config.yaml; here also keys.
-        options: where.
-        report: told about progress, a line at a time; stderr if absent.
-        signals: whoever may end it, also while it starts; Ray's own handlers stand back.
-
-    Raises:
-        ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
+        report: gets progress lines; by default standard error.
+        signals: may end it while it starts; reinstalled after Ray's own handlers.
     """
     report = report or _to_stderr
     models = [(config, with_keys(settings)) for config, settings in split_models(args)]
@@ -237,13 +224,11 @@ def start_server(
 
 
 def _import() -> None:
-    """Import what is deployed, while Ray starts in processes of its own."""
     ServeWithoutPandas.install()
     importlib.import_module("...actors.replica", __package__)
 
 
 def _ray(options: ServeOptions, environment: ServeEnvironment | None, forks: ForkServer | None) -> bool:
-    """A Ray to serve on; whether it was started here."""
     try:
         level = logging.INFO if options.verbose else logging.ERROR
         owns_ray = join_or_start_ray(
@@ -320,7 +305,6 @@ def _await_controller(start: Future[None]) -> None:
 
 
 def _check_proxies(start: Future[None]) -> None:
-    """Wait for Serve's proxies. Raises ConfigError if they did not start."""
     from ray.exceptions import RayError
 
     try:
@@ -372,7 +356,6 @@ def _await_running(
 
 
 def _state(options: ServeOptions) -> str:
-    """Return the application's state. Raises ConfigError if it failed."""
     from ray import serve
 
     application = serve.status().applications.get(options.name)
@@ -400,7 +383,6 @@ def _what_it_does(options: ServeOptions, waited_s: float) -> str:
 
 
 def _cause(application: Any) -> str:  # Any: Serve's status object.
-    """The last line of the replica's traceback says it best."""
     deployments = application.deployments.values()
     text = "\n".join([application.message, *(deployment.message for deployment in deployments)])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -409,7 +391,6 @@ def _cause(application: Any) -> str:  # Any: Serve's status object.
 
 
 def _last_line(error: BaseException) -> str:
-    """What Ray's error says behind the traceback of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shown_name(lines[-1] if lines else type(error).__name__).rstrip(".")
 

@@ -21,11 +21,7 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def find_checkpoints(config: EngineConfig) -> None:
-    """Find or download the checkpoints of a config, without importing torch.
-
-    Raises:
-        CheckpointError: there is neither such a folder nor such a model on the hub.
-    """
+    """Find or download the checkpoints of a config, without importing torch."""
     target_folder(config)
     spec = config.speculative_config
     if spec is not None and spec.model is not None:
@@ -33,11 +29,7 @@ def find_checkpoints(config: EngineConfig) -> None:
 
 
 def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
-    """Validate a model and yield lines about it before it is loaded.
-
-    Raises:
-        ConfigError, CheckpointError: the model cannot be loaded with these settings.
-    """
+    """Validate a model and yield lines about it before it is loaded."""
     from ...actors.targets.loading.load_plan import plan_load
 
     plan = plan_load(config)
@@ -59,7 +51,6 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
 
 
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
-    """Return a curl command with an example request to the server at `url`."""
     from ...actors.tokenization.tokenizer_config import read_chat_templates
 
     folder = target_folder(config)
@@ -77,7 +68,6 @@ def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of a checkpoint's safetensors files."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

@@ -28,11 +28,7 @@ EAGLE3_INTER = 6  # inner size / hidden size if all of the target's MLPs have ex
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A decoding method.
-
-    Attributes:
-        drafts: number of drafts in every step; None is adaptive.
-    """
+    """A decoding method; `drafts` None is adaptive, else the number in every step."""
 
     name: str
     kind: Kind
@@ -40,7 +36,6 @@ class Method:
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """Parse a method's name; raises ConfigError if there is none."""
         found = re.fullmatch(r"(plain|dflash|eagle3)(?:-(\d+))?", name)
         if found is None or (found[1] == "plain" and found[2]) or found[2] == "0":
             raise ConfigError(
@@ -118,16 +113,12 @@ def parse_acceptance(text: str, num_drafts: int) -> tuple[tuple[float, ...], dic
 
 
 def of_method(points: Sequence[Figures], method: str) -> list[tuple[float, float]]:
-    """Return the frontier of a method over all layouts and loads."""
     mine = [point for point in points if point["method"] == method]
     return frontier((point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]) for point in mine)
 
 
 def matched_speed(points: Sequence[Figures]) -> list[Figures]:
-    """Return the throughput of each method at given tokens/s per user; None if unreachable.
-
-    The speeds include the highest that plain decoding reaches.
-    """
+    """Return each method's throughput at given tokens/s per user, and at plain decoding's highest."""
     fronts = {name: of_method(points, name) for name in dict.fromkeys(point["method"] for point in points)}
     edges = [front[-1][0] for name, front in fronts.items() if name == "plain" and front]
     found: list[Figures] = []

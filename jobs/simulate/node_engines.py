@@ -23,14 +23,7 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class DraftAssumptions:
-    """Acceptance of the drafters.
-
-    Attributes:
-        dflash, eagle3: mean acceptance lengths, see `parse_acceptance`.
-        eagle3_drafts: number of drafts to which EAGLE-3's length applies.
-        spread: standard deviation of requests' hardness, see `AcceptanceMix`.
-        seed: seed of requests' hardness.
-    """
+    """Acceptance of the drafters (`parse_acceptance`), and spread and seed of requests' hardness."""
 
     dflash: str = "4.0"
     eagle3: str = "3.0"
@@ -61,7 +54,6 @@ class NodeEngine:
     times: StepTimes
 
     def engine(self, *, free_prompts: bool = False, prefix_caching: bool = False) -> LoadDriver:
-        """Make a new engine; see `PlanCost` and `simulated_engine`."""
         return simulated_engine(
             self.pair,
             self.room,
@@ -88,16 +80,7 @@ def node_engines(
     drafting: DraftAssumptions,
     workload: Workload,
 ) -> Iterator[NodeEngine]:
-    """Yield every method with every number of ranks that fits.
-
-    Args:
-        tp_sizes: numbers of ranks; if empty, all that divide the target.
-
-    Raises:
-        PlacementError: a method does not fit with any number of ranks; names the missing memory.
-        ConfigError: the node is too small for all requested numbers of ranks, or a method does not fit its
-            drafter.
-    """
+    """Yield every method with every number of ranks that fits; PlacementError if one fits with none."""
     demand = LayoutDemand(max_model_len=workload.max_tokens, context=workload.mean_tokens)
     for method in methods:
         texts = drafting.texts(method, pair.num_drafts)

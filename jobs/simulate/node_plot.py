@@ -13,7 +13,6 @@ MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an 
 
 
 def draw_node(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `node.run_node`
-    """Write the chart to `path` (SVG or PNG by suffix)."""
     points = figures["points"]
     names = list(dict.fromkeys(point["method"] for point in points))
     figure = new_figure(7.2, 4.2)

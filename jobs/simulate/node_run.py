@@ -37,7 +37,6 @@ ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step'
 
 
 def run_node(options: NodeOptions) -> Figures:
-    """Simulate, print tables, write the requested files, and return the figures."""
     methods = [Method.parse(name) for name in options.methods]
     if options.drafter is None and any(method.kind == "dflash" for method in methods):
         raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
@@ -98,7 +97,6 @@ def _name(model: str) -> str:
 
 
 def _loads(node_engine: NodeEngine, options: NodeOptions) -> list[int]:
-    """Return the concurrencies whose requests fit into an engine."""
     return [clients for clients in options.concurrency if clients <= node_engine.room.max_num_seqs]
 
 
@@ -126,8 +124,6 @@ def _observe(
     trace_s: Sequence[float],
     progress: TimeLeft,
 ) -> Iterator[tuple[float, Observed]]:
-    """Yield (load, result) for one engine (closed loop) or all engines of the node (open loop)."""
-
     def make(number: int, share: float, clients: int = 0) -> Request:
         work = _request_work(clients) if clients else 1.0
         progress.update(work if number >= clients else 0.0)

@@ -13,13 +13,9 @@ from ...cluster.simulation.simulated_engine import simulated_request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lognormal lengths of prompts and answers.
+    """Lognormal lengths of prompts and answers, or those of a trace, used cyclically.
 
-    Attributes:
-        prompt_tokens, output_tokens: means.
-        sigma: standard deviation of the logarithm; 0: all lengths are equal.
-        max_tokens: longest sequence; longer ones are truncated.
-        trace: lengths of prompt and answer of each request, used cyclically instead of drawn ones.
+    `sigma`: standard deviation of the logarithm; sequences are cut at `max_tokens`.
     """
 
     prompt_tokens: float = 1024.0
@@ -47,7 +43,6 @@ class Workload:
         return round(self.prompt_tokens + self.output_tokens)
 
     def lengths(self, number: int) -> tuple[int, int]:
-        """Return the lengths of a request's prompt and answer."""
         if self.trace:
             return self.trace[number % len(self.trace)]
         dice = np.random.default_rng([self.seed, number])

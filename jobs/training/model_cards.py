@@ -52,8 +52,6 @@ Made by `manta drafter train`.
 
 @dataclass(frozen=True)
 class DrafterCardFacts:
-    """Content of the card; `before` and `after` are measured on held-out text."""
-
     head: Head
     target: str
     initial: str | None

@@ -23,8 +23,6 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Arguments of `train`; training data and held-out text are in `folder`."""
-
     target: str
     folder: Path
     length: Length
@@ -50,11 +48,7 @@ def run_here(run: TrainingRun, **further: Any) -> Trained:  # Any: arguments of 
 
 
 def run_on_workers(run: TrainingRun, num_workers: int, *, use_gpu: bool, cpus_per_worker: int) -> Trained:
-    """Train on workers of the Ray cluster that this process is connected to.
-
-    Raises:
-        RuntimeError: from Ray Train, if its workers have failed too often.
-    """
+    """Train on workers of the Ray cluster that this process is connected to."""
     import ray.train
     from ray.train.torch import TorchTrainer
 

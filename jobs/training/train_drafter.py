@@ -35,14 +35,7 @@ _TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rat
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of a run.
-
-    Attributes:
-        drafter: checkpoint folder (z-lab's format, or EAGLE-3's own) with the averaged weights.
-        curves: JSON lines, one per step; `curves.html` shows them.
-        num_steps, num_tokens, used_s: totals of the run, including earlier processes.
-        held_out_before, held_out_after: "loss", "accepted" and "tokens_per_step" (`Trainable.measure`).
-    """
+    """Result of a run: checkpoint folder, curves (JSON lines), totals over processes, held-out figures."""
 
     drafter: Path
     curves: Path
@@ -54,7 +47,6 @@ class Trained:
 
     @classmethod
     def read(cls, folder: Path) -> Trained:
-        """Read the result of a finished run."""
         rows = read_rows(folder / CURVES)
         measured = [row["held_out"] for row in rows if "held_out" in row]
         last = next(row for row in reversed(rows) if "held_out" not in row)
@@ -86,21 +78,13 @@ def train(
     """Train until `length` is reached; called again with the same folder, resume.
 
     Args:
-        target: folder or hub id.
-        data: token sequences; only the answers have a loss. To weight one kind of text against another,
-            repeat
-            it: `Continuations.join([new, new, old])`.
+        data: token sequences; only the answers have a loss. Repeat a kind of text to weight it.
         held_out: sequences that are measured before, during and after training, and never trained on.
-        folder: folder for `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
-        initial: checkpoint folder of a DFlash drafter to start from; by default layers of the target.
-        settings: the recipe; its learning rates are scaled down for targets wider than the one it was tuned
-            on.
-        mask_token_id: mask token of a new drafter; by default one that the target's tokenizer does not use.
-        report: called with progress lines.
-        workers: workers that train together (`ray_train.py`); each of them calls this function.
-
-    Raises:
-        ConfigError, CheckpointError: invalid input; raised before training starts.
+        folder: gets `snapshot.pt`, `curves.jsonl`, `curves.html` and `drafter/`.
+        initial: folder of a DFlash drafter to start from; by default layers of the target.
+        settings: the recipe; learning rates are scaled down for targets wider than the one it was tuned on.
+        mask_token_id: of a new drafter; by default one that the target's tokenizer does not use.
+        workers: train together (`run_on_workers`); each of them calls this function.
     """
     keep_freed_memory()
     settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
@@ -168,7 +152,6 @@ def _trainable(
 
 
 def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
-    """Return a target's specification and folder."""
     folder = resolve_checkpoint(str(target), field="target")
     return read_model(folder), folder
 

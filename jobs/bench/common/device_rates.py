@@ -20,11 +20,7 @@ _REPEATS = 5
 
 
 def find_device(device: torch.device, dtype: torch.dtype, stated: str | None) -> Device:
-    """Return the rates of `device` for products in `dtype`.
-
-    Args:
-        stated: "GB/s,TFLOP/s" given by the user; takes precedence.
-    """
+    """Return the rates of `device` for products in `dtype`; `stated` ("GB/s,TFLOP/s") takes precedence."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if stated is not None:
         return Device.parse(f"{name}, rates as stated", stated)
@@ -39,7 +35,6 @@ def known_device(device: torch.device, dtype: torch.dtype) -> Device | None:
 
 
 def measure_device(name: str, device: torch.device, dtype: torch.dtype) -> Device:
-    """Measure copies (bytes read and written) and square products; the best of 5 runs each."""
     num_bytes, size = _COPY_BYTES[device.type], _PRODUCT_SIZE[device.type]
     source, copy = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     copy_s = _least_s(device, lambda: copy.copy_(source))

@@ -60,7 +60,6 @@ class Pass:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Return the mean acceptance length; None if steps are not counted or nothing is drafted."""
         return None
 
 
@@ -100,7 +99,6 @@ class PromptRow(NamedTuple):
 
 
 def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:
-    """Return (id, prompt or conversation) of `count` lines, taken evenly from the file."""
     return [(row.name, row.prompt) for row in read_rows(path, count)]
 
 
@@ -129,7 +127,6 @@ def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None)
 
 
 def joined(passes: Sequence[_Pass]) -> _Pass:
-    """Return the sum of passes that ran one after the other."""
     return reduce(operator.add, passes)
 
 
@@ -175,8 +172,7 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
 class EnginePass:
     """Prompts and their sampling parameters for one engine; a call runs a slice of them.
 
-    Args:
-        prompts: their ids determine the seeds, so that all modes sample alike.
+    Their ids determine the seeds, so that all modes sample alike.
     """
 
     def __init__(

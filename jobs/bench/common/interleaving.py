@@ -54,11 +54,9 @@ def run_rounds(
 
 
 def rotated(names: Sequence[_Name], number: int) -> list[_Name]:
-    """Return the names rotated by `number`: the order in which sides take their turn."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
 
 
 def ratios(ours: Sequence[Pass], theirs: Sequence[Pass]) -> list[float]:
-    """Return our tokens/s divided by theirs, by round."""
     return [mine.tokens_per_s / other.tokens_per_s for mine, other in zip(ours, theirs, strict=True)]

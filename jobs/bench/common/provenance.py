@@ -36,12 +36,10 @@ def provenance() -> dict[str, object]:
 
 
 def options_json(options: DataclassInstance) -> dict[str, Any]:  # Any: JSON
-    """Return the options of a command for its file of figures."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
 
 
 def cpu_model() -> str:
-    """Return the CPU's name and its vector and matrix extensions."""
     fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
     name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join(fast) or 'no AVX2'})"

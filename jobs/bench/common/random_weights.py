@@ -53,12 +53,7 @@ DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # z-lab's b16 drafters
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """Configurations of a target and a drafter.
-
-    Attributes:
-        name: display name of the target.
-        target_json, drafter_json: the unparsed configurations.
-    """
+    """Configurations of a target and a drafter, parsed and as JSON; `name` is shown."""
 
     name: str
     target_json: Json
@@ -68,14 +63,9 @@ class PairShape:
 
     @classmethod
     def read(cls, model: str | None, spec_model: str | None) -> PairShape:
-        """Read folders or config.json files. Weights need not exist.
+        """Read folders or config.json files; weights need not exist.
 
-        Args:
-            model: None is Qwen3-8B.
-            spec_model: drafter in z-lab's format; None is z-lab's b16 drafter at the target's width.
-
-        Raises:
-            CheckpointError: a file is missing, an architecture is not supported, or the two do not fit.
+        Without a model it is Qwen3-8B, without a drafter z-lab's b16 one at the target's width.
         """
         target_json = QWEN3_8B if model is None else _read(model, "model")
         target = _parse(target_json, model, read_model)
@@ -95,13 +85,11 @@ class PairShape:
 
     @classmethod
     def of(cls, name: str, target_json: Json) -> PairShape:
-        """Make the pair of a target, given as the content of config.json, and z-lab's b16 drafter."""
         drafter_json = z_lab_drafter(target_json)
         target = _parse(target_json, None, read_model)
         return cls(name, target_json, drafter_json, target, _parse(drafter_json, None, DrafterConfig.load))
 
     def num_params(self) -> int:
-        """Return the number of parameters of target and drafter together."""
         facts = TargetFacts(self.target.hidden_size, self.target.num_layers, self.target.vocab_size, 0)
         shapes = [*target_shapes(self.target).values(), *drafter_shapes(self.drafter, facts).values()]
         return sum(math.prod(shape) for shape in shapes)
@@ -141,8 +129,6 @@ class RandomModels:
 
 
 class _FilledDrafter(DFlashDrafter):
-    """A drafter whose KV pages are filled with noise."""
-
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         cache = super().new_cache(num_pages, page_size)
         cache.kv.normal_()

@@ -36,8 +36,6 @@ PARTS = ("draft", "verify", "sample", "inject")
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """`batch` requests with `context` tokens each."""
-
     batch: int
     context: int
 
@@ -61,8 +59,6 @@ class PointSteps:
 
 
 class Memory:
-    """Decides which points fit into device memory beside the weights."""
-
     def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
         self._page_size, self._num_drafts = plan.page_size, plan.num_speculative_tokens
         on_gpu = plan.device.type == "cuda"
@@ -87,11 +83,7 @@ class Memory:
 def measure_points(
     points: Sequence[StepPoint], plan: LoadPlan, memory: Memory, steps: int
 ) -> dict[StepPoint, PointSteps]:
-    """Measure steps with all drafts and with none at every point.
-
-    Raises:
-        ConfigError: not even one point fits into memory.
-    """
+    """Measure steps with all drafts and with none at every point."""
     if not points:
         raise ConfigError(
             "model: its weights and the pages of a single point do not fit into memory. Reduce --model, "
@@ -118,7 +110,6 @@ def measure_points(
 def _take_turns(
     runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
 ) -> tuple[StepMedians, StepMedians]:
-    """Alternate between steps with and without drafts, so that disturbances affect both."""
     batch = len(admission.slots)
     plans = [dummy_step(*_decoding(batch, -1, drafts)) for drafts in (num_drafts, 0)]
     kinds = [_Steps(runner, admission, plan) for plan in plans]

@@ -27,8 +27,6 @@ _GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiple
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request; `prompt` is text, a `Chat` or token ids."""
-
     number: int
     category: str
     prompt: Any  # content of the user's file
@@ -91,5 +89,4 @@ class RequestSource:
 
 
 def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> list[PromptRow]:
-    """Return the rows with token ids as prompts."""
     return [row._replace(prompt=encode_prompt(row.prompt, tokenizer).token_ids) for row in rows]

@@ -44,12 +44,7 @@ class Prepared:
 def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -> Prepared:
     """Write a line {id, category, messages} for the first turn of each row.
 
-    Args:
-        subset: one of SUBSETS.
-        source: output of NVIDIA's preparation (Parquet or JSONL); by default the hub's file.
-
-    Raises:
-        DatasetError: the file cannot be downloaded or read, or has no prompts.
+    `source`: output of NVIDIA's preparation (Parquet or JSONL); by default the hub's file.
     """
     say(_LICENSE)
     file = source or _download(subset)
@@ -69,7 +64,6 @@ def prepare_speed_bench(subset: str, output: Path, source: Path | None = None) -
 
 
 def _line(row: Row, number: int) -> dict[str, Any] | None:
-    """Return None if the row has no prompt."""
     messages = row.get("messages") or [{"role": "user", "content": t} for t in (row.get("turns") or ())[:1]]
     content = str(messages[0].get("content") or "") if messages else ""
     if not content.strip() or _PLACEHOLDER in content:
@@ -121,7 +115,6 @@ def _download(subset: str) -> Path:
 
 
 def _license_section(readme: Path) -> str:
-    """Return the text below the dataset card's heading about the license."""
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     found = re.search(
         r"^#+[^\n]*licen[cs]e[^\n]*\n(.*?)(?=^#|\Z)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL

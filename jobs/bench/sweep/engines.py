@@ -35,13 +35,7 @@ PLAIN, ADAPTIVE, RANDOM = "plain", "adaptive", "random"
 
 @dataclass(slots=True)
 class Sides:
-    """The open engines.
-
-    Attributes:
-        drivers: drivers by name.
-        refused: reasons of the refused sides, by name.
-        fixed: names of the sides with a fixed number of drafts, ascending.
-    """
+    """The open engines; `fixed` names the sides with a fixed number of drafts, ascending."""
 
     drivers: dict[str, Driver] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)

@@ -82,19 +82,12 @@ class AnswerRecord:
 
     @property
     def waits(self) -> RequestLatencies:
-        """Return the latencies; the answer must have tokens."""
         return RequestLatencies.of(self.asked_s, [block.at_s for block in self.blocks], len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPass:
-    """Result of a period of load on one engine.
-
-    Attributes:
-        begin_s, end_s: the period.
-        answers: all requests, including those aborted at the end.
-        step_seconds: seconds by part of the engine's steps.
-    """
+    """Result of a period of load on one engine; `answers` include those aborted at its end."""
 
     begin_s: float
     end_s: float
@@ -107,7 +100,6 @@ class LoadPass:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens produced within the period."""
         return sum(block.num_tokens for block in self._blocks)
 
     @property
@@ -116,7 +108,6 @@ class LoadPass:
 
     @property
     def request_seconds(self) -> float:
-        """Return the summed time that requests were in flight."""
         ends = ((answer, self.end_s if answer.ended_s is None else answer.ended_s) for answer in self.answers)
         return sum(end_s - answer.asked_s for answer, end_s in ends)
 
@@ -169,7 +160,6 @@ class Sums:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Return the mean tokens of a request per step, with or without drafts."""
         return self.num_tokens / self.num_blocks if self.num_blocks else None
 
     @property

@@ -34,12 +34,7 @@ _Config = TypeVar("_Config", bound=AnyConfig, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class DrafterFiles(Generic[_Config]):
-    """A drafter without its weights.
-
-    Attributes:
-        name: the folder or hub id that was given.
-        raw: content of config.json.
-    """
+    """A drafter without its weights; `name` as given, `raw` is config.json."""
 
     name: str
     folder: Path
@@ -64,7 +59,6 @@ def open_drafter(name: str) -> DrafterFiles[AnyConfig]:
 
 
 def is_dflash(files: DrafterFiles[AnyConfig]) -> TypeGuard[DrafterFiles[DrafterConfig]]:
-    """Return whether the drafter is a DFlash drafter, not an EAGLE-3 one."""
     return isinstance(files.config, DrafterConfig)
 
 
@@ -76,7 +70,6 @@ def read_config(folder: Path) -> AnyConfig:
 
 
 def method_of(name: str) -> Literal["dflash", "eagle3"]:
-    """Return the drafter's `method` in a speculative config."""
     folder = resolve_checkpoint(name, field="drafter", files=SMALL_FILES)
     return "eagle3" if is_eagle3(read_json(folder, param="drafter")) else "dflash"
 

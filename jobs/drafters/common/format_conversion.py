@@ -47,12 +47,7 @@ _Written = dict[str, Any]  # Any: JSON values
 
 
 def convert_drafter(name: str, target_name: str, to: Format, output: Path) -> None:
-    """Write drafter `name` in format `to`.
-
-    Raises:
-        ConfigError: `output` exists, or the format cannot express a setting of the drafter.
-        CheckpointError: the drafter cannot be read or does not fit the target.
-    """
+    """Write drafter `name` in format `to`; ConfigError for a setting that the format cannot express."""
     if output.exists():
         raise ConfigError(f"output={str(output)!r} exists already: give a new folder.", param="output")
     target = read_model(resolve_checkpoint(target_name, field="target", files=SMALL_FILES))
@@ -131,7 +126,6 @@ def as_z_lab(config: DrafterConfig, raw: Json, target: ModelSpec) -> _Written:
 
 
 def _is_set(scale: float | None) -> bool:
-    """Return whether the value differs from what an absent key means."""
     return scale not in (None, False, 1.0)
 
 

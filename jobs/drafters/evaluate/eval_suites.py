@@ -20,15 +20,7 @@ class Suite:
 
 
 def open_suite(name: str, num_prompts: int | None = None) -> Suite:
-    """Read a suite.
-
-    Args:
-        name: "quick", "speed-bench" or a JSONL file with `prompt` or `messages`, and optionally `category`.
-        num_prompts: number of prompts, taken evenly from the file; None takes all, of "quick" 8 per category.
-
-    Raises:
-        DatasetError: the file is missing, or a line has no prompt.
-    """
+    """Read "quick", "speed-bench" or a JSONL file of prompts, `num_prompts` of them taken evenly."""
     path = {"quick": _QUICK, "speed-bench": _SPEED_BENCH}.get(name, Path(name))
     if not path.is_file():
         remedy = {

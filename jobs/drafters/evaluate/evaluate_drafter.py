@@ -60,7 +60,6 @@ class Acceptance:
 
 
 def engine_of(drafter: str, target: str) -> EngineConfig:
-    """Return an engine configuration for the pair with default settings."""
     return EngineConfig.from_dict(
         {"model": target, "speculative_config": {"model": drafter, "method": method_of(drafter)}}
     )
@@ -135,11 +134,7 @@ def measure_acceptance(
 ) -> dict[str, Acceptance]:
     """Return the acceptance of the first `count` requests by category, overall first.
 
-    A category without drafts (all answers end with their first token) is left out.
-
-    Args:
-        driver: from `open_whole`.
-        at_once: concurrent requests; does not change any answer.
+    `driver` is from `open_whole`. A category without drafts is left out.
     """
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))

@@ -56,11 +56,7 @@ in one run; a turn of both is the sampling unit of the interval.
 
 
 def write_card(figures: Figures, folder: Path) -> None:
-    """Write the three files; without matplotlib there is no card.svg.
-
-    Raises:
-        ConfigError: the folder cannot be created or written.
-    """
+    """Write the three files; without matplotlib there is no card.svg."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / CARD_FILE, figures)
@@ -75,11 +71,7 @@ def write_card(figures: Figures, folder: Path) -> None:
 
 
 def read_card(path: Path) -> Figures:
-    """Read the figures of a card.json.
-
-    Raises:
-        ConfigError: the file is missing or not such a card.
-    """
+    """Return the figures of a card.json; ConfigError for any other file."""
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
         for at in figures["acceptance"]:
@@ -232,7 +224,6 @@ def _picture(figures: Figures) -> Picture:
 
 
 def _shares(figures: Figures, cell: Any) -> dict[str, list[Any]]:  # Any: a cell, text or number
-    """Return the cell of each draft by category and temperature."""
     several = len(figures["acceptance"]) > 1
     return {
         f"{name}, T={at['temperature']:g}" if several else name: [

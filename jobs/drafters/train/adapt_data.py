@@ -62,14 +62,7 @@ class AdaptRunKey:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of a run.
-
-    Attributes:
-        new, old: completions for training.
-        new_to_watch: completions of held-out prompts, for the training curves.
-        held_out_new, held_out_old: prompts for the gate, never trained on.
-        training_s: seconds for training.
-    """
+    """Text of a run: completions for training, some to watch, and prompts for the gate, never trained on."""
 
     new: Continuations
     old: Continuations
@@ -86,11 +79,7 @@ class Text:
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]:
-    """Read a folder of captured traffic, or a JSONL file with `prompt` or `messages` in each line.
-
-    Raises:
-        DatasetError: the file cannot be read or is empty.
-    """
+    """Read a folder of captured traffic, or a JSONL file with `prompt` or `messages` in each line."""
     if path.is_dir() or is_captured(path):
         found = _captured(path)
     else:
@@ -109,7 +98,6 @@ def _captured(path: Path) -> list[Example]:
 
 
 def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
-    """Return whether the prompt is held out; true for one in `one_in` prompts."""
     digest = hashlib.sha256(array("q", prompt).tobytes()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
@@ -117,12 +105,7 @@ def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
 def prepare_text(
     asked: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> Text:
-    """Prepare the text of a run and store it, so that a continued run ignores traffic captured since.
-
-    Raises:
-        ConfigError: the folder belongs to a run with other inputs.
-        DatasetError: there is too little text.
-    """
+    """Prepare the text of a run and store it, so that a continued run ignores traffic captured since."""
     kept = folder / "text.json"
     if kept.exists():
         return _load(asked, folder, kept)

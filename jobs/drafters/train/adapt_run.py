@@ -45,11 +45,7 @@ _AT_ONCE = 16
 
 
 def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dict[str, Any]:
-    """Train and measure the drafter, and write `output` if the gate passes. Return the figures with `passed`.
-
-    Raises:
-        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
-    """
+    """Train and measure, write `output` if the gate passes, and return the figures with `passed`."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     target = resolve_checkpoint(options.target, field="target")
@@ -73,7 +69,6 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
 
 
 def measure(drafter: Path, target: Path, new: Sequence[Example], old: Sequence[Example]) -> GateLengths:
-    """Measure tokens per step on new and old text by greedy decoding with whole blocks."""
     config = replace(engine_of(str(drafter), str(target)), enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
     with open_whole(config) as driver:
 
@@ -113,7 +108,6 @@ def _figures(asked: AdaptRunKey, text: Text, trained: Trained, verdict: Verdict)
 
 
 def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
-    """Print the change in tokens per step and the outcome."""
     rows = [
         [name, decimals(found["before"]), decimals(found["after"]), f"{found['gain']:+.1%}"]
         for name, found in figures["tokens_per_step"].items()

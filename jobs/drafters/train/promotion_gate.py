@@ -23,11 +23,7 @@ class GateLengths:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the comparison.
-
-    Attributes:
-        complaints: reasons to reject the new drafter; empty if it passes.
-    """
+    """Result of the comparison; `complaints` are reasons to reject the new drafter."""
 
     before: GateLengths
     after: GateLengths
@@ -38,7 +34,6 @@ class Verdict:
         return not self.complaints
 
     def rows(self) -> list[tuple[str, float, float]]:
-        """Return (text, before, after) for new text and each old category."""
         old = [(name, self.before.old[name], self.after.old[name]) for name in self.before.old]
         return [("new", self.before.new, self.after.new), *old]
 
@@ -58,7 +53,6 @@ class Verdict:
 
 
 def judge(before: GateLengths, after: GateLengths, min_gain: float) -> Verdict:
-    """Compare two drafters that were measured on the same text."""
     complaints: list[str] = []
     gained = gain(before.new, after.new)
     if gained < min_gain:

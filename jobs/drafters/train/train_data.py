@@ -35,12 +35,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Asking:
-    """Settings with which the target generates answers.
-
-    Attributes:
-        max_tokens: maximum tokens of an answer.
-        longest: maximum tokens of prompt and answer together.
-    """
+    """How the target generates answers; `longest`: tokens of prompt and answer together."""
 
     target: str
     tokenizer: Tokenizer | None
@@ -49,14 +44,7 @@ class Asking:
 
 
 def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) -> Continuations:
-    """Read all sources and generate missing answers.
-
-    Args:
-        folder: stores the generated answers in parts, so that an interrupted run does not repeat them.
-
-    Raises:
-        DatasetError: a source cannot be read or is empty.
-    """
+    """Read all sources and generate missing answers, stored in parts in `folder`."""
     prompts: list[tuple[int, ...]] = []
     pairs: list[Pair] = []
     for record in _records(places):
@@ -95,9 +83,6 @@ def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
     """Yield the records of a folder or segment that have an answer of at least two tokens.
 
     If prompts were not captured, the first quarter of the answer is used as the prompt.
-
-    Raises:
-        DatasetError: the files cannot be read, or contain answers of several models.
     """
     model: str | None = None
     for record in read_captured(path):
@@ -126,7 +111,6 @@ def _records(places: Sequence[str]) -> Iterator[Record]:
 
 
 def _rows(source: Dataset) -> Iterator[Record]:
-    """Yield the records of JSON lines or Parquet files."""
     for file in source.files:
         if source.format == "parquet":
             for batch in open_parquet(file).iter_batches():
@@ -161,7 +145,6 @@ def _prompt_of(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] |
 
 
 def _pairs_of(record: Record, tokenizer: Tokenizer | None) -> Iterator[Pair]:
-    """Yield (prompt, answer) token ids of a record that is used as it is."""
     text, prompt, answer = (record.get(name) for name in ("text", "prompt_token_ids", "token_ids"))
     if isinstance(prompt, list | tuple) and isinstance(answer, list | tuple):
         yield prompt, answer

@@ -29,11 +29,7 @@ _EPOCHS = 6  # as in the DFlash paper
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
-    """Train and write the card.
-
-    Raises:
-        ConfigError, CheckpointError, DatasetError: invalid input; raised before training starts.
-    """
+    """Train and write the card."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     settings = _settings(options)
@@ -71,7 +67,6 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
 
 
 def _settings(options: TrainOptions) -> Settings:
-    """Return the recipe of the head with the requested sizes."""
     settings = RECIPES[options.head]
     if not isinstance(settings, DrafterSettings):
         unasked = {"from": options.initial, "layers": options.layers, "block-size": options.block_size}

@@ -22,7 +22,6 @@ Figures = Mapping[str, Any]  # Any: JSON
 
 
 def needs_gpu() -> str:
-    """Return why level `gpu` is not available; empty if it is."""
     import torch
 
     if torch.cuda.is_available():
@@ -36,19 +35,13 @@ def needs_gpu() -> str:
 def check_card(
     drafter: str, target: str, card: Path, device: Literal["cuda", "cpu"] = "cuda"
 ) -> Iterator[Incompatibility]:
-    """Yield the figures in which acceptance is below the card's.
-
-    Raises:
-        ConfigError: there is no such card.
-        DatasetError: the prompts of the card are missing.
-    """
+    """Yield the figures in which acceptance is below the card's."""
     figures = read_card(card)
     config = replace(engine_of(drafter, target), device=device)
     yield from compare_acceptance(figures["acceptance"], measure_again(config, figures))
 
 
 def measure_again(config: EngineConfig, card: Figures) -> Sequence[Figures]:
-    """Measure the acceptance figures of the card on this machine."""
     options = card["options"]
     suite = open_suite(options["prompts"], card["suite"]["prompts"])
     config = replace(config, enable_prefix_caching=False, max_num_seqs=_AT_ONCE)
@@ -71,7 +64,6 @@ def compare_acceptance(card: Sequence[Figures], here: Sequence[Figures]) -> Iter
 
 
 def _compared(what: str, here: Figures, card: Figures) -> Iterator[Incompatibility]:
-    """Yield a warning if the interval here lies below the card's."""
     if here["high"] is not None and card["low"] is not None and here["high"] < card["low"]:
         yield warning(
             "acceptance",

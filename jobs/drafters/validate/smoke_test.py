@@ -40,7 +40,6 @@ def check_drafts(drafter: str, target: str) -> Iterator[Incompatibility]:
 def compare_answers(
     drafted: list[list[int]], plain: list[list[int]], length: float
 ) -> Iterator[Incompatibility]:
-    """Compare the tokens with and without speculation, and check the mean acceptance length."""
     if drafted != plain:
         yield fatal(
             "tokens",

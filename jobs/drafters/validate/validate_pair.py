@@ -39,9 +39,7 @@ def validate_pair(
 ) -> list[Incompatibility]:
     """Return all findings, fatal ones first. If a file cannot be read, that is the only finding.
 
-    Args:
-        level: "cpu" also runs a few prompts, "gpu" those of the card, unless there is a fatal finding.
-        card: a card.json; None uses the one in the drafter's folder.
+    Level "cpu" also runs a few prompts, "gpu" those of the card, unless there is a fatal finding.
     """
     try:
         target_folder = resolve_checkpoint(target, field="target", files=SMALL_FILES)
@@ -88,7 +86,6 @@ def _check_pair(
 
 
 def _check_eagle3(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Iterator[Incompatibility]:
-    """Yield the first error that an engine would report."""
     try:
         config = Eagle3Config.load(files.folder, facts.num_layers)
         config.check_fits(facts)
@@ -98,7 +95,6 @@ def _check_eagle3(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Iterato
 
 
 def _check_tensors(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> Iterator[Incompatibility]:
-    """Yield findings for tensors that are missing, have the wrong shape, or are unused."""
     tensors = files.tensors
     wanted = stored_shapes(files.config, facts, tensors)
     wrong: list[Incompatibility] = []

@@ -16,8 +16,6 @@ SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class ContinuationRequest:
-    """One request for a continuation."""
-
     prompt_ids: tuple[int, ...]
     temperature: float
     seed: int
@@ -79,12 +77,10 @@ class Continuations:
 
     @property
     def longest(self) -> int:
-        """Return the number of tokens of the longest sequence."""
         return int(np.diff(self.bounds).max(initial=0))
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the data."""
         digest = hashlib.sha256()
         for part in (self.ids, self.bounds, self.first):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -111,7 +107,6 @@ class PaddedBatch:
     length: np.ndarray
 
     def part(self, worker: int, num_workers: int) -> "PaddedBatch":
-        """Return the rows of one of several workers."""
         mine = slice(worker, None, num_workers)
         length = self.length[mine]
         return PaddedBatch(self.tokens[mine, : length.max()], self.first[mine], length)

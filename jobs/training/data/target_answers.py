@@ -29,9 +29,7 @@ def write_continuations(
 ) -> Continuations:
     """Generate continuations in shards until all prompts are done or the time is over.
 
-    Args:
-        folder: folder for the shards; its name is used in reports.
-        keep: selects the part of an answer to train on.
+    `folder` gets the shards; `keep` selects the part of an answer to train on.
     """
     used = folder / "used_s"  # seconds spent by earlier processes of this run
     budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)

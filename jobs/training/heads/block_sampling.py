@@ -21,7 +21,6 @@ class Blocks:
 
     @property
     def before(self) -> torch.Tensor:
-        """Return the token before each label in the text, [B, A, N]."""
         return torch.cat([self.inputs[..., :1], self.labels[..., :-1]], dim=-1)
 
 

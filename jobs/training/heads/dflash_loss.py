@@ -39,7 +39,6 @@ def block_loss(
 def draw_blocks(
     batch: PaddedBatch, tokens_BT: torch.Tensor, num_anchors: int, block_size: int, mask_id: int, seed: int
 ) -> Blocks:
-    """Draw random blocks from the generated part of every sequence."""
     first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
     anchors_BA = draw_anchors(first_B, length_B, num_anchors, torch.Generator().manual_seed(seed))
     device = tokens_BT.device

@@ -21,11 +21,7 @@ from .dflash2_modules import TAPS, BlockConvolution, TrainableSelector
 
 
 class TrainableDrafter(nn.Module):
-    """Computes hidden states of blocks from tapped features; the target's head gives their logits.
-
-    Raises:
-        ConfigError: the configuration has a part that is supported in serving but not in training.
-    """
+    """Computes hidden states of blocks from tapped features; the target's head gives their logits."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -44,11 +40,9 @@ class TrainableDrafter(nn.Module):
     def forward(
         self, features_BTF: torch.Tensor, blocks_BASD: torch.Tensor, anchors_BA: torch.Tensor
     ) -> torch.Tensor:
-        """Return hidden states after the final norm, [B, A, S, D]; blocks attend to context before their
-        anchor.
+        """Return hidden states [B, A, S, D] from the target's embeddings of blocks, after the final norm.
 
-        Args:
-            blocks_BASD: the target's embeddings of the blocks.
+        Blocks attend to context before their anchor.
         """
         num_tokens, block_size = features_BTF.shape[1], blocks_BASD.shape[2]
         context_BTD = self.hidden_norm(self.fc(features_BTF))

@@ -24,8 +24,7 @@ from .initialization import facts_of
 def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw: Json | None = None) -> None:
     """Write config.json and model.safetensors (bf16), without embedding and head, which are the target's.
 
-    Args:
-        raw: config.json of the initial drafter, whose other keys are kept.
+    Other keys of `raw`, the initial drafter's config.json, are kept.
     """
     config = model.config
     write_checkpoint(folder, as_z_lab(config, raw or _backbone(config, target), target), model)

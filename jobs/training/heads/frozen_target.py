@@ -33,18 +33,7 @@ from ....drafter.compute.memory.recurrent_state_cache import StateMemory, StateR
 
 
 class FrozenTarget:
-    """Runs the target for training.
-
-    Args:
-        target: folder or hub id.
-        layer_ids: 0-based layers whose outputs are features, in the drafter's order.
-        max_tokens: maximum tokens of a sequence.
-
-    Attributes:
-        spec: the target's specification.
-        weights: its tensors, read on access.
-        device, dtype: device and dtype of the computation.
-    """
+    """Runs the target for training; `layer_ids` are 0-based, in the drafter's order."""
 
     @torch.no_grad()
     def __init__(
@@ -84,12 +73,10 @@ class FrozenTarget:
         return self._decoder.lends.embed(tokens.flatten()).view(*tokens.shape, -1)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the target's head; gradients flow to `hidden`."""
         # Contiguous, else torch copies the head.
         return F.linear(hidden.to(self.dtype).contiguous(), self._head_VD)
 
     def _rows(self, num_sequences: int, num_tokens: int) -> PlacedRows:
-        """Place all tokens of all sequences, each sequence in its own pages."""
         pages = pages_for(num_tokens, self._page_size)
         self._make_room(num_sequences, pages)
         counts_B = np.full(num_sequences, num_tokens, dtype=np.int64)
@@ -106,7 +93,6 @@ class FrozenTarget:
         )
 
     def _make_room(self, num_sequences: int, pages: int) -> None:
-        """Allocate pages for a batch, and fresh recurrent states."""
         cache, states = self._cache, None
         if self.spec.states is not None:
             states = StateMemory(*self.spec.states, num_sequences, 1, self.dtype, self.device)

@@ -39,7 +39,6 @@ _OUTPUTS = (
 
 
 def facts_of(spec: ModelSpec) -> TargetFacts:
-    """Return the target's sizes that a drafter must match."""
     return TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 0, spec.embed_scale)
 
 
@@ -65,7 +64,6 @@ def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: in
 
 
 def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
-    """Return the configuration of a new EAGLE-3 head with one layer."""
     return Eagle3Config(
         file="a new head",
         layout="sglang",
@@ -78,11 +76,7 @@ def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
 
 
 def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: float) -> DrafterConfig:
-    """Return the configuration of an existing drafter with the parts that the recipe adds.
-
-    Raises:
-        ConfigError: the drafter has more layers than requested.
-    """
+    """Return the configuration of an existing drafter with the parts that the recipe adds."""
     size, scale = settings.conv_group_size, initial.input_embedding_scale
     num_more = (settings.num_layers or initial.num_layers) - initial.num_layers
     if num_more < 0:
@@ -101,11 +95,7 @@ def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: fl
 
 
 def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
-    """Return a token that does not occur in text: a special token named mask, else the first unused id.
-
-    Raises:
-        ConfigError: the target has neither.
-    """
+    """Return a token that does not occur in text: a special token named mask, else the first unused id."""
     if tokenizer is not None:
         for spelled, token_id in tokenizer.special_token_ids.items():
             if "mask" in spelled.lower():

@@ -32,8 +32,6 @@ class OfflineProposals(Protocol):
 
 
 class BlockProposals:
-    """Drafts of a DFlash drafter, with or without a selector."""
-
     def __init__(self, target: FrozenTarget, drafter: TrainableDrafter) -> None:
         self._target, self._drafter = target, drafter
 
@@ -88,8 +86,6 @@ class BlockProposals:
 
 
 class ChainProposals:
-    """Chains of `num_drafts` tokens of an EAGLE-3 head."""
-
     def __init__(self, target: FrozenTarget, head: EagleHead, num_drafts: int) -> None:
         self._target, self._head, self._num_drafts = target, head, num_drafts
 
@@ -118,7 +114,6 @@ def accepted_at(
     tokens_T: torch.Tensor,
     anchors_A: torch.Tensor,
 ) -> list[int]:
-    """Return the number of accepted drafts after each anchor."""
     device = tokens_T.device
     drafts_AN = proposals(question, tokens_T, anchors_A)
     num_drafts = drafts_AN.shape[1]
@@ -130,7 +125,6 @@ def accepted_at(
 
 
 def sampling(question: ContinuationRequest, positions: torch.Tensor) -> SamplingMetadata:
-    """Return sampling parameters for tokens at these absolute positions, [rows]."""
     count = len(positions)
     return SamplingMetadata.build(
         temperature=np.full(count, question.temperature, dtype=np.float32),

@@ -33,11 +33,7 @@ _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
 
 @dataclass(frozen=True)
 class Trainable:
-    """A drafter in training with its target.
-
-    Attributes:
-        export: writes a checkpoint folder with the current weights.
-    """
+    """A drafter in training with its target; `export` writes a checkpoint folder."""
 
     target: FrozenTarget
     model: nn.Module

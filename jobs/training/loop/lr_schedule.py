@@ -46,8 +46,6 @@ class Length:
 
 
 class TimeBudget:
-    """Tracks training time against a budget, including the time used by earlier processes."""
-
     def __init__(self, budget_s: float, used_s: float = 0.0) -> None:
         self.budget_s = budget_s
         self._used_before_s = used_s

@@ -55,11 +55,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 class WeightAverage:
     """Running average of a model's weights, usable at any time before the learning rate has decayed.
 
-    Exponential with a horizon of `horizon_steps`; the plain mean of fewer steps. Updated by
-    `training_loop.py` in each step.
-
-    Args:
-        model: its floating-point state is averaged, in its own dtype.
+    Exponential with a horizon of `horizon_steps`; the plain mean of fewer steps.
     """
 
     def __init__(self, model: nn.Module, horizon_steps: int) -> None:

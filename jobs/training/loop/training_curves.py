@@ -22,11 +22,7 @@ Row = dict[str, Any]  # Any: JSON values
 
 
 class Curves:
-    """The record of one run.
-
-    Args:
-        path: append-only file; None records nothing.
-    """
+    """The record of one run; without a path nothing is written."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -46,12 +42,10 @@ class Curves:
         return self._steps.get(step)
 
     def has_measured(self, step: int) -> bool:
-        """Return whether held-out text was measured after `step` steps."""
         return step in self._measured
 
     @property
     def used_s(self) -> float:
-        """Return the training seconds at the last recorded step."""
         return self._steps[max(self._steps)]["used_s"] if self._steps else 0.0
 
     def add(self, row: Row) -> None:
@@ -90,7 +84,6 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def curves_page(title: str, rows: Sequence[Row]) -> str:
-    """Return the page: loss, acceptance and learning rate over steps."""
     steps = [row for row in rows if "held_out" not in row]
     measured = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
     tiles = [Tile(f"{len(steps)}", "steps")]

@@ -28,8 +28,6 @@ SNAPSHOT, CURVES = "snapshot.pt", "curves.jsonl"
 
 
 class Reader(Protocol):
-    """A source of batches with a position that can be saved and restored."""
-
     @property
     def position(self) -> tuple[int, int]: ...
 
@@ -46,8 +44,6 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Step:
-    """Inputs of the loss besides the batch."""
-
     index: int
     progress: float
 
@@ -64,10 +60,7 @@ class StepLoss:
 class TrainingLoop:
     """Trains a model and owns the state of the run: steps, tokens, time used.
 
-    Args:
-        folder: folder for `snapshot.pt`, `curves.jsonl` and `curves.html`.
-        subject: identifies model and data; a snapshot with another subject is refused.
-        workers: communicator of the workers that train together.
+    `subject` identifies model and data; a snapshot with another subject is refused.
     """
 
     def __init__(
@@ -116,8 +109,7 @@ class TrainingLoop:
     ) -> None:
         """Train to the end of the run, which includes the steps of earlier processes.
 
-        Args:
-            measure: measures the model on held-out text; called at the start, the end, and at snapshots.
+        `measure` is called at the start, the end, and at snapshots.
         """
         budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
         saved_at = time.monotonic()
@@ -183,7 +175,6 @@ class TrainingLoop:
                 self._workers.all_reduce(parameter.grad).div_(self._workers.world_size)
 
     def _mean_figures(self, figures: dict[str, float]) -> dict[str, float]:
-        """Return the means over workers."""
         if self._workers.world_size == 1:
             return figures
         values = torch.tensor(list(figures.values()), dtype=torch.float32, device=self._device)
@@ -240,7 +231,6 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 
 def load_snapshot(path: Path) -> Snapshot | None:
-    """Return None if the run has no snapshot yet."""
     if not path.exists():
         return None
     return torch.load(path, map_location="cpu", weights_only=True)
