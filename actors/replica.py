@@ -21,8 +21,8 @@ import ray
 from ray import serve
 
 from ..cluster.config import EngineConfig
+from ..cluster.fleet.autoscaling import ReplicaStatsMeter
 from ..cluster.fleet.placement import DeploymentDemand, Topology
-from ..cluster.fleet.replica_stats import ReplicaStatsMeter
 from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel

@@ -16,24 +16,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import MantaError, RequestError
+from ..cluster.errors import ConfigError, MantaError, RequestError
 from .audit.options import AuditOptions
-from .batch.cli import batch
+from .batch.options import BatchOptions
 from .bench.cli import bench
-from .common.config_file import read_config_file
-from .common.config_loading import merge_settings, sampling_params, used_config
+from .common.config_file import check_new_file, read_config_file
+from .common.config_loading import DEFAULT_CONFIG, engine_config, merge_settings, sampling_params, used_config
 from .common.engine_flags import (
     EngineFlags,
     Model,
     SamplingFlags,
     ServerFlags,
+    Settings,
     given_flags,
     options_of,
     with_flags,
@@ -45,9 +46,8 @@ from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
 from .doctor.options import DoctorOptions
 from .drafters.cli import drafter
-from .logs.cli import logs
+from .logs import logs
 from .plan.options import PlanOptions
-from .render.cli import render
 from .serve.options import ServeOptions
 from .simulate.options import NodeOptions
 from .usage import receipts
@@ -72,10 +72,8 @@ app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
 app.add_typer(logs, name="logs")
 app.add_typer(simulate, name="simulate")
-app.command()(batch)
 app.command()(receipts)
-app.command()(render)
-app.command("run-batch", help="Alias of batch.", hidden=True)(batch)
+RenderKind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
 # Any: merged settings and sampling fields are plain data, validated when they become dataclasses.
 
@@ -163,7 +161,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal (/reset clears the conversation, /exit or Ctrl-D quits)."""
     params = sampling_params(sampling)
-    from .chat import run_chat
+    from .common.generate import run_chat
 
     run_chat(config, params, system, limit=sampling.get("max_tokens"))
 
@@ -199,6 +197,103 @@ def serve_address(file: Path | None) -> Mapping[str, Any]:
     if found.unused:
         typer.echo(f"manta: {file}: only `serve deploy` uses {', '.join(found.unused)}", err=True)
     return found.address
+
+
+@app.command()
+@app.command("run-batch", help="Alias of batch.", hidden=True)
+@with_flags
+def batch(
+    options: BatchOptions,
+    sampling: SamplingFlags,
+    settings: Settings,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue the job in the output folder.")
+    ] = True,
+    force_resume: Annotated[
+        bool, typer.Option("--force-resume", help="Continue although settings or input changed.")
+    ] = False,
+    validate_only: Annotated[
+        bool,
+        typer.Option(
+            "--validate-only", help="Check every row without answering; exit code 1 if rows are bad."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what the job would do, and exit.")
+    ] = False,
+) -> None:
+    """Answer every row of a dataset with engines on Ray. Loses nothing: the same command again resumes.
+
+    A bad row becomes an error row; --seed fixes sampling. Columns named like sampling fields (max_tokens,
+    temperature, ...) win over flags. The `model` of an OpenAI batch line is not looked at: the job names the
+    model. Ended early by Ctrl-C or SIGTERM it keeps what is answered. Also as
+    `ray job submit ... -- manta batch ...`.
+    """
+    config = engine_config(settings)
+    names = settings.get("served_model_name")
+    if force_resume and not resume:
+        raise ConfigError("force_resume and no_resume exclude each other; give one.", param="resume")
+    options = replace(
+        options,
+        resume="force" if force_resume else "yes" if resume else "no",
+        sampling=sampling,
+        model_name=names[0] if isinstance(names, list) else names,
+    )
+    try:
+        with StopSignals() as signals:
+            from .batch.job import check_answered, run_batch
+
+            if dry_run or validate_only:
+                from .batch.preflight import run_preflight
+
+                raise typer.Exit(run_preflight(config, options, dry_run=dry_run))
+            report = run_batch(config, options, signals)
+            report.print()
+            check_answered(report.stats, options)
+    except Stopped as stopped:
+        if not stopped.told:
+            typer.echo(f"{stopped} before anything was answered", err=True)
+        raise typer.Exit(stopped.exit_code) from None
+
+
+@app.command()
+def render(
+    kind: Annotated[RenderKind, typer.Argument(help="Kind of file.", show_default=False)],
+    batch_flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- BATCH FLAGS]",
+            show_default=False,
+            help="For kuberay-job: flags of manta batch, as -- --input s3://bucket/in --output s3://bucket/out",
+        ),
+    ] = None,
+    config: Annotated[Path, typer.Option("--config", help="A Serve config.")] = DEFAULT_CONFIG,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-node", min=1, show_default=False, help="Default: what the engines need, at most 8."
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option("--image", show_default=False, help="Container image; default: manta:VERSION."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", show_default=False, help="Output file; default: standard output."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Make the files that deploy a ray_config.yaml to KubeRay, ray up, a container or systemd."""
+    from .render.documents import render_document
+
+    if output is not None:
+        check_new_file(output, force=force)
+    text = render_document(kind, config, gpus_per_node, image, batch_flags or [])
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
 
 
 @app.command()

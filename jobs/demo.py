@@ -4,17 +4,21 @@
 2. `manta batch` over the sample prompts.
 3. `manta bench` over the same prompts: both modes alternate, and their outputs are compared.
 
-A table at the end shows the speed-up in 1 and 3. Does not import the engine; see `demo_commands.py`.
+A table at the end shows the speed-up in 1 and 3. Does not import the engine: commands are printed as typed
+and run as subprocesses (`jobs/common/subprocess_commands.py`).
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,8 @@ from typing import Any
 from ..actors.system.host_resources import free_port
 from ..cluster.errors import CheckpointError, MantaError
 from .common.http_client import ServerClient
+from .common.subprocess_commands import log_tail, manta, server, without_ray
 from .common.tables import decimals, print_table
-from .demo_commands import run_command, serving
 
 # A prompt of models/prompts.jsonl that the small pair answers well.
 CHAT = "Write the function with this signature and docstring.\n\n" + (
@@ -36,6 +40,7 @@ ASKED = 3  # requests per mode, alternating; the median is reported
 ROUNDS = 2  # rounds of the comparison over the dataset, some seconds each
 TAKES = "about two minutes on two idle cores"
 DIFFER = "The outputs with and without speculation differ, which must never happen."
+TELL_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,3 +197,38 @@ def _speedup(on: ChatAnswer, off: ChatAnswer) -> str:
 
 def _title(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
+
+
+def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
+    """Run a command; without `show` its standard output is hidden, and only its progress is shown."""
+    _show(arguments)
+    output = None if show else subprocess.DEVNULL
+    code = subprocess.run(manta(*arguments), env=without_ray(), stdout=output, check=False).returncode
+    if code != 0:
+        raise MantaError(f"manta {arguments[0]} exited with code {code}; see its output above.")
+
+
+@contextmanager
+def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
+    """Run `manta serve`, ready in the `with` block; if that fails, print the end of its log."""
+    _show(arguments)
+    begin_s = printed_s = time.monotonic()
+
+    def print_progress() -> None:
+        nonlocal printed_s
+        if time.monotonic() - printed_s >= TELL_S:
+            printed_s = time.monotonic()
+            print(f"starting ({printed_s - begin_s:.0f} s)", flush=True)
+
+    with server(manta(*arguments), url, log, print_progress) as ready_s:
+        print(f"ready after {ready_s:.0f} s", flush=True)
+        try:
+            yield
+        except BaseException:
+            print(f"\nthe server's log ends with:\n{log_tail(log)}", file=sys.stderr, flush=True)
+            raise
+        print("\nstopping the server", flush=True)
+
+
+def _show(arguments: Sequence[str]) -> None:
+    print(f"$ manta {shlex.join(arguments)}", flush=True)

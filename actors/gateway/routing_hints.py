@@ -12,7 +12,7 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from ...cluster.fleet.prefix_index import hash_chain
+from ...cluster.fleet.router import hash_chain
 from ...cluster.request.caller import Caller
 from ..http.middleware.api_keys import caller_of
 from ..http.wire.json_io import parsed

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ray.util.metrics import Counter, Gauge
 
 from ...cluster.config import from_mapping
-from ...cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
-from ...cluster.fleet.replica_stats import ReplicaStats
+from ...cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ReplicaStats, ScalingRules
 from ...cluster.metrics.fleet_metrics import SCALING_CATALOGUE
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A transformer by its sizes: what its passes move and multiply, and what it holds. Plain arithmetic.
 
 Norms, biases and rotations, under 0.1 % of the rest, are ignored. Used by `roofline.py` and `planner/`;
-`jobs/plan/checkpoint_shapes.py` makes shapes of checkpoints.
+`jobs/plan/pair_reader.py` makes shapes of checkpoints.
 
 Symbols: E experts of a layer, k of them chosen for a row, I inner size of each, w bytes of a weight.
 

@@ -1,21 +1,31 @@
-"""Drives a real or simulated engine with requests and records each request's times.
+"""Drives real or simulated engines under closed and open loads, and measures the outcome.
 
-Real and simulated engines run through the same code, so that both get the same requests and are measured the
-same way. An engine has a single clock, and nothing happens between two steps. Called by `trace_replay.py` and
-`jobs/simulate/`; `load_generator.py` generates the load.
+    closed   each of c clients sends its next request as soon as its last one finishes. Measurement begins
+             after a warm-up (c requests by default) and ends after `measured` more. The first requests are
+             shortened at random, so that clients do not run in lockstep.
+    open     requests arrive at given times and go to the engine with the fewest requests. All are measured.
+
+Real and simulated engines get the same requests and are measured the same way. An engine has a single clock,
+and nothing happens between two steps. Called by `trace_replay.py`, `jobs/simulate/` and
+`tests/benchmarks/simulate/`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..engine.engine_core import EngineCore
+import numpy as np
+
+from ..engine.engine_core import EngineCore, EngineStats
 from ..request.request import Request
+from ..speculation.acceptance_length import mean_acceptance_length
 from .simulated_executor import VirtualClock
 
 _POLL_INTERVAL_S = 0.002  # Polling interval on a real clock while the engine is idle.
+PERCENTILES = (50, 90, 95, 99)
+Percentiles = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -97,3 +107,122 @@ class LoadDriver:
             else:
                 time.sleep(min(_POLL_INTERVAL_S, max(end_s - self.clock(), 0.0)))
         return ended
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Measurements of a load over all its engines in a period."""
+
+    seconds: float
+    num_tokens: int
+    num_engines: int
+    served: tuple[Served, ...]
+    steps: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def user_tokens_per_s(self) -> float:
+        """Median over requests of tokens per second after the first token (interactivity)."""
+        rates = [1.0 / request.tpot_s for request in self.served if request.tpot_s > 0.0]
+        return float(np.median(rates)) if rates else float("nan")
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_drafts, self.num_accepted_tokens)
+
+    @property
+    def drafts_per_block(self) -> float | None:
+        """Mean number of drafts verified per request and step that verified any."""
+        return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
+
+    def ttft_s(self) -> Percentiles:
+        return percentiles([request.ttft_s for request in self.served])
+
+    def tpot_s(self) -> Percentiles:
+        return percentiles([request.tpot_s for request in self.served if request.num_tokens > 1])
+
+    def e2e_s(self) -> Percentiles:
+        return percentiles([request.e2e_s for request in self.served])
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Return {"mean": ..., "p50": ..., ...}; empty if there are no values."""
+    if not values:
+        return {}
+    found = np.percentile(values, PERCENTILES).tolist()
+    named = {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+    return {"mean": float(np.mean(values)), **named}
+
+
+def closed_loop(
+    driven: LoadDriver,
+    make: Callable[[int, float], Request],
+    clients: int,
+    measured: int,
+    warm_up: int | None = None,
+) -> Observed:
+    """Run `clients` clients, each of which sends its next request as soon as its last one finishes.
+
+    `make` returns request `number` with a share (0 to 1) of its length; `warm_up` is `clients` if None.
+    """
+    rng = np.random.default_rng(clients)
+    for number in range(clients):
+        driven.add(make(number, float(rng.uniform())), driven.clock())
+    number, to_warm_up = clients, clients if warm_up is None else warm_up
+    counted: list[Served] = []
+    before, begin_s, begin_tokens = driven.engine.stats(), driven.clock(), 0
+    while len(counted) < measured:
+        ended = driven.step()
+        for _ in ended:
+            driven.add(make(number, 1.0), driven.clock())
+            number += 1
+        if to_warm_up <= 0:
+            counted += ended
+        elif (to_warm_up := to_warm_up - len(ended)) <= 0:
+            before, begin_s, begin_tokens = driven.engine.stats(), driven.clock(), driven.num_tokens
+    seconds, num_tokens = driven.clock() - begin_s, driven.num_tokens - begin_tokens
+    return _observed(seconds, num_tokens, counted, [(before, driven.engine.stats())])
+
+
+def open_loop(
+    engines: Sequence[LoadDriver], make: Callable[[int, float], Request], arrival_s: Sequence[float]
+) -> Observed:
+    """Send requests at these ascending times and measure until the last one finishes."""
+    served: list[Served] = []
+    before = [driven.engine.stats() for driven in engines]
+    for number, at_s in enumerate(arrival_s):
+        for driven in engines:
+            served += driven.run_until(at_s)
+        min(engines, key=lambda driven: len(driven.running)).add(make(number, 1.0), at_s)
+    for driven in engines:
+        served += driven.run_until(float("inf"))
+    seconds = max(request.last_s for request in served) - arrival_s[0]
+    stats = [(old, driven.engine.stats()) for old, driven in zip(before, engines, strict=True)]
+    return _observed(seconds, sum(request.num_tokens for request in served), served, stats)
+
+
+def _observed(
+    seconds: float,
+    num_tokens: int,
+    served: Sequence[Served],
+    stats: Sequence[tuple[EngineStats, EngineStats]],
+) -> Observed:
+    def grown(name: str) -> int:
+        return sum(getattr(now, name) - getattr(before, name) for before, now in stats)
+
+    return Observed(
+        seconds=seconds,
+        num_tokens=num_tokens,
+        num_engines=len(stats),
+        served=tuple(served),
+        steps=grown("steps"),
+        num_drafts=grown("num_drafts"),
+        num_draft_tokens=grown("num_draft_tokens"),
+        num_accepted_tokens=grown("num_accepted_tokens"),
+    )

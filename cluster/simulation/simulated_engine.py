@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from ..config import EngineConfig, SpeculativeConfig
 from ..engine.engine_core import EngineCore
 from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, MemoryPlan
 from ..hardware.model_pair import LayoutDemand, ModelPair
+from ..hardware.step_time import NO_CHUNK, Chunk, StepTimes
 from ..pages.page_pool import pages_for
 from ..request.request import Request, SamplingParams
 from ..step.executor import ExecutorInfo
-from ..step.scheduler_output import SchedulerOutput, StepTimings
+from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
 from .load_driver import LoadDriver
 from .simulated_executor import SimulatedExecutor, VirtualClock
 
@@ -71,3 +74,42 @@ def simulated_request(number: int, prompt_tokens: int, output_tokens: int) -> Re
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=number)
     prompt = (number % VOCAB,) * prompt_tokens
     return Request(request_id=str(number), prompt_token_ids=prompt, params=params)
+
+
+class PlanCost:
+    """Estimates the seconds of a step, with its parts one after another; prompts may cost nothing."""
+
+    def __init__(self, times: StepTimes, *, free_prompts: bool = False) -> None:
+        self._times = times
+        self._free_prompts = free_prompts
+
+    def __call__(self, plan: SchedulerOutput) -> StepTimings:
+        decodes_R = plan.samples & (plan.num_rows == plan.num_drafts + 1)
+        chunk = NO_CHUNK if self._free_prompts else _chunk(plan, decodes_R)
+        batch, rows = int(decodes_R.sum()), int(plan.num_rows[decodes_R].sum())
+        context = float(plan.num_computed[decodes_R].mean()) if batch else 0.0
+        times = self._times
+        if times.overlaps:  # drafter and target run concurrently, so only the total is known
+            return StepTimings(verify_s=times.round(batch, rows / max(batch, 1), context, chunk).total_s)
+        written = rows + chunk.rows if plan.writes_context else 0
+        return StepTimings(
+            draft_s=self._draft_s(plan),
+            verify_s=times.verify(batch, rows / max(batch, 1), context, chunk).total_s,
+            inject_s=times.inject(written).total_s,
+        )
+
+    def _draft_s(self, plan: SchedulerOutput) -> float:
+        drafted_R = plan.num_drafts > 0
+        count, drafts = int(drafted_R.sum()), plan.num_draft_tokens
+        if not count:
+            return 0.0
+        context = float(plan.num_computed[drafted_R].mean())
+        return self._times.draft(count, 1 + drafts / count, context).total_s
+
+
+def _chunk(plan: SchedulerOutput, decodes_R: BoolArray) -> Chunk:
+    """Return the step's prompt rows as one chunk after their mean context."""
+    if decodes_R.all():
+        return NO_CHUNK
+    mean = float(np.mean(plan.num_computed[~decodes_R]))
+    return Chunk(int(plan.num_rows[~decodes_R].sum()), round(mean))

@@ -16,8 +16,7 @@ from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
 from .load_driver import Served
-from .roofline_step_cost import PlanCost
-from .simulated_engine import simulated_engine, simulated_request
+from .simulated_engine import PlanCost, simulated_engine, simulated_request
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Requests 0, 1, .. in the slots of the same numbers, and with the states of these numbers, greedy by default.
 Whoever runs such a plan leaves traces in those slots, pages and states. Used by
-`actors/targets/loading/warmup.py` and `jobs/bench/common/step_times.py`.
+`actors/targets/loading/warmup.py` and `jobs/bench/step_cost.py`.
 
 Shape legend: as in `scheduler_output.py`; R requests, M new page-table entries.
 """

@@ -1,4 +1,4 @@
-"""Reads a YAML file of settings: a Ray Serve config, or a mapping of flag names.
+"""Reads YAML files of settings: a Ray Serve config, or a mapping of flag names. Base-60 numbers are refused.
 
 Names outside `args:` are checked here, since Ray Serve ignores unknown ones. The content of `args:` is
 checked when it becomes a config (`config_loading.py`). Used by `config_loading.py`, `render/` and `manta
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ...cluster.errors import ConfigError, did_you_mean
-from .yaml_file import read_yaml
 
 Json = Mapping[str, Any]  # Any: YAML
 # Names in Ray Serve's schema (`ray.serve.schema`), listed here to avoid importing Ray; a test compares them.
@@ -33,6 +34,7 @@ TOP_KEYS, HTTP_KEYS, APPLICATION_KEYS = (frozenset(names.split()) for names in (
 ADDRESS = ("host", "port")
 # Keys that `manta serve` uses, or whose effect it has anyway.
 _USED = {"proxy_location", "applications", "name", "import_path", "args", *ADDRESS}
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +116,40 @@ def _unused(found: Json, http: Json, first: Json) -> Iterator[str]:
                 yield f"{prefix}{key}"
     if len(found["applications"]) > 1:
         yield "applications[1:]"
+
+
+class _SixtiesError(yaml.YAMLError):
+    """A value that YAML 1.1 reads as a base-60 number, which is never intended (`replicas: 1:4` is 64)."""
+
+    def __init__(self, node: yaml.Node) -> None:
+        self.line: int = node.start_mark.line + 1
+        written = node.value
+        super().__init__(f'{written} without quotes is a base-60 number in YAML. Write "{written}".')
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:  # Any: yaml's own
+        if node.tag in _NUMBERS and ":" in node.value:
+            raise _SixtiesError(node)
+        return super().construct_scalar(node)
+
+
+def read_yaml(file: Path) -> Any:  # Any: YAML
+    """Read a YAML file; ConfigError if that fails or a number is base-60."""
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"config: {file} cannot be read: {error.strerror}.", param="config") from None
+    except _SixtiesError as error:
+        raise ConfigError(f"config: {file}, line {error.line}: {error}", param="config") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"config: {file} is not valid YAML: {where}", param="config") from None
+
+
+def check_new_file(file: Path, *, force: bool) -> None:
+    """Raise ConfigError if a file that may have been edited by hand would be replaced."""
+    if file.exists() and not force:
+        raise ConfigError(
+            f"output: {file} exists already. Give another name, or --force to replace it.", param="output"
+        )

@@ -94,7 +94,7 @@ def alerts(
     """Write Prometheus's alerting rules (rule_files)."""
     import yaml
 
-    from .alerts import rules
+    from .dashboards import rules
 
     text = yaml.safe_dump(rules(baseline), sort_keys=False, width=1000)
     if output is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from .promql import Dialect, UnknownMetricError
+from .promql import Dialect, UnknownMetricError, vllm_names
 
 Json = dict[str, Any]  # Any: JSON, and YAML of `boards.yaml`
 
@@ -32,6 +32,7 @@ _COLUMNS = 24
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA = 39
 _QUANTILES = (0.5, 0.95, 0.99)
+Json = dict[str, Any]  # Any: YAML
 
 
 def boards(names: Dialect) -> list[Json]:
@@ -158,3 +159,18 @@ def _panel(panel: Json, queries: dict[str, str]) -> Json:
             for i, (legend, query) in enumerate(queries.items())
         ],
     }
+
+
+def rules(baseline: float | None = None) -> Json:
+    """Return the content of the file, with every metric checked against the catalogue.
+
+    `baseline`: mean acceptance length to compare with; by default that of a day before.
+    """
+    names = vllm_names()
+    found: Json = yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8"))
+    for rule in found["groups"][0]["rules"]:
+        query = " ".join(rule["expr"].split())
+        if rule["alert"] == "MantaAcceptanceDrift" and baseline is not None:
+            query = query.replace(query.partition(" < 0.8 * ")[2], f"{baseline:g}")
+        rule["expr"] = names.translate(query, filtered=False)
+    return found

@@ -57,7 +57,7 @@ def list_drafters(
     ] = None,
 ) -> None:
     """List the drafters on this machine."""
-    from .local_drafters import find_drafters, print_drafters
+    from .drafter_summary import find_drafters, print_drafters
 
     print_drafters(find_drafters(folders))
 

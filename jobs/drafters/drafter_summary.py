@@ -1,23 +1,25 @@
-"""Summary of one drafter, or of two side by side, as a table or JSON.
+"""Summaries of drafters: one, two side by side, or all in folders and in the hub's cache, as a table or JSON.
 
-Called by `manta drafter inspect` and `compare`.
+Called by `manta drafter inspect`, `compare` and `list`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from ...cluster.errors import CheckpointError
 from ...drafter.card import least_card_length
 from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS
-from ..common.tables import NO_FIGURE, print_table
-from .common.drafter_files import AnyConfig, DrafterFiles
+from ..common.tables import NO_FIGURE, decimals, print_table
+from .common.drafter_files import AnyConfig, DrafterFiles, read_config
 
 _LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
@@ -145,3 +147,62 @@ def _num_bytes(tensors: TensorHeaders, name: str) -> int:
     """Return the bytes of a tensor from the bits in its dtype's name; BOOL, without bits, has 8."""
     bits = re.search(r"\d+", tensors.dtypes[name])
     return prod(tensors.shapes[name]) * (8 if bits is None else int(bits[0])) // 8
+
+
+def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
+    """Return drafter configurations by folder or hub id; other checkpoints are skipped.
+
+    None searches models/ and the hub's cache, else each folder and its subfolders.
+    """
+    here = [Path("models")] if folders is None else folders
+    places = {str(each): each for folder in here for each in (folder, *_subfolders(folder))}
+    if folders is None:
+        places |= dict(_cached())
+    found: dict[str, AnyConfig] = {}
+    for name, folder in places.items():
+        try:
+            found[name] = read_config(folder)
+        except CheckpointError:  # a target, or no checkpoint
+            continue
+    return found
+
+
+def print_drafters(drafters: dict[str, AnyConfig]) -> None:
+    rows = [
+        [
+            name,
+            config.layout,
+            _kind(config),
+            str(config.num_layers),
+            str(config.block_size) if isinstance(config, DrafterConfig) else NO_FIGURE,
+            ", ".join(map(str, config.target_layer_ids)) or NO_FIGURE,
+            decimals(least_card_length(Path(config.file).parent)),
+        ]
+        for name, config in drafters.items()
+    ]
+    columns = ["drafter", "format", "kind", "layers", "block", "taps", "length"]
+    print_table("Drafters", columns, rows, num_left=3)
+
+
+def _kind(config: AnyConfig) -> str:
+    if isinstance(config, DrafterConfig):
+        return "DFlash2" if config.convolutions or config.selector else "DFlash"
+    return "EAGLE-3"
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.glob("*") if each.is_dir())
+
+
+def _cached() -> Iterator[tuple[str, Path]]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
+    except CacheNotFound:
+        return
+    for repo in repos:
+        if repo.repo_type == "model" and repo.revisions:
+            newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+            yield repo.repo_id, newest.snapshot_path

@@ -10,7 +10,7 @@ from ...cluster.config import Quantization
 from ...cluster.errors import ConfigError
 from ...cluster.flag import Flag, Size
 from ...cluster.hardware.gpu_specs import GPUS
-from ..common.yaml_file import check_new_file
+from ..common.config_file import check_new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,36 +1,43 @@
-"""Reads what a plan needs to know about a target and a drafter, without weights.
+"""Reads what a plan needs to know about a target and a drafter, without weights: shapes, limits, acceptance.
 
 From the hub only small files are downloaded (`SHAPE_FILES`). If a folder has weights, their headers are
-checked.
+checked. The shapes are also used by `jobs/bench/step_cost.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ...actors.targets.families import read_model
 from ...actors.targets.loading.load_plan import find_max_model_len
-from ...actors.targets.model.model_spec import ModelSpec
+from ...actors.targets.model.attention import TargetAttention
+from ...actors.targets.model.mlp_spec import INT4_EXPERTS, PACKED_EXPERTS
+from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
-from ...cluster.config import EngineConfig
+from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError
 from ...cluster.hardware.model_pair import ModelPair
+from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import least_card_length
+from ...drafter.compute.quantization.packed_4bit import BLOCK
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.target_features import TargetFacts
-from .checkpoint_shapes import drafter_shape, target_shape
 
 HalfDType = Literal["bfloat16", "float16"]
 # Mean acceptance length without a flag or a card: an estimate between chats at temperature 1 and code at 0.
 # Measure yours with `manta bench`.
 DEFAULT_LENGTH = 4.0
+_BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # per weight
+# Bytes of a packed weight: four bits, and a scale per block of one byte (MXFP4) or two bytes (INT4).
+PACKED_BYTES, INT4_BYTES = 0.5 + 1 / BLOCK, 0.5 + 2 / BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +130,79 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
         return survival_of_length(numbers[0], num_drafts)
     check_survival(numbers, num_drafts, param="acceptance")
     return numbers
+
+
+def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
+    """Return a target's shape. Packed experts stay packed; `quantization` is that of dense products."""
+    kept = {PACKED_EXPERTS: PACKED_BYTES, INT4_EXPERTS: INT4_BYTES}
+    weight_bytes = next((size for form, size in kept.items() if form in spec.expert_forms), itemsize)
+    layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)
+    return ModelShape(
+        layers=layers,
+        hidden=spec.hidden_size,
+        vocab=spec.vocab_size,
+        itemsize=itemsize,
+        product_itemsize=_BYTES.get(quantization),
+    )
+
+
+def drafter_shape(
+    config: DrafterConfig, itemsize: int = 2, quantization: Quantization | None = None
+) -> ModelShape:
+    return ModelShape.dense(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        inter=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.draft_vocab_size,
+        taps=config.num_taps,
+        itemsize=itemsize,
+        product_itemsize=_BYTES.get(quantization),
+        windows=tuple(layer.window for layer in config.layers),
+    )
+
+
+def _layer(layer: LayerSpec, weight_bytes: float) -> LayerShape:
+    mixer, dense = layer.mixer, layer.dense
+    if isinstance(mixer, DeltaNet):
+        inter = 0 if dense is None else dense.inner_size
+        return LayerShape(state=mixer.geometry, inter=inter, experts=_experts(layer, weight_bytes))
+    return LayerShape(
+        heads=mixer.num_heads,
+        kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        v_head_dim=mixer.value_dim,
+        window=mixer.window,
+        inter=0 if dense is None else dense.inner_size,
+        experts=_experts(layer, weight_bytes),
+        gated=mixer.gate,
+        latent=_latent(mixer),
+    )
+
+
+def _latent(mixer: TargetAttention) -> LatentShape | None:
+    if (latent := mixer.latent) is None:
+        return None
+    return LatentShape(
+        q_rank=latent.q_rank,
+        nope_dim=latent.nope_dim,
+        rope_dim=mixer.head_dim - mixer.value_dim,
+        v_dim=latent.v_dim,
+        rank=mixer.value_dim,
+    )
+
+
+def _experts(layer: LayerSpec, weight_bytes: float) -> ExpertShape | None:
+    if (routed := layer.routed) is None:
+        return None
+    return ExpertShape(
+        count=routed.router.num_experts,
+        chosen=routed.router.top_k,
+        inter=routed.inner_size,
+        held=routed.router.num_experts,
+        shared_inter=0 if routed.shared is None else routed.shared.inner_size,
+        weight_bytes=weight_bytes,
+        inner_multiple=routed.inner_multiple,
+    )

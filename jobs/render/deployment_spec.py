@@ -16,8 +16,7 @@ from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...cluster.config import EngineConfig
 from ...cluster.errors import PlacementError
 from ...cluster.fleet.placement import Topology, total
-from ..common.config_file import check_serve_config
-from ..common.yaml_file import read_yaml
+from ..common.config_file import check_serve_config, read_yaml
 
 DEPLOYMENT = "manta"  # equal to that of `actors/replica.py`, which imports Ray
 NODE_GPUS = 8

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import yaml
 from minijinja import Environment
+from packaging.requirements import Requirement
 
 from ...cluster.errors import ConfigError
 from ..common.engine_flags import ENGINE_OPTIONS
+from ..serve.ray_environment import OF_ALL, OF_HAPROXY
 from .deployment_spec import Engines, read_deployment
-from .versions import ENVIRONMENT, own_image, pinned_requirements, ray_image, ray_version
 
 TEMPLATES = {
     "kuberay-service": "kuberay-service.yaml",
@@ -33,6 +34,9 @@ TEMPLATES = {
 # rows and exits.
 SERVICE_GRACE_S, JOB_GRACE_S = 900, 120
 _FOLDER = Path(__file__).with_name("templates")
+# Environment that every node's Ray must start with; `manta serve` sets it for its own cluster.
+ENVIRONMENT: Mapping[str, str] = OF_ALL | OF_HAPROXY
+CUDA = "cu130"  # tag of Ray's images
 
 
 def render_document(
@@ -99,3 +103,33 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def ray_version() -> str:
+    return metadata.version("ray")
+
+
+def ray_image(*, gpu: bool) -> str:
+    """Return the tag of Ray's image with this Python version."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return f"rayproject/ray:{ray_version()}-{python}-{CUDA if gpu else 'cpu'}"
+
+
+def own_image() -> str:
+    return f"manta:{metadata.version('manta')}"
+
+
+def pinned_requirements(*, gpu: bool) -> list[str]:
+    """Return Manta's requirements at the installed versions; others keep their range."""
+    wanted = [Requirement(text) for text in metadata.requires("manta") or ()]
+    extra = {"extra": "gpu" if gpu else ""}
+    return [_pinned(each) for each in wanted if each.marker is None or each.marker.evaluate(extra)]
+
+
+def _pinned(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    try:
+        version = metadata.version(requirement.name).partition("+")[0]  # local builds are not on an index
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name}{extras}{requirement.specifier}"
+    return f"{requirement.name}{extras}=={version}"

@@ -18,8 +18,7 @@ from ...actors.http.config.settings import ServerSettings
 from ...actors.workers.base.fork_server import ForkServer, Stages
 from ...cluster.config import EngineConfig
 from ..common.progress import Report
-from .preflight import check_capture
-from .startup_message import models_told
+from .preflight import check_capture, models_told
 
 Models = Sequence[tuple[EngineConfig, ServerSettings]]
 

@@ -29,10 +29,17 @@ from ..common.progress import TELL_S, Report, Wait, counting, in_thread
 from ..common.ray_session import join_or_start_ray, lost_ray, ray_address
 from ..common.stop_signals import Stopped, StopSignals
 from .options import ServeOptions
-from .preflight import check_open_files, check_port, check_storage, open_connections, warning_of_exposure
+from .preflight import (
+    check_open_files,
+    check_port,
+    check_storage,
+    find_checkpoints,
+    open_connections,
+    try_it,
+    warning_of_exposure,
+)
 from .preloaded_imports import ServeWithoutPandas, check_models, fork_server
 from .ray_environment import ServeEnvironment
-from .startup_message import find_checkpoints, try_it
 
 if TYPE_CHECKING:
     from ray.serve import Application

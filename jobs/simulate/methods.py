@@ -7,14 +7,13 @@ the same for "eagle3". Methods are compared at equal tokens/s per user, each wit
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...cluster.errors import ConfigError
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ModelShape
-from ...cluster.planner.pareto_frontier import frontier, throughput_at
 from ...cluster.simulation.acceptance_mix import AcceptanceMix
 from ...cluster.speculation.acceptance_length import survival_of_length
 
@@ -24,6 +23,7 @@ SPEEDS = tuple(range(100, 2001, 50))  # tokens/s per user at which methods are c
 EAGLE3_TAPS = 3
 EAGLE3_VOCAB = 32_000  # of the drafter's own head, as in most published ones
 EAGLE3_INTER = 6  # inner size / hidden size if all of the target's MLPs have experts
+Point = tuple[float, float]  # (tokens/s of a user, tokens/s of a GPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +127,27 @@ def matched_speed(points: Sequence[Figures]) -> list[Figures]:
         if any(rates.values()):
             found.append({"user_tokens_per_s": speed, "tokens_per_s_per_gpu": rates})
     return found
+
+
+def frontier(points: Iterable[Point]) -> list[Point]:
+    """Return the points that no other dominates, ascending in user speed, so that throughput falls."""
+    best: list[Point] = []
+    for user, gpu in sorted(points, reverse=True):
+        if not best or gpu > best[-1][1]:
+            best.append((user, gpu))
+    return best[::-1]
+
+
+def throughput_at(front: Sequence[Point], user_tokens_per_s: float) -> float | None:
+    """Return the tokens/s of a GPU while every user gets at least so many; None if unreachable."""
+    if not front or user_tokens_per_s > front[-1][0]:
+        return None
+    before: Point | None = None
+    for user, gpu in front:
+        if user >= user_tokens_per_s:
+            if before is None:
+                return gpu
+            share = (user_tokens_per_s - before[0]) / (user - before[0])
+            return before[1] + share * (gpu - before[1])
+        before = user, gpu
+    return None

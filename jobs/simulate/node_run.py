@@ -2,38 +2,47 @@
 
 Runs every method in every layout at every load. Reports throughput per GPU against speed per user, the
 frontier of each method, and its gain over plain decoding at equal speed per user and at equal load. The
-assumptions are written with the figures. Called by `jobs/cli.py`; `node_plot.py` draws the chart.
+assumptions are written with the figures. Called by `jobs/cli.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...actors.system.atomic_files import write_json
 from ...cluster.errors import ConfigError
-from ...cluster.hardware.gpu_specs import find_gpu
+from ...cluster.hardware.gpu_specs import Gpu, find_gpu
+from ...cluster.hardware.memory_plan import MAX_ROWS, UTILISATION
+from ...cluster.hardware.model_pair import ModelPair
+from ...cluster.hardware.step_time import (
+    LAUNCH_S,
+    LAUNCHES_AROUND,
+    LAUNCHES_OF_DRAFT,
+    LAUNCHES_OF_EXPERTS,
+    LAUNCHES_PER_LAYER,
+)
 from ...cluster.request.request import Request
-from ...cluster.simulation.load_generator import Observed, Percentiles, closed_loop, open_loop
+from ...cluster.simulation.load_driver import Observed, Percentiles, closed_loop, open_loop
 from ...cluster.simulation.trace_replay import TraceArrival
 from ..bench.common.provenance import provenance
-from ..charts.plots import can_plot
+from ..charts.plots import COLORS, GRAY, can_plot, new_figure, save_figure
 from ..common.progress import TimeLeft
 from ..common.tables import NO_FIGURE, decimals, print_table
 from ..plan.arrival_trace import read_trace
-from .assumptions import assumptions
-from .methods import Figures, Method, matched_speed
-from .node_engines import DraftAssumptions, NodeEngine, node_engines, read_shapes
+from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB, Figures, Method, matched_speed, of_method
+from .node_engines import DraftAssumptions, NodeEngine, Workload, node_engines, read_shapes
 from .options import NodeOptions
-from .workload import Workload
 
 LEAST_REQUESTS = 16  # minimum number of measured requests at a load
 ROW_WORK = 0.01  # cost of simulating a request in a step, relative to the step's own; for progress
+MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an engine
 
 
 def run_node(options: NodeOptions) -> Figures:
@@ -84,8 +93,6 @@ def run_node(options: NodeOptions) -> Figures:
     if options.output is not None:
         write_json(options.output, figures)
     if options.plot is not None and can_plot():
-        from .node_plot import draw_node
-
         draw_node(figures, options.plot)
     return figures
 
@@ -197,3 +204,69 @@ def _row(point: Figures) -> list[str]:
 
 def _milliseconds(found: Percentiles) -> str:
     return f"{found['p50'] * 1e3:.1f}, {found['p95'] * 1e3:.1f}"
+
+
+def assumptions(gpu: Gpu, pair: ModelPair, spread: float) -> list[str]:
+    """Return the assumptions, most important first."""
+    device, link, target = gpu.device, gpu.link, pair.target
+    packed = ", ".join(f"{experts.weight_bytes:g} bytes" for experts, _ in target.routed)
+    return [
+        "Acceptance is given, not derived; each draft has the same conditional acceptance probability. A "
+        "shortened DFlash block is assumed to equal the beginning of the whole block, which it does not.",
+        f"Requests differ in hardness with a standard deviation of {spread:g} "
+        "(cluster/simulation/acceptance_mix.py). A draft's margin gives its acceptance probability exactly "
+        "(cluster/simulation/simulated_drafts.py), which is the most that a policy can know.",
+        f"{device.name} moves {device.bytes_per_s / 1e9:,.0f} GB/s and computes {device.flops / 1e12:,.0f} "
+        "TFLOP/s in every product, however few rows it has; published engines reach 40 to 75 % of such "
+        "rooflines.",
+        f"A kernel launch costs {LAUNCH_S * 1e6:g} µs: {LAUNCHES_PER_LAYER} a layer, {LAUNCHES_OF_EXPERTS} "
+        f"more with experts, {LAUNCHES_AROUND} per step, {LAUNCHES_OF_DRAFT} per pass for one draft.",
+        f"An all-reduce takes {link.latency_s * 1e6:g} µs plus its bytes at "
+        f"{link.bytes_per_s / 1e9:,.0f} GB/s; two per layer. No data-parallel attention and no expert "
+        "parallelism.",
+        f"Weights and K/V take {target.itemsize} bytes, routed experts {packed or 'the same'}. Products are "
+        "in bf16, whatever the format of the weights.",
+        "Routing is uniform and independent: E (1 - (1 - k/E)^n) of a layer's E experts are read for n rows.",
+        f"EAGLE-3 drafts a chain: a pass of one layer for each draft ({EAGLE3_TAPS} taps, a head of "
+        f"{EAGLE3_VOCAB:,} tokens, an MLP like the target's dense ones, or {EAGLE3_INTER} times the hidden "
+        "size), replicated on every rank.",
+        "A DFlash drafter, too, is replicated on every rank, except for the target's head. "
+        f"{UTILISATION:.0%} of a GPU's memory is used. A step has up to {MAX_ROWS} rows; prefill and "
+        "decoding share steps. There is no prefix cache.",
+        "The host takes no time: a step is scheduled while the previous one is computed.",
+    ]
+
+
+def draw_node(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `node.run_node`
+    points = figures["points"]
+    names = list(dict.fromkeys(point["method"] for point in points))
+    figure = new_figure(7.2, 4.2)
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        color = GRAY if name == "plain" else COLORS[i % len(COLORS)]
+        front = of_method(points, name)
+        axes.plot([x for x, _ in front], [y for _, y in front], color=color, label=name, linewidth=1.8)
+        for point in points:
+            if point["method"] == name:
+                where = point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]
+                marker = MARKERS.get(point["tp"], "o")
+                axes.plot(*where, marker, color=color, markersize=5, alpha=1.0 if where in front else 0.25)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens/s per user (median)")
+    axes.set_ylabel("tokens/s per GPU")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_title(_title(figures), fontsize=9, loc="left")
+    save_figure(figure, path)
+
+
+def _title(figures: Mapping[str, Any]) -> str:
+    options = figures["options"]
+    work = options["workload"]
+    return (
+        f"{options['name']} on {options['num_gpus']} x {options['gpu'].upper()}, simulated; "
+        f"{work['prompt_tokens']:g} tokens in, {work['output_tokens']:g} out\n"
+        "ranks of an engine: 1 circle, 2 square, 4 triangle, 8 diamond; faint: off the frontier"
+    )

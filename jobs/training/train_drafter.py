@@ -2,7 +2,9 @@
 
 The caller provides the data: `manta drafter train` (`jobs/drafters/train/train_run.py`) reads datasets,
 `manta drafter adapt` captured traffic. All state is in the run's folder; calling it again with the same
-folder resumes.
+folder resumes. Several workers are a Ray Train job over GPUs or cores: each calls `train`, takes its part of
+every batch and reads the data from the run's folder. If one dies, Ray restarts the group, which resumes from
+the last snapshot.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,17 +23,19 @@ from ...actors.targets.model.model_spec import ModelSpec
 from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
 from ...actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ...actors.tokenization.tokenizer import Tokenizer
+from ...actors.workers.comm.process_group import joined
 from ...cluster.errors import ConfigError
-from .data.continuations import ContinuationReader, Continuations
 from .heads.initialization import mask_token
 from .heads.recipes import RECIPES, EagleSettings, Settings
 from .heads.trainables import Trainable, trainable_drafter, trainable_head
-from .loop.lr_schedule import Length
+from .loop.continuations import ContinuationReader, Continuations
 from .loop.muon_adamw import HybridOptimizer
 from .loop.training_curves import read_rows
-from .loop.training_loop import CURVES, LoopSettings, Report, Step, StepLoss, TrainingLoop
+from .loop.training_loop import CURVES, Length, LoopSettings, Report, Step, StepLoss, TrainingLoop
 
 _TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
+DATA, HELD_OUT = "data.npz", "held-out.npz"
+_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -174,3 +179,56 @@ def keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 256 * 2**20)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    target: str
+    folder: Path
+    length: Length
+    settings: Settings
+    initial: Path | None = None
+    mask_token_id: int | None = None
+    loop_settings: LoopSettings | None = None
+
+
+def run_here(run: TrainingRun, **further: Any) -> Trained:  # Any: arguments of `train`
+    return train(
+        run.target,
+        Continuations.load(run.folder / DATA),
+        Continuations.load(run.folder / HELD_OUT),
+        run.folder,
+        run.length,
+        initial=run.initial,
+        settings=run.settings,
+        mask_token_id=run.mask_token_id,
+        loop_settings=run.loop_settings,
+        **further,
+    )
+
+
+def run_on_workers(run: TrainingRun, num_workers: int, *, use_gpu: bool, cpus_per_worker: int) -> Trained:
+    """Train on workers of the Ray cluster that this process is connected to."""
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
+        _run_worker,
+        train_loop_config={"run": run},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": cpus_per_worker}
+        ),
+        run_config=ray.train.RunConfig(
+            name="train",
+            storage_path=str((run.folder / "ray").resolve()),
+            failure_config=ray.train.FailureConfig(max_failures=_MAX_FAILURES),
+        ),
+    )
+    result = trainer.fit()
+    if result.error is not None:
+        raise result.error
+    return Trained.read(run.folder)
+
+
+def _run_worker(config: dict[str, TrainingRun]) -> None:
+    run_here(config["run"], workers=joined())

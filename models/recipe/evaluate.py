@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
-from ...jobs.training.data.continuations import ContinuationRequest
 from ...jobs.training.heads.offline_proposals import OfflineProposals, accepted_at
+from ...jobs.training.loop.continuations import ContinuationRequest
 from .prompt_selection import Prompt
 
 OVERALL = "overall"

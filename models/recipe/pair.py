@@ -22,15 +22,13 @@ from ...actors.targets.model.weights import TargetWeights
 from ...drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
 from ...jobs.common.tables import decimals
-from ...jobs.training.data.continuations import SPOKEN_TEMPERATURES, Continuations
-from ...jobs.training.data.target_answers import write_continuations
 from ...jobs.training.heads.export import export_drafter
 from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.initialization import continued, drafter_config, facts_of, new_drafter
 from ...jobs.training.heads.offline_proposals import BlockProposals
 from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
-from ...jobs.training.loop.lr_schedule import Length
-from ...jobs.training.loop.training_loop import SNAPSHOT, Report, load_snapshot
+from ...jobs.training.loop.continuations import SPOKEN_TEMPERATURES, Continuations, write_continuations
+from ...jobs.training.loop.training_loop import SNAPSHOT, Length, Report, load_snapshot
 from ...jobs.training.train_drafter import keep_freed_memory, machine, read_target, train
 from . import corpus
 from .cards import PairFacts, RunFacts, write_cards

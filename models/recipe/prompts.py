@@ -8,8 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...actors.llm import LLM
-from ...jobs.training.data.continuations import ContinuationRequest
-from ...jobs.training.data.target_answers import NUM_RUNNING, generator
+from ...jobs.training.loop.continuations import NUM_RUNNING, ContinuationRequest, generator
 from .chat_samples import render_chat
 from .corpus import CorpusFile
 from .prompt_selection import (

@@ -15,9 +15,8 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 from ...jobs.training.heads.chunked_cross_entropy import row_losses
 from ...jobs.training.heads.dflash_module import weighted_sum
 from ...jobs.training.heads.export import write_checkpoint
-from ...jobs.training.loop.lr_schedule import Length, Schedule
 from ...jobs.training.loop.muon_adamw import HybridOptimizer
-from ...jobs.training.loop.training_loop import Report, Step, StepLoss, TrainingLoop
+from ...jobs.training.loop.training_loop import Length, Report, Schedule, Step, StepLoss, TrainingLoop
 from .tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 from .tokens import TokenStore, WindowReader
 

@@ -15,14 +15,19 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from ...jobs.training.data.continuations import ContinuationReader, Continuations, PaddedBatch
-from ...jobs.training.heads.block_sampling import Blocks, dpace_weights, weighted_mean
 from ...jobs.training.heads.chunked_cross_entropy import Teacher, row_losses
-from ...jobs.training.heads.dflash_loss import draw_blocks, report_figures, teacher_rows
+from ...jobs.training.heads.dflash_loss import (
+    Blocks,
+    dpace_weights,
+    draw_blocks,
+    report_figures,
+    teacher_rows,
+    weighted_mean,
+)
 from ...jobs.training.heads.dflash_module import TrainableDrafter
-from ...jobs.training.loop.lr_schedule import Length, Schedule
+from ...jobs.training.loop.continuations import ContinuationReader, Continuations, PaddedBatch
 from ...jobs.training.loop.muon_adamw import HybridOptimizer
-from ...jobs.training.loop.training_loop import Report, Step, StepLoss, TrainingLoop
+from ...jobs.training.loop.training_loop import Length, Report, Schedule, Step, StepLoss, TrainingLoop
 
 
 @dataclass(frozen=True)

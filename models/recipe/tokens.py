@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...jobs.training.data.continuations import Continuations
+from ...jobs.training.loop.continuations import Continuations
 from .chat_samples import chat_samples, render_chat
 from .corpus import CorpusFile
 from .tokenizer import END_OF_TEXT, special_id

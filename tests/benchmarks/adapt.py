@@ -17,8 +17,14 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
 from manta.jobs.drafters.train.adapt_data import read_examples
-from manta.jobs.drafters.train.adapt_run import AdaptOptions, measure, print_figures, run_adapt
-from manta.jobs.drafters.train.promotion_gate import MAX_LOSS, judge
+from manta.jobs.drafters.train.adapt_run import (
+    MAX_LOSS,
+    AdaptOptions,
+    judge,
+    measure,
+    print_figures,
+    run_adapt,
+)
 
 from .json_logs import write_logs
 

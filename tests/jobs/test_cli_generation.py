@@ -9,8 +9,8 @@ import pytest
 from manta import LLM, SamplingParams
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.cluster.config import EngineConfig
-from manta.jobs import chat
 from manta.jobs.cli import main
+from manta.jobs.common import generate as chat
 from text_pair import make_text_pair
 
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")

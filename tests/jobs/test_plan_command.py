@@ -14,8 +14,8 @@ from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, Pla
 from manta.cluster.hardware.model_pair import ModelPair
 from manta.jobs.cli import app
 from manta.jobs.common.config_loading import engine_config, read_settings
-from manta.jobs.plan.checkpoint_shapes import target_shape
 from manta.jobs.plan.make_plan import PlanOptions, make_plan
+from manta.jobs.plan.pair_reader import target_shape
 from paths import DATA
 from typer.testing import CliRunner
 

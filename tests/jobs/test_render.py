@@ -19,8 +19,7 @@ import yaml
 from manta.actors.http.config.settings import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
-from manta.jobs.render.documents import render_document
-from manta.jobs.render.versions import ENVIRONMENT
+from manta.jobs.render.documents import ENVIRONMENT, render_document
 from paths import TESTS
 
 SCHEMAS = TESTS / "kuberay"

@@ -17,19 +17,16 @@ from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from manta.cluster.hardware.roofline import Device
 from manta.cluster.hardware.step_time import LAUNCH_S
-from manta.cluster.planner.pareto_frontier import frontier, throughput_at
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix
-from manta.cluster.simulation.load_driver import LoadDriver
-from manta.cluster.simulation.load_generator import closed_loop, open_loop
-from manta.cluster.simulation.roofline_step_cost import PlanCost
+from manta.cluster.simulation.load_driver import LoadDriver, closed_loop, open_loop
+from manta.cluster.simulation.simulated_engine import PlanCost
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.executor import ExecutorInfo
 from manta.jobs.cli import main
-from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
-from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, node_engines
-from manta.jobs.simulate.workload import Workload
+from manta.jobs.simulate.methods import Method, eagle3_shape, frontier, parse_acceptance, throughput_at
+from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, Workload, node_engines
 from paths import DATA
 
 TARGET = ModelShape.dense(

@@ -26,8 +26,7 @@ from manta.cluster.hardware.memory_plan import find_room
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout
-from manta.jobs.plan.checkpoint_shapes import target_shape
-from manta.jobs.plan.pair_reader import divides
+from manta.jobs.plan.pair_reader import divides, target_shape
 from paths import DATA, ROOT
 
 CONFIGS = json.loads((DATA / "published_configs.json").read_text())

@@ -12,12 +12,18 @@ from pathlib import Path
 import torch
 from manta.actors.workers.comm import process_group
 from manta.drafter.dflash.config import SelectorSize
-from manta.jobs.training.data.continuations import Continuations
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.recipes import DrafterSettings
-from manta.jobs.training.loop.lr_schedule import Length, Schedule
+from manta.jobs.training.loop.continuations import Continuations
 from manta.jobs.training.loop.muon_adamw import HybridOptimizer
-from manta.jobs.training.loop.training_loop import LoopSettings, Step, StepLoss, TrainingLoop
+from manta.jobs.training.loop.training_loop import (
+    Length,
+    LoopSettings,
+    Schedule,
+    Step,
+    StepLoss,
+    TrainingLoop,
+)
 from manta.jobs.training.train_drafter import Trained, train
 from training_targets import small_config
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from manta.drafter.compute.layers.rope import RopeConfig
 from manta.drafter.dflash.config import DrafterConfig, DraftLayer
-from manta.jobs.training.data.continuations import Continuations
+from manta.jobs.training.loop.continuations import Continuations
 from tiny import tiny_training_config
 from transformers import Qwen3ForCausalLM
 

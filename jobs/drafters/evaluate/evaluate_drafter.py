@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.atomic_files import rounded
 from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
-from ....cluster.errors import ConfigError
-from ...bench.common.engine_passes import Figures, say
+from ....cluster.errors import ConfigError, DatasetError, RequestError
+from ...bench.common.engine_passes import Figures, PromptRow, read_rows, say
 from ...bench.common.idle_check import Watch
 from ...bench.common.interleaving import prompts_per_turn, rotated, split_evenly
 from ...bench.common.provenance import options_json, provenance
@@ -30,9 +31,10 @@ from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
 from .confidence_intervals import RatioEstimate, ratio_of_sums
-from .eval_suites import Suite, open_suite
 
 OVERALL = "overall"
+_QUICK, _QUICK_PROMPTS = Path("models/prompts.jsonl"), 40
+_SPEED_BENCH = Path("speed-bench.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +221,28 @@ def _of_part(done: LoadPass, part: range) -> list[list[int]]:
 
 def _tokens_per_s(passes: Sequence[LoadPass]) -> float:
     return round(sum(done.tokens for done in passes) / sum(done.seconds for done in passes), 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    name: str
+    path: Path
+    rows: list[PromptRow]
+
+
+def open_suite(name: str, num_prompts: int | None = None) -> Suite:
+    """Read "quick", "speed-bench" or a JSONL file of prompts, `num_prompts` of them taken evenly."""
+    path = {"quick": _QUICK, "speed-bench": _SPEED_BENCH}.get(name, Path(name))
+    if not path.is_file():
+        remedy = {
+            "quick": f"the shipped prompts are not at {path}; run it where models/ is, or give a JSONL file",
+            "speed-bench": f"{path} does not exist; make it with `manta bench prepare speed-bench`",
+        }.get(name, "must be quick, speed-bench or a JSONL file of prompts")
+        raise DatasetError(f"suite={name!r}: {remedy}.", param="suite")
+    try:
+        rows = read_rows(path, num_prompts or (_QUICK_PROMPTS if name == "quick" else None))
+    except RequestError as error:
+        raise DatasetError(f"suite={name!r}: {path}: {error.message}", param="suite") from None
+    if not rows:
+        raise DatasetError(f"suite={name!r} contains no prompt.", param="suite")
+    return Suite(path.stem if path == Path(name) else name, path, rows)

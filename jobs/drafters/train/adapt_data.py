@@ -23,8 +23,12 @@ from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError, DatasetError
 from ...bench.common.engine_passes import read_rows
 from ...bench.load.request_source import encode_rows
-from ...training.data.continuations import SPOKEN_TEMPERATURES, ContinuationRequest, Continuations
-from ...training.data.target_answers import write_continuations
+from ...training.loop.continuations import (
+    SPOKEN_TEMPERATURES,
+    ContinuationRequest,
+    Continuations,
+    write_continuations,
+)
 from .train_data import completions_of_one_model
 
 NEW_ONE_IN, OLD_ONE_IN = 5, 2  # of so many prompts one is held out

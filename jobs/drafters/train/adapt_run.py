@@ -4,15 +4,15 @@
                                   └─ held out: tokens per step of the old and of the new drafter, greedy ─┘
 
 Intermediate files are in a folder beside the output, so the same command continues an interrupted run. The
-text comes from `adapt_data.py`, the gate is `promotion_gate.py`, tokens per step are measured by
+text comes from `adapt_data.py`; tokens per step are measured by
 `jobs/drafters/evaluate/evaluate_drafter.py`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ from ...bench.common.engine_passes import PromptRow, say
 from ...bench.load.request_source import RequestSource
 from ...common.tables import decimals, print_table
 from ...training.heads.recipes import DrafterSettings, Teaching
-from ...training.loop.lr_schedule import Length, Schedule
+from ...training.loop.training_loop import Length, Schedule
 from ...training.train_drafter import Trained, train
 from ..common.options import AdaptOptions
 from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_whole
 from .adapt_data import AdaptRunKey, Example, Text, prepare_text
-from .promotion_gate import GateLengths, Verdict, judge
 
 # Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
 RECIPE = DrafterSettings(
@@ -42,6 +41,7 @@ RECIPE = DrafterSettings(
 )
 MEASURED_TOKENS = 128
 _AT_ONCE = 16
+MAX_LOSS = 0.03  # accepted loss of tokens per step in a category of old text
 
 
 def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dict[str, Any]:
@@ -118,3 +118,57 @@ def print_figures(figures: dict[str, Any], options: AdaptOptions) -> None:
     else:
         print(f"rejected, the old drafter stays: {'; '.join(figures['complaints'])}")
         print(f"the trained drafter and its curves are in {options.work / 'training'}")
+
+
+@dataclass(frozen=True, slots=True)
+class GateLengths:
+    """Tokens per step on all new text, and on each category of old text."""
+
+    new: float
+    old: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the comparison; `complaints` are reasons to reject the new drafter."""
+
+    before: GateLengths
+    after: GateLengths
+    complaints: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.complaints
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        old = [(name, self.before.old[name], self.after.old[name]) for name in self.before.old]
+        return [("new", self.before.new, self.after.new), *old]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "complaints": list(self.complaints),
+            "tokens_per_step": {
+                name: {
+                    "before": round(before, 4),
+                    "after": round(after, 4),
+                    "gain": round(gain(before, after), 4),
+                }
+                for name, before, after in self.rows()
+            },
+        }
+
+
+def judge(before: GateLengths, after: GateLengths, min_gain: float) -> Verdict:
+    complaints: list[str] = []
+    gained = gain(before.new, after.new)
+    if gained < min_gain:
+        complaints.append(f"new text gains {gained:+.1%}, less than {min_gain:.1%}")
+    for name, length in before.old.items():
+        if (lost := -gain(length, after.old[name])) > MAX_LOSS:
+            complaints.append(f"{name} loses {lost:.1%}, more than {MAX_LOSS:.0%}")
+    return Verdict(before, after, tuple(complaints))
+
+
+def gain(before: float, after: float) -> float:
+    return after / before - 1.0

@@ -23,8 +23,12 @@ from ....actors.capture.records import CapturedRecord, is_captured, read_capture
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import DatasetError, RequestError, shown
-from ...training.data.continuations import SPOKEN_TEMPERATURES, ContinuationRequest, Continuations
-from ...training.data.target_answers import write_continuations
+from ...training.loop.continuations import (
+    SPOKEN_TEMPERATURES,
+    ContinuationRequest,
+    Continuations,
+    write_continuations,
+)
 from ...training.loop.training_loop import Report
 
 _PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # plain text: tokens of a sequence; first ones, without a loss

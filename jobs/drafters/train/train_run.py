@@ -6,7 +6,9 @@ All state is in the run's folder. The same command resumes an interrupted run, o
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -14,18 +16,66 @@ from ....actors.tokenization.checkpoint_paths import absolute_path, has_tokenize
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ...common.ray_session import join_or_start_ray
-from ...training.data.continuations import Continuations
-from ...training.heads.recipes import RECIPES, DrafterSettings, Settings
-from ...training.loop.lr_schedule import Length
-from ...training.loop.training_loop import Report
-from ...training.model_cards import DrafterCardFacts, write_drafter_card
-from ...training.ray_train import DATA, HELD_OUT, TrainingRun, run_here, run_on_workers
-from ...training.train_drafter import Trained, machine, read_target
+from ...training.heads.recipes import RECIPES, DrafterSettings, Head, Settings
+from ...training.loop.continuations import Continuations
+from ...training.loop.training_loop import Length, Report
+from ...training.train_drafter import (
+    DATA,
+    HELD_OUT,
+    Trained,
+    TrainingRun,
+    machine,
+    read_target,
+    run_here,
+    run_on_workers,
+)
 from ..common.options import TrainOptions
 from .train_data import Asking, gather
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
+# Title and description by kind of drafter.
+_HEADS: Mapping[Head, tuple[str, str]] = {
+    "dflash": ("DFlash drafter", "Drafts a block in one pass."),
+    "selector": (
+        "DFlash drafter with a selector",
+        "Drafts a block in one pass; DFlash2's selector chooses each token given the one before it.",
+    ),
+    "dflash2": (
+        "DFlash2 drafter",
+        "Drafts a block in one pass with grouped dynamic convolutions; a selector chooses each token given\n"
+        "the one before it.",
+    ),
+    "eagle3": ("EAGLE-3 head", "Drafts a chain of tokens, a pass of one layer for each; three taps."),
+}
+
+_CARD = """\
+---
+library_name: manta
+tags: [{head}, speculative-decoding]
+---
+# {title} for {target}
+
+{what}
+Embedding and head are the target's.
+
+* **Initialized from**: {initial}.
+* **Data**: {data_tokens:.2f} M tokens of prompts and of the target's answers.
+* **Training**: frozen target; {steps:,} steps, {tokens:.2f} M tokens, {minutes:.0f} minutes on {machine};
+  cross-entropy and rejection probability at temperature 1, weighted by D-PACE; running average of the
+  weights.
+
+## Acceptance on held-out text
+
+Mean acceptance length (including the bonus token) with whole blocks and greedy drafts, which are accepted
+while they match the text; at 16 positions of each sequence, for at most 16 sequences.
+
+| category | sequences | length | first draft accepted | before |
+|---|---|---|---|---|
+| overall | {num_held_out} | {after:.2f} | {accepted:.0%} | {before:.2f} |
+
+Made by `manta drafter train`.
+"""
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
@@ -123,3 +173,39 @@ def _on_ray(run: TrainingRun, num_workers: int) -> Trained:
         )
     cpus = max(1, int(resources.get("CPU", 1) // num_workers)) if not use_gpu else 1
     return run_on_workers(run, num_workers, use_gpu=use_gpu, cpus_per_worker=cpus)
+
+
+@dataclass(frozen=True)
+class DrafterCardFacts:
+    head: Head
+    target: str
+    initial: str | None
+    machine: str
+    num_steps: int
+    num_tokens: int
+    used_s: float
+    num_data_tokens: int
+    num_held_out: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+def write_drafter_card(folder: Path, facts: DrafterCardFacts) -> None:
+    title, what = _HEADS[facts.head]
+    card = _CARD.format(
+        head=facts.head,
+        title=title,
+        what=what,
+        target=facts.target,
+        initial=facts.initial or "layers of the target",
+        data_tokens=facts.num_data_tokens / 1e6,
+        steps=facts.num_steps,
+        tokens=facts.num_tokens / 1e6,
+        minutes=facts.used_s / 60,
+        machine=facts.machine,
+        num_held_out=facts.num_held_out,
+        after=facts.after["tokens_per_step"],
+        accepted=facts.after["accepted"],
+        before=facts.before["tokens_per_step"],
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Compares the acceptance of a pair on this machine with its card: `manta drafter validate --level gpu`.
+"""The checks of `manta drafter validate` that run the pair, for pairs whose files fit.
 
-The prompts of the card are decoded again at its temperatures with whole blocks. A figure is reported if its
-interval lies entirely below the card's. This finds kernels, dtypes and quantization that reduce acceptance.
+Level cpu decodes a few prompts in fp32, compares tokens and sees drafts accepted: this finds weights that do
+not match the target. Level gpu decodes the prompts of the card again with whole blocks, and reports a figure
+if its interval lies entirely below the card's: this finds kernels, dtypes and quantization that reduce
+acceptance.
 """
 
 from __future__ import annotations
@@ -11,14 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ....actors.llm import LLM
 from ....cluster.config import EngineConfig
-from ..evaluate.eval_suites import open_suite
-from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_suite, suite_asks
+from ....cluster.request.request import SamplingParams
+from ....cluster.speculation.acceptance_length import mean_acceptance_length
+from ..common.drafter_files import method_of
+from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_suite, open_suite, suite_asks
 from ..evaluate.evaluation_card import read_card
-from .incompatibility import Incompatibility, warning
+from .convention_checks import Incompatibility, fatal, warning
 
 _AT_ONCE, _LENGTH = 8, "tokens_per_step"
 Figures = Mapping[str, Any]  # Any: JSON
+_PROMPTS = (
+    'def read_lines(path, encoding=\'utf-8\'):\n    """Return the lines of a file',
+    "The capital of France is Paris, and the capital of Italy is",
+    "import json\nimport os\n\nclass Config:\n    def __init__(self, values):\n",
+    "Question: what is the sum of 12 and 30?\nAnswer: the sum is",
+)
+_NUM_TOKENS = 48
+_MAX_MODEL_LEN = 256
+_LEAST_LENGTH = 1.15  # mean acceptance length; without a drafter it is 1
 
 
 def needs_gpu() -> str:
@@ -74,3 +88,39 @@ def _compared(what: str, here: Figures, card: Figures) -> Iterator[Incompatibili
 
 def _spelled(estimate: Figures) -> str:
     return f"{estimate['value']:.2f} ({estimate['low']:.2f} to {estimate['high']:.2f})"
+
+
+def check_drafts(drafter: str, target: str) -> Iterator[Incompatibility]:
+    spec = {"model": drafter, "method": method_of(drafter), "adaptive": False}
+    llm = LLM(target, speculative_config=spec, dtype="float32", device="cpu", max_model_len=_MAX_MODEL_LEN)
+    try:
+        drafted, plain = _tokens(llm, None), _tokens(llm, 0)
+        stats = llm.stats()
+    finally:
+        llm.close()
+    length = mean_acceptance_length(stats.num_drafts, stats.num_accepted_tokens)
+    yield from compare_answers(drafted, plain, length or 1.0)
+
+
+def compare_answers(
+    drafted: list[list[int]], plain: list[list[int]], length: float
+) -> Iterator[Incompatibility]:
+    if drafted != plain:
+        yield fatal(
+            "tokens",
+            "answers in fp32 differ with and without speculation. This is a bug in Manta, not in the "
+            "drafter. Please report it with both names.",
+        )
+    if length < _LEAST_LENGTH:
+        yield warning(
+            "acceptance",
+            f"the mean acceptance length is {length:.2f} (1 without a drafter): it was trained for another "
+            "revision of the target, with other taps, or on text unlike these prompts.",
+        )
+
+
+def _tokens(llm: LLM, max_draft_tokens: int | None) -> list[list[int]]:
+    """Decode greedily: with shared sampling noise even a useless drafter has some drafts accepted."""
+    params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS)
+    outputs = llm.generate(list(_PROMPTS), params, use_tqdm=False, max_draft_tokens=max_draft_tokens)
+    return [each.outputs[0].token_ids for each in outputs]

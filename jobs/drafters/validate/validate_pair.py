@@ -24,9 +24,7 @@ from ....drafter.drafter_spec import stored_dtypes
 from ....drafter.eagle3.checkpoint import check_eagle3_tensors
 from ....drafter.eagle3.config import Eagle3Config
 from ..common.drafter_files import CARD_FILE, SMALL_FILES, AnyConfig, DrafterFiles, is_dflash, open_drafter
-from .convention_checks import check_conventions
-from .incompatibility import Incompatibility, fatal
-from .tokenizer_checks import check_text
+from .convention_checks import Incompatibility, check_conventions, check_text, fatal
 
 Level = Literal["static", "cpu", "gpu"]
 # Tensors in Speculators' files that only trainers read.
@@ -50,7 +48,7 @@ def validate_pair(
     found = list(_check_pair(files, spec, target_folder))
     fits = not any(finding.fatal for finding in found)
     if fits and level == "cpu":
-        from .smoke_test import check_drafts
+        from .card_check import check_drafts
 
         found += check_drafts(drafter, target)
     if fits and level == "gpu":

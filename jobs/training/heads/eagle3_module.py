@@ -1,19 +1,27 @@
-"""An EAGLE-3 head as a trainable module. Parameter names are the published ones, as in the checkpoint.
+"""An EAGLE-3 head (arXiv:2503.01840) as a trainable module, and its loss. Names are the published ones.
 
 One Llama layer over [token embedding, feature of the previous position]; embedding and head are the target's.
-It drafts a chain: after the target's newest feature, its own output replaces the feature. The inference code
+It drafts a chain: after the target's newest feature, its own output replaces the feature. Chains are unrolled
+in training, as published ("training-time test"), so that it learns to correct its errors. The inference code
 is `drafter/eagle3/model.py`.
 
-Row r starts a chain after position r: at depth s it reads token r + 1 + s and predicts the next one.
-Shapes: B sequences, R rows of each, D width, F tapped features, H query heads, G key/value heads, E head
-width.
+Row r starts a chain after position r: at depth s it reads token r + 1 + s and predicts the next one. Shapes:
+B sequences, T tokens, R = T - 1 rows of each, N depths, D width, F tapped features, H query heads, G
+key/value heads, E head width, V vocabulary.
 """
+
+from __future__ import annotations
 
 import torch
 from torch import nn
 
 from ....drafter.eagle3.config import Eagle3Config
+from ..loop.continuations import PaddedBatch
+from .chunked_cross_entropy import Teacher, row_losses
+from .dflash_loss import dpace_weights, length_figures, weighted_mean
 from .dflash_module import GatedMlp, RmsNorm, Rotary
+from .frozen_target import FrozenTarget
+from .recipes import EagleSettings
 
 
 class EagleHead(nn.Module):
@@ -25,7 +33,7 @@ class EagleHead(nn.Module):
         self.midlayer = _Layer(config)
         self.norm = RmsNorm(width, eps)
 
-    def chains(self, features_BRF: torch.Tensor) -> "Chains":
+    def chains(self, features_BRF: torch.Tensor) -> Chains:
         """Start a chain at every row, from the tapped features of its position."""
         return Chains(self, self.fc(features_BRF))
 
@@ -100,3 +108,43 @@ class _ChainAttention(nn.Module):
         for depth, value in enumerate(values[1:]):
             out = out + weights[..., num_rows + depth, None] * value.unsqueeze(2)
         return self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))
+
+
+def chain_loss(
+    target: FrozenTarget, head: EagleHead, batch: PaddedBatch, settings: EagleSettings
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the loss of all chains of a batch, weighted by D-PACE, and figures for reports."""
+    device = target.device
+    tokens_BT = torch.from_numpy(batch.tokens).to(device)
+    first_B, length_B = (torch.from_numpy(x).to(device) for x in (batch.first, batch.length))
+    num_sequences, num_tokens = tokens_BT.shape
+    rows_R = torch.arange(num_tokens - 1, device=device)
+    begins_BR = rows_R + 1 >= first_B[:, None]
+    features_BTF, target_logits_BTV = target.read(tokens_BT)
+    with torch.autocast(device.type, torch.bfloat16):
+        chains = head.chains(features_BTF[:, :-1])
+    teaching, teacher_MV = settings.teaching, target_logits_BTV.flatten(0, 1)
+    offsets_B1 = torch.arange(num_sequences, device=device)[:, None] * num_tokens
+    label_loss_BRN, overlap_BRN = torch.zeros(
+        2, num_sequences, num_tokens - 1, settings.depth, device=device
+    ).unbind()
+    counted_BRN = torch.zeros_like(overlap_BRN, dtype=torch.bool)
+    losses: list[torch.Tensor] = []
+    for depth in range(settings.depth):
+        read_BR = (rows_R + 1 + depth).clamp(max=num_tokens - 1).expand(num_sequences, -1)
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden_BRD = chains.step(target.embed(tokens_BT.gather(1, read_BR)))
+        counted_BR = begins_BR & (rows_R + 2 + depth < length_B[:, None])
+        counted_BRN[..., depth] = counted_BR
+        logits_XV = target.head(hidden_BRD[counted_BR])
+        labels_X = tokens_BT.gather(1, (read_BR + 1).clamp(max=num_tokens - 1))[counted_BR]
+        shares = teaching.teacher_share, teaching.distance_share
+        of_rows = row_losses(
+            logits_XV, labels_X, Teacher(teacher_MV, (read_BR + offsets_B1)[counted_BR], *shares)
+        )
+        loss_BR = hidden_BRD.new_zeros(counted_BR.shape, dtype=torch.float32)
+        losses.append(loss_BR.masked_scatter(counted_BR, of_rows.loss_R))
+        label_loss_BRN[..., depth][counted_BR] = of_rows.label_loss_R
+        overlap_BRN[..., depth][counted_BR] = of_rows.overlap_R
+    loss = weighted_mean(torch.stack(losses, dim=-1), dpace_weights(label_loss_BRN), counted_BRN)
+    return loss, length_figures(overlap_BRN[begins_BR])

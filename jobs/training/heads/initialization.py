@@ -24,8 +24,7 @@ from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours
 from ....drafter.dflash.config import ConvolutionSize, DrafterConfig, DraftLayer
 from ....drafter.dflash.target_features import TargetFacts, usual_layer_ids
 from ....drafter.eagle3.config import Eagle3Config
-from .dflash2_modules import TAPS
-from .dflash_module import TrainableDrafter
+from .dflash_module import TAPS, TrainableDrafter
 from .eagle3_module import EagleHead
 from .recipes import DrafterSettings, EagleSettings
 

@@ -17,7 +17,7 @@ from ....drafter.step.inputs.sampling_metadata import SamplingMetadata
 from ....drafter.step.sampling.sampler import sample_rows
 from ....drafter.step.sampling.selector import select_paths
 from ....drafter.step.sampling.selector_walk import SelectorCodebooks
-from ..data.continuations import ContinuationRequest
+from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
 from .eagle3_module import EagleHead
 from .frozen_target import FrozenTarget

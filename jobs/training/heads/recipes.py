@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ....drafter.dflash.config import SelectorSize
-from ..loop.lr_schedule import Schedule
+from ..loop.training_loop import Schedule
 
 Head = Literal["dflash", "selector", "dflash2", "eagle3"]
 

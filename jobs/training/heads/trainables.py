@@ -15,10 +15,9 @@ from torch import nn
 from ....actors.targets.model.model_spec import ModelSpec
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
-from ..data.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
-from .block_sampling import draw_anchors
-from .dflash_loss import block_loss
-from .eagle3_loss import chain_loss
+from ..loop.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
+from .dflash_loss import block_loss, draw_anchors
+from .eagle3_module import chain_loss
 from .export import export_drafter, export_eagle_head
 from .frozen_target import FrozenTarget
 from .initialization import continued, drafter_config, eagle_config, facts_of, new_drafter, new_eagle_head

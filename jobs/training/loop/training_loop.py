@@ -6,6 +6,8 @@ data-parallel: each computes its part of the batch, and gradients are averaged, 
 workers. Worker 0 writes and reports.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable
@@ -19,12 +21,61 @@ from torch import nn
 
 from ....actors.targets.model.tensor_parallel import Communicator, SingleRank
 from ....cluster.errors import ConfigError
-from .lr_schedule import Length, Schedule, TimeBudget
 from .muon_adamw import HybridOptimizer, Snapshot, WeightAverage
 from .training_curves import Curves, Row
 
 Report = Callable[[str], None]
 SNAPSHOT, CURVES = "snapshot.pt", "curves.jsonl"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate factor over progress in [0, 1]."""
+
+    warmup_steps: int = 100
+    decay_from: float = 0.6
+    final_factor: float = 0.03
+
+    def factor(self, step: int, progress: float) -> float:
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        if progress <= self.decay_from:
+            return warm
+        left = max(0.0, (1.0 - progress) / (1.0 - self.decay_from))
+        return warm * (self.final_factor + (1.0 - self.final_factor) * left)
+
+
+@dataclass(frozen=True)
+class Length:
+    """Length of a run in steps or in seconds; exactly one is set.
+
+    A run limited by steps ends with bit-identical weights whether or not it was interrupted. A run limited by
+    seconds ends on time; steps repeated after an interruption use their recorded learning rate.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.seconds is None):
+            raise ConfigError("Give the length of the run as steps or as time, not both.", param="steps")
+        length = self.seconds if self.steps is None else self.steps
+        if not length or length <= 0:
+            raise ConfigError(f"The length of a run must be above 0, not {length}.", param="steps")
+
+
+class TimeBudget:
+    def __init__(self, budget_s: float, used_s: float = 0.0) -> None:
+        self.budget_s = budget_s
+        self._used_before_s = used_s
+        self._started = time.monotonic()
+
+    @property
+    def used_s(self) -> float:
+        return self._used_before_s + time.monotonic() - self._started
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, self.used_s / self.budget_s)
 
 
 class Reader(Protocol):

@@ -31,7 +31,7 @@ from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.roofline import GPUS as ROOFLINE
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.mla import MLALayer
-from manta.jobs.plan.checkpoint_shapes import target_shape
+from manta.jobs.plan.pair_reader import target_shape
 from paths import ROOT
 from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file

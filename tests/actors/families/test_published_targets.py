@@ -9,7 +9,7 @@ from manta.actors.targets.families import FAMILIES
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.step_time import StepTimes
-from manta.jobs.plan.checkpoint_shapes import target_shape
+from manta.jobs.plan.pair_reader import target_shape
 from published import CONFIGS, GUIDE, TARGETS, Target, kv_by_window, num_params, pair_of, spec_of, with_table
 
 SERVED = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

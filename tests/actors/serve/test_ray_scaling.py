@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from manta.actors.http.config.settings import parse_replicas
 from manta.actors.serve.autoscaling_policy import POLICY, SpeculativeScaling, scaling_options
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet.autoscaling import ScalingRules
-from manta.cluster.fleet.replica_stats import ReplicaStats
+from manta.cluster.fleet.autoscaling import ReplicaStats, ScalingRules
 from ray.serve import autoscaling_policy as rays
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue

@@ -23,8 +23,7 @@ from manta.cluster.speculation.acceptance_length import geometric_survival
 from manta.jobs.bench.common.provenance import options_json, provenance
 from manta.jobs.common.tables import print_table
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import DraftAssumptions, node_engines, read_shapes
-from manta.jobs.simulate.workload import Workload
+from manta.jobs.simulate.node_engines import DraftAssumptions, Workload, node_engines, read_shapes
 
 from ..options import FleetOptions
 from .ray_scaling import OngoingRequests, RayScaling, RaySettings

@@ -19,15 +19,14 @@ from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import Gpu, find_gpu
 from manta.cluster.hardware.model_pair import ModelPair
 from manta.cluster.request.request import Request
-from manta.cluster.simulation.load_generator import closed_loop
+from manta.cluster.simulation.load_driver import closed_loop
 from manta.cluster.speculation.draft_lengths import draft_lengths
 from manta.jobs.bench.common.engine_passes import say
 from manta.jobs.bench.common.provenance import options_json, provenance
 from manta.jobs.common.tables import print_table
-from manta.jobs.simulate.assumptions import assumptions
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, node_engines, read_shapes
-from manta.jobs.simulate.workload import Workload
+from manta.jobs.simulate.node_engines import DraftAssumptions, NodeEngine, Workload, node_engines, read_shapes
+from manta.jobs.simulate.node_run import assumptions
 
 from ..options import PolicyOptions
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from manta.cluster.hardware.memory_plan import MAX_ROWS
 from manta.cluster.hardware.step_time import Chunk
-from manta.cluster.simulation.load_generator import closed_loop
+from manta.cluster.simulation.load_driver import closed_loop
 from manta.cluster.simulation.simulated_executor import LinearCost
 from manta.cluster.speculation.acceptance_length import expected_acceptance_length
 from manta.cluster.step.dummy_steps import dummy_step
-from manta.jobs.simulate.node_engines import NodeEngine
-from manta.jobs.simulate.workload import Workload
+from manta.jobs.simulate.node_engines import NodeEngine, Workload
 
 LEAST_REQUESTS = 12  # minimum number of counted requests per load
 

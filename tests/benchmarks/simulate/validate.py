@@ -2,7 +2,7 @@
 
 1. The engine's step times are measured (`measured_cost.py`), and its acceptance rate by draft position.
 2. A simulated engine is made of these, with the same scheduler, policy, pages and limits.
-3. The same clients (`cluster/simulation/load_generator.py`) drive both with requests of the same lengths.
+3. The same clients (`cluster/simulation/load_driver.py`) drive both with requests of the same lengths.
 
 The result is the error of throughput, TTFT and TPOT. Neither side includes HTTP and Ray. Called by `cli.py`.
 """
@@ -21,8 +21,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.simulation.acceptance_mix import AcceptanceMix
-from manta.cluster.simulation.load_driver import LoadDriver
-from manta.cluster.simulation.load_generator import Observed, closed_loop
+from manta.cluster.simulation.load_driver import LoadDriver, Observed, closed_loop
 from manta.cluster.simulation.simulated_executor import SimulatedExecutor, VirtualClock
 from manta.cluster.step.executor import Executor
 from manta.jobs.bench.common.engine_passes import encode_prompts, read_prompts

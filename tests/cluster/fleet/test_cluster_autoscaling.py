@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
-from manta.cluster.fleet.autoscaling import FleetLoad, ReplicaCount, ScalingRules
-from manta.cluster.fleet.replica_stats import ReplicaStats, ReplicaStatsMeter
+from manta.cluster.fleet.autoscaling import (
+    FleetLoad,
+    ReplicaCount,
+    ReplicaStats,
+    ReplicaStatsMeter,
+    ScalingRules,
+)
 
 SLOTS = 8
 RULES = ScalingRules()

@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.fleet.prefix_index import BLOCK_BYTES, KnownPrefixes, hash_chain
-from manta.cluster.fleet.router import LOAD_FACTOR, LOAD_SLACK, Router, home_of
+from manta.cluster.fleet.router import (
+    BLOCK_BYTES,
+    LOAD_FACTOR,
+    LOAD_SLACK,
+    KnownPrefixes,
+    Router,
+    hash_chain,
+    home_of,
+)
 
 prompts = st.lists(st.integers(0, 2), max_size=6).map(lambda parts: tuple(_chain(parts)))
 

@@ -23,8 +23,7 @@ from manta.cluster.hardware.model_pair import LayoutDemand
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import StepTimes
-from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, estimate
-from manta.cluster.planner.layout_choice import check_fitting, choose
+from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, check_fitting, choose, estimate
 from manta.cluster.simulation.trace_replay import ReplayResult, Slo, TraceArrival, play
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import least_card_length

@@ -17,8 +17,7 @@ from benchmarks.simulate.traffic import Day, make_day, read_arrivals
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import DatasetError
-from manta.cluster.fleet.autoscaling import FleetLoad, ScalingRules
-from manta.cluster.fleet.replica_stats import ReplicaStats
+from manta.cluster.fleet.autoscaling import FleetLoad, ReplicaStats, ScalingRules
 from manta.cluster.request.request import Request, SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, VirtualClock
 from manta.cluster.speculation.acceptance_length import geometric_survival

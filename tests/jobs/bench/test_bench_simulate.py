@@ -14,8 +14,7 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.hardware.gpu_specs import find_gpu
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.jobs.simulate.methods import Method
-from manta.jobs.simulate.node_engines import DraftAssumptions, node_engines, read_shapes
-from manta.jobs.simulate.workload import Workload
+from manta.jobs.simulate.node_engines import DraftAssumptions, Workload, node_engines, read_shapes
 from paths import ROOT
 
 PAIR = ROOT / "docs/benchmarks/qwen3-8b"

@@ -18,8 +18,7 @@ from manta.drafter.step.request_states import RequestStates
 from manta.jobs.bench.common.device_rates import find_device
 from manta.jobs.bench.common.options import StepOptions, parse_rates
 from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, z_lab_drafter
-from manta.jobs.bench.common.step_times import TURN_STEPS, WARM_UP_STEPS, Memory
-from manta.jobs.bench.step_cost import bench_step
+from manta.jobs.bench.step_cost import TURN_STEPS, WARM_UP_STEPS, Memory, bench_step
 from manta.jobs.cli import main
 
 RATES = "20,0.5"

@@ -16,8 +16,8 @@ from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.cli import app
 from manta.jobs.drafters.train import adapt_run as adapt
 from manta.jobs.drafters.train.adapt_data import AdaptRunKey, prepare_text, read_examples
-from manta.jobs.drafters.train.promotion_gate import GateLengths, judge
-from manta.jobs.training.loop.lr_schedule import Length
+from manta.jobs.drafters.train.adapt_run import GateLengths, judge
+from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import Trained, train
 from text_pair import VOCAB, make_text_pair
 from typer.testing import CliRunner

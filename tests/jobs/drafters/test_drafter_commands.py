@@ -28,9 +28,8 @@ from manta.drafter.eagle3.config_formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.drafter_files import method_of, open_drafter
 from manta.jobs.drafters.common.format_conversion import convert_drafter
-from manta.jobs.drafters.drafter_summary import summarize_drafter
-from manta.jobs.drafters.local_drafters import find_drafters
-from manta.jobs.drafters.validate.smoke_test import compare_answers
+from manta.jobs.drafters.drafter_summary import find_drafters, summarize_drafter
+from manta.jobs.drafters.validate.card_check import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
 from paths import DATA
 from tiny import TINY_VOCAB

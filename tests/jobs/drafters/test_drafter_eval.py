@@ -26,7 +26,7 @@ from manta.jobs.cli import app
 from manta.jobs.drafters.common.options import EvalOptions
 from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
 from manta.jobs.drafters.evaluate.confidence_intervals import ratio_of_sums, student_t
-from manta.jobs.drafters.evaluate.eval_suites import open_suite
+from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from paths import ROOT

@@ -28,9 +28,8 @@ from manta.jobs.drafters.train.train_run import TrainOptions, train_drafter
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.initialization import facts_of, mask_token
-from manta.jobs.training.loop.lr_schedule import Length
 from manta.jobs.training.loop.training_curves import read_rows
-from manta.jobs.training.loop.training_loop import CURVES
+from manta.jobs.training.loop.training_loop import CURVES, Length
 from manta.jobs.training.train_drafter import train
 from paths import MODELS
 from safetensors.torch import load_file

@@ -10,10 +10,10 @@ import pytest
 import torch
 from manta.drafter.step.inputs.sampling_metadata import SamplingMetadata
 from manta.drafter.step.sampling.sampler import sample_rows
-from manta.jobs.training.data.continuations import ContinuationRequest
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.offline_proposals import BlockProposals
+from manta.jobs.training.loop.continuations import ContinuationRequest
 from manta.models.recipe.cards import PairFacts, RunFacts, figures_table, write_cards
 from manta.models.recipe.chat_samples import render_chat
 from manta.models.recipe.corpus import is_held_out

@@ -7,18 +7,25 @@ import numpy as np
 import pytest
 import torch
 from manta.drafter.dflash.target_features import usual_layer_ids
-from manta.jobs.training.data.continuations import ContinuationReader, ContinuationRequest, Continuations
-from manta.jobs.training.heads.block_sampling import cut_blocks, dpace_weights, draw_anchors, weighted_mean
 from manta.jobs.training.heads.chunked_cross_entropy import Teacher, row_losses
-from manta.jobs.training.heads.dflash_loss import block_losses, draw_blocks
+from manta.jobs.training.heads.dflash_loss import (
+    block_losses,
+    cut_blocks,
+    dpace_weights,
+    draw_anchors,
+    draw_blocks,
+    weighted_mean,
+)
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.initialization import drafter_config, new_drafter
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching
-from manta.jobs.training.loop.lr_schedule import Length, Schedule
+from manta.jobs.training.loop.continuations import ContinuationReader, ContinuationRequest, Continuations
 from manta.jobs.training.loop.muon_adamw import HybridOptimizer
 from manta.jobs.training.loop.training_loop import (
+    Length,
     LoopSettings,
+    Schedule,
     StepLoss,
     TrainingLoop,
     load_snapshot,

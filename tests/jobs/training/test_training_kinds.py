@@ -19,7 +19,7 @@ from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSiz
 from manta.drafter.dflash.target_features import LentWeights, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
-from manta.jobs.training.data.continuations import ContinuationRequest, Continuations
+from manta.jobs.drafters.train.train_run import DrafterCardFacts, write_drafter_card
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.eagle3_module import EagleHead
 from manta.jobs.training.heads.export import export_drafter, export_eagle_head
@@ -34,9 +34,9 @@ from manta.jobs.training.heads.initialization import (
 )
 from manta.jobs.training.heads.offline_proposals import BlockProposals, ChainProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, EagleSettings, Settings, Teaching
-from manta.jobs.training.loop.lr_schedule import Length
+from manta.jobs.training.loop.continuations import ContinuationRequest, Continuations
 from manta.jobs.training.loop.training_curves import read_rows
-from manta.jobs.training.model_cards import DrafterCardFacts, write_drafter_card
+from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import train
 from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file

@@ -1,7 +1,10 @@
-"""Training data of a drafter: prompts with the target's continuations.
+"""Training data of a drafter: prompts with the target's continuations, which this engine generates.
 
-The caller generates the continuations (`Generate`); this module stores them and makes padded batches.
+Continuations are stored in shards as they are finished, so that a restarted run repeats only the current
+shard.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from ....actors.llm import LLM
+from ....cluster.request.request import SamplingParams
+from .training_loop import Report, TimeBudget
+
 # Sampling temperatures of the training data, used in turn.
 SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+QUESTIONS_PER_SHARD = 512
+MAX_NEW_TOKENS = 192
+NUM_RUNNING = 64  # concurrent continuations
 
 
 @dataclass(frozen=True)
@@ -37,13 +47,11 @@ class Continuations:
         return len(self.first)
 
     @classmethod
-    def of(
-        cls, questions: Sequence[ContinuationRequest], answers: Sequence[Sequence[int]]
-    ) -> "Continuations":
+    def of(cls, questions: Sequence[ContinuationRequest], answers: Sequence[Sequence[int]]) -> Continuations:
         return cls.of_pairs((q.prompt_ids, answer) for q, answer in zip(questions, answers, strict=True))
 
     @classmethod
-    def of_pairs(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> "Continuations":
+    def of_pairs(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Continuations:
         """Make sequences of prompts and answers (token ids).
 
         Answers of fewer than two tokens are skipped. The first token of a sequence is never a label, since no
@@ -56,7 +64,7 @@ class Continuations:
         return cls(ids, bounds, np.array([first for first, _ in kept], dtype=np.int64))
 
     @classmethod
-    def join(cls, parts: Sequence["Continuations"]) -> "Continuations":
+    def join(cls, parts: Sequence[Continuations]) -> Continuations:
         lengths = np.concatenate([np.diff(part.bounds) for part in parts])
         return cls(
             np.concatenate([part.ids for part in parts]),
@@ -64,13 +72,13 @@ class Continuations:
             np.concatenate([part.first for part in parts]),
         )
 
-    def take(self, chosen: Sequence[int] | np.ndarray) -> "Continuations":
+    def take(self, chosen: Sequence[int] | np.ndarray) -> Continuations:
         spans = [self.ids[self.bounds[i] : self.bounds[i + 1]] for i in chosen]
         bounds = np.cumsum([0, *map(len, spans)])
         ids = np.concatenate([np.zeros(0, dtype=self.ids.dtype), *spans])
         return Continuations(ids, bounds, self.first[np.asarray(chosen, dtype=np.int64)])
 
-    def parted(self, num_held_out: int) -> tuple["Continuations", "Continuations"]:
+    def parted(self, num_held_out: int) -> tuple[Continuations, Continuations]:
         """Split into training data and `num_held_out` evenly spaced sequences."""
         held_out = np.linspace(0, len(self) - 1, num_held_out).round().astype(np.int64)
         return self.take(np.setdiff1d(np.arange(len(self)), held_out)), self.take(np.unique(held_out))
@@ -93,7 +101,7 @@ class Continuations:
         beside.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> "Continuations":
+    def load(cls, path: Path) -> Continuations:
         with np.load(path) as arrays:
             return cls(arrays["ids"], arrays["bounds"], arrays["first"])
 
@@ -106,7 +114,7 @@ class PaddedBatch:
     first: np.ndarray
     length: np.ndarray
 
-    def part(self, worker: int, num_workers: int) -> "PaddedBatch":
+    def part(self, worker: int, num_workers: int) -> PaddedBatch:
         mine = slice(worker, None, num_workers)
         length = self.length[mine]
         return PaddedBatch(self.tokens[mine, : length.max()], self.first[mine], length)
@@ -155,3 +163,48 @@ class ContinuationReader:
         pools = [order[at : at + pool] for at in range(0, len(order), pool)]
         ordered = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
         return random.permutation(ordered.reshape(num_batches, self._batch_size))
+
+
+def write_continuations(
+    target_dir: str | Path,
+    asked: Sequence[ContinuationRequest],
+    folder: Path,
+    budget_s: float,
+    report: Report,
+    keep: Callable[[Sequence[int]], list[int]] = list,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Continuations:
+    """Generate continuations in shards until all prompts are done or the time is over.
+
+    `folder` gets the shards; `keep` selects the part of an answer to train on.
+    """
+    used = folder / "used_s"  # seconds spent by earlier processes of this run
+    budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
+    shards: list[Continuations] = []
+    with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
+        generate = generator(llm, max_new_tokens)
+        for start in range(0, len(asked), QUESTIONS_PER_SHARD):
+            path = folder / f"{start:06}.npz"
+            if not path.exists():
+                if shards and budget.progress >= 1.0:
+                    break
+                part = asked[start : start + QUESTIONS_PER_SHARD]
+                Continuations.of(part, [keep(answer) for answer in generate(part)]).save(path)
+                used.write_text(f"{budget.used_s:.1f}")
+            shards.append(Continuations.load(path))
+            report(f"{folder.name}: {start + len(shards[-1])} of {len(asked)}")
+    return Continuations.join(shards)
+
+
+def generator(llm: LLM, max_new_tokens: int) -> Generate:
+    def generate(asked: Sequence[ContinuationRequest]) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=q.temperature, seed=q.seed, max_tokens=max_new_tokens, detokenize=False
+            )
+            for q in asked
+        ]
+        outputs = llm.generate([list(q.prompt_ids) for q in asked], params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate

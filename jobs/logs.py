@@ -1,0 +1,219 @@
+"""`manta logs explain`: a request step by step, from a server's memory or from log files.
+
+A line of a log is about a request if one of its fields is one of the request's ids; the summary line at the
+end of a request links them. Lines that are not JSON are skipped; text before an object, such as Ray's
+"(Replica pid=7)", is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlencode
+
+import typer
+
+from ..cluster.errors import DatasetError, NotFoundError, shown
+from .common.http_client import ServerClient, operators_key
+
+logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Questions about logged requests.")
+Fields = dict[str, Any]  # Any: JSON
+_NAMES = ("request_id", "id")
+_PLACE = ("process", "replica", "engine", "rank")
+_SHOWN = ("time", "level", "logger", *_PLACE, "message", "error")  # shown separately from other fields
+Json = Mapping[str, Any]  # Any: JSON
+
+_WAITED = {
+    "slots": "for a slot",
+    "pages": "for pages",
+    "rows": "for rows of a step",
+    "whole_prompt": "for a step that holds the whole prompt",
+}
+_LEFT = {
+    "preempted": "preempted: its pages were given to others; its tokens are recomputed on readmission",
+    "refilled": "removed, to be recomputed for the drafter",
+}
+_PARTS = ("draft", "verify", "sample", "inject")
+_SHORT_MS = 0.05  # shorter times are not shown
+
+
+@logs.callback()
+def _logs() -> None: ...
+
+
+@logs.command()
+def explain(
+    request: Annotated[str, typer.Argument(metavar="ID", help="Id of a response, or its X-Request-Id.")],
+    url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", help="Operators' key; default: MANTA_ADMIN_API_KEY or MANTA_API_KEY."),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", help="Log file instead of a server; prints its lines; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a request step by step: waiting, prefill, each block of drafts, and its end.
+
+    A server remembers its last requests. Its log (--log-format json) has a summary line for each request and
+    all other lines about it.
+    """
+    if files:
+        for line in lines_about(request, files):
+            typer.echo(json.dumps(line.fields) if as_json else line.text)
+        return
+    for timeline in _timelines(url, request, api_key):
+        for text in [json.dumps(timeline)] if as_json else timeline_lines(timeline):
+            typer.echo(text)
+
+
+def _timelines(url: str, request: str, api_key: str | None) -> list[Json]:
+    with ServerClient(url, api_key=api_key or operators_key()) as client:
+        return list(client.found(f"/explain?{urlencode({'id': request})}")["data"])
+
+
+class Line(NamedTuple):
+    fields: Fields
+
+    @property
+    def text(self) -> str:
+        where = " ".join(f"{name}={self.fields[name]}" for name in _PLACE if name in self.fields)
+        rest = [f"{name}={_text_of(value)}" for name, value in self.fields.items() if name not in _SHOWN]
+        what = self.fields.get("message") or " ".join(rest)
+        head = f"{self.fields.get('time', '-')} {self.fields.get('level', '-')} {where}".rstrip()
+        return f"{head}: {what}" + (f"\n{self.fields['error']}" if "error" in self.fields else "")
+
+
+def lines_about(request: str, files: Sequence[Path]) -> list[Line]:
+    """Return the lines about a request, ordered by time; NotFoundError if there are none."""
+    names = {request}
+    for fields in _objects(files):
+        ids = {fields[name] for name in _NAMES if isinstance(fields.get(name), str)}
+        names |= ids if names & ids else set()
+    found = [Line(fields) for fields in _objects(files) if _is_about(fields, names)]
+    if not found:
+        raise NotFoundError(
+            f"{', '.join(map(str, files))}: no line is about a request {shown(request)}. Give the "
+            "id of the response or the X-Request-Id, and logs of a server with --log-format json.",
+            param="id",
+        )
+    return sorted(found, key=lambda line: str(line.fields.get("time", "")))
+
+
+def _is_about(fields: Fields, names: set[str]) -> bool:
+    ids = [fields.get("request_id"), fields.get("id"), *(fields.get("request_ids") or ())]
+    return any(name in names or _is_part(name, names) for name in ids if isinstance(name, str))
+
+
+def _is_part(name: str, names: set[str]) -> bool:
+    """Return whether the name is that of one of several completions of a response, or of a retry."""
+    return any(name.startswith((f"{whole}-", f"{whole}.")) for whole in names)
+
+
+def _objects(files: Sequence[Path]) -> Iterator[Fields]:
+    for path in files:
+        try:
+            with path.open("rb") as lines:
+                for line in lines:
+                    if (fields := _object(line)) is not None:
+                        yield fields
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read: {error.strerror}.", param="file") from None
+
+
+def _object(line: bytes) -> Fields | None:
+    at = line.find(b"{")
+    try:
+        found = json.loads(line[at:]) if at >= 0 else None
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _text_of(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def timeline_lines(life: Json) -> Iterator[str]:
+    moment = datetime.fromtimestamp(life["arrived"], UTC).replace(tzinfo=None)
+    arrived = f"{moment.isoformat(sep=' ', timespec='milliseconds')} UTC"
+    known_as = f" (request {life['request_id']})" if life["request_id"] else ""
+    yield f"{life['id']}{known_as} on replica {life['replica']}"
+    yield _at(0.0, f"arrived {arrived}: {_asked(life)}")
+    since_ms = 0.0
+    for stay in life["stays"]:
+        yield _at(stay["entered_ms"], f"runs, {_waited(stay, stay['entered_ms'] - since_ms)}{_cached(stay)}")
+        yield from _steps(stay)
+        if stay["why"] in _LEFT:
+            yield _at(stay["left_ms"], _LEFT[stay["why"]])
+        since_ms = stay["left_ms"] or 0.0
+    yield _end(life)
+
+
+def _at(ms: float, text: str) -> str:
+    return f"{ms:10.1f} ms  {text}"
+
+
+def _asked(life: Json) -> str:
+    said = [f"{life['prompt_tokens']} prompt tokens"]
+    if life["begun_tokens"]:
+        said.append(f"{life['begun_tokens']} generated elsewhere")
+    limit = life["max_tokens"]
+    said.append("no limit of output tokens" if limit is None else f"at most {limit} output tokens")
+    if life["max_draft_tokens"] is not None:
+        said.append(f"at most {life['max_draft_tokens']} drafts a step")
+    if life["priority"]:
+        said.append(f"priority {life['priority']}")
+    return ", ".join(said) + (", in the background" if life["background"] else "")
+
+
+def _waited(stay: Json, ms: float) -> str:
+    """Return the reasons for waiting, longest first; the remaining time is for a step in progress to end."""
+    held = sorted(stay["waited_ms"].items(), key=lambda each: -each[1])
+    parts = [f"{waited_ms:.1f} ms {_WAITED[reason]}" for reason, waited_ms in held if waited_ms >= _SHORT_MS]
+    if (rest_ms := ms - sum(waited_ms for _, waited_ms in held)) >= _SHORT_MS:
+        parts.append(f"{rest_ms:.1f} ms for a step to end")
+    return "after " + ", ".join(parts) if parts else "at once"
+
+
+def _cached(stay: Json) -> str:
+    return f"; {stay['cached_tokens']} tokens were in the prefix cache" if stay["cached_tokens"] else ""
+
+
+def _steps(stay: Json) -> Iterator[str]:
+    if stay["forgotten_steps"]:
+        yield f"{'':13}  ({stay['forgotten_steps']} engine steps are no longer recorded)"
+    for step in stay["steps"]:
+        took_ms = step["ended_ms"] - step["planned_ms"]
+        spent = [(part, step[f"{part}_ms"]) for part in _PARTS]
+        parts = ", ".join(f"{part} {ms:.1f}" for part, ms in spent if ms >= _SHORT_MS)
+        others = f"{step['requests']} requests, {step['rows']} rows" if step["requests"] > 1 else "alone"
+        did = f"{step['kind']:<8}{_did(step):<52}"
+        yield _at(step["planned_ms"], f"{did}{took_ms:7.1f} ms ({parts}); {others}")
+
+
+def _did(step: Json) -> str:
+    if step["kind"] == "verify":
+        cut = f", {step['verified']} verified" if step["verified"] != step["drafted"] else ""
+        bonus = " and the bonus" if step["tokens"] > step["accepted"] else ""
+        return f"{step['drafted']} drafted{cut}, {step['accepted']} accepted{bonus}"
+    brought = "the next token" if step["tokens"] else "no token yet"
+    return f"{step['known']} known tokens, {brought}" if step["kind"] == "prefill" else brought
+
+
+def _end(life: Json) -> str:
+    steps = [step for stay in life["stays"] for step in stay["steps"]]
+    tokens, verify = sum(s["tokens"] for s in steps), [s for s in steps if s["kind"] == "verify"]
+    said = f"{tokens} tokens in {len(steps)} steps"
+    if verify:
+        drafts, accepted = sum(s["verified"] for s in verify), sum(s["accepted"] for s in verify)
+        length = 1 + accepted / len(verify)
+        said += f"; {accepted} of {drafts} verified drafts accepted, {length:.2f} tokens a block"
+    if life["ended_ms"] is None:
+        return f"{'':13}  not ended: {said}"
+    return _at(life["ended_ms"], f"ended ({life['finish_reason']}): {said}")

@@ -1,1 +1,0 @@
-"""`manta logs`: explains the course of a request, from a server's memory or from log files."""
