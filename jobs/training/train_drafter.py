@@ -12,22 +12,18 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...actors.targets.families import read_model
-from ...actors.targets.model.model_spec import ModelSpec
 from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
-from ...actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
-from ...actors.tokenization.tokenizer import Tokenizer
 from ...actors.workers.comm.process_group import joined
 from ...cluster.errors import ConfigError
-from .heads.initialization import mask_token
-from .heads.recipes import RECIPES, EagleSettings, Settings
-from .heads.trainables import Trainable, trainable_drafter, trainable_head
+from .heads.recipes import RECIPES, DrafterSettings, TrainSettings
+from .heads.trainables import Trainable, make_drafter
 from .loop.continuations import ContinuationReader, Continuations
 from .loop.muon_adamw import HybridOptimizer
 from .loop.training_curves import read_rows
@@ -36,6 +32,8 @@ from .loop.training_loop import CURVES, Length, LoopSettings, Report, Step, Step
 _TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
 DATA, HELD_OUT = "data.npz", "held-out.npz"
 _MAX_FAILURES = 3
+# Target, settings (Any: those of its kind), initial drafter, mask token, longest sequence, device.
+MakeTrainable = Callable[[str | Path, Any, Path | None, int | None, int, torch.device], Trainable]
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,9 @@ def train(
     length: Length,
     *,
     initial: Path | None = None,
-    settings: Settings | None = None,
+    settings: TrainSettings | None = None,
     mask_token_id: int | None = None,
+    make: MakeTrainable = make_drafter,
     report: Report = lambda line: print(line, flush=True),
     loop_settings: LoopSettings | None = None,
     workers: Communicator | None = None,
@@ -89,15 +88,15 @@ def train(
         initial: folder of a DFlash drafter to start from; by default layers of the target.
         settings: the recipe; learning rates are scaled down for targets wider than the one it was tuned on.
         mask_token_id: of a new drafter; by default one that the target's tokenizer does not use.
+        make: makes the drafter; `models/recipe/eagle3.py` has another one.
         workers: train together (`run_on_workers`); each of them calls this function.
     """
     keep_freed_memory()
     settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
     _check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainable = _trainable(
-        target, settings, initial, mask_token_id, max(data.longest, held_out.longest), device
-    )
+    longest = max(data.longest, held_out.longest)
+    trainable = make(target, settings, initial, mask_token_id, longest, device)
     lr_share = min(1.0, (_TUNED_WIDTH / trainable.target.spec.hidden_size) ** 0.5)
     optimizer = HybridOptimizer(
         trainable.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
@@ -139,28 +138,6 @@ def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -
         raise ConfigError("held_out: there is no sequence to measure on. Give more data.", param="held_out")
 
 
-def _trainable(
-    target: str | Path,
-    settings: Settings,
-    initial: Path | None,
-    mask_token_id: int | None,
-    max_tokens: int,
-    device: torch.device,
-) -> Trainable:
-    spec, folder = read_target(target)
-    if isinstance(settings, EagleSettings):
-        return trainable_head(target, spec, settings, max_tokens, device)
-    if initial is None and mask_token_id is None:
-        tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
-        mask_token_id = mask_token(spec, tokenizer)
-    return trainable_drafter(target, spec, settings, mask_token_id or 0, initial, max_tokens, device)
-
-
-def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
-    folder = resolve_checkpoint(str(target), field="target")
-    return read_model(folder), folder
-
-
 def machine() -> str:
     """Return the name of the training machine, for cards."""
     if torch.cuda.is_available():
@@ -186,7 +163,7 @@ class TrainingRun:
     target: str
     folder: Path
     length: Length
-    settings: Settings
+    settings: DrafterSettings
     initial: Path | None = None
     mask_token_id: int | None = None
     loop_settings: LoopSettings | None = None

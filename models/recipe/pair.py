@@ -27,9 +27,10 @@ from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.initialization import continued, drafter_config, facts_of, new_drafter
 from ...jobs.training.heads.offline_proposals import BlockProposals
 from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
+from ...jobs.training.heads.trainables import read_target
 from ...jobs.training.loop.continuations import SPOKEN_TEMPERATURES, Continuations, write_continuations
 from ...jobs.training.loop.training_loop import SNAPSHOT, Length, Report, load_snapshot
-from ...jobs.training.train_drafter import keep_freed_memory, machine, read_target, train
+from ...jobs.training.train_drafter import keep_freed_memory, machine, train
 from . import corpus
 from .cards import PairFacts, RunFacts, write_cards
 from .chat_samples import IM_END

@@ -78,7 +78,7 @@ class TrainOptions:
     target: Annotated[str, Flag("-m")]
     folder: Annotated[Path, Flag("-o --output")]
     data: tuple[str, ...]
-    head: Literal["dflash", "selector", "dflash2", "eagle3"] = "dflash"
+    head: Literal["dflash", "selector", "dflash2"] = "dflash"
     initial: Annotated[str | None, Flag("--from")] = None
     steps: int | None = None
     hours: float | None = None

@@ -16,7 +16,8 @@ from ....actors.tokenization.checkpoint_paths import absolute_path, has_tokenize
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ...common.ray_session import join_or_start_ray
-from ...training.heads.recipes import RECIPES, DrafterSettings, Head, Settings
+from ...training.heads.recipes import RECIPES, DrafterSettings, Head
+from ...training.heads.trainables import read_target
 from ...training.loop.continuations import Continuations
 from ...training.loop.training_loop import Length, Report
 from ...training.train_drafter import (
@@ -25,7 +26,6 @@ from ...training.train_drafter import (
     Trained,
     TrainingRun,
     machine,
-    read_target,
     run_here,
     run_on_workers,
 )
@@ -46,7 +46,6 @@ _HEADS: Mapping[Head, tuple[str, str]] = {
         "Drafts a block in one pass with grouped dynamic convolutions; a selector chooses each token given\n"
         "the one before it.",
     ),
-    "eagle3": ("EAGLE-3 head", "Drafts a chain of tokens, a pass of one layer for each; three taps."),
 }
 
 _CARD = """\
@@ -84,7 +83,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
         torch.set_num_threads(options.num_threads)
     settings = _settings(options)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
-    learned = _prepare_data(options, report)
+    learned = prepare_data(options, report)
     run = TrainingRun(
         target=absolute_path(options.target),
         folder=options.folder.resolve(),
@@ -116,14 +115,8 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     return trained
 
 
-def _settings(options: TrainOptions) -> Settings:
+def _settings(options: TrainOptions) -> DrafterSettings:
     settings = RECIPES[options.head]
-    if not isinstance(settings, DrafterSettings):
-        unasked = {"from": options.initial, "layers": options.layers, "block-size": options.block_size}
-        for name, value in unasked.items():
-            if value is not None:
-                raise ConfigError(f"--{name} does not apply to --head {options.head}.", param=name)
-        return settings
     if options.initial is not None and options.block_size:
         raise ConfigError(
             "--block-size applies only to a new drafter; --from has its own block size.", param="from"
@@ -133,7 +126,7 @@ def _settings(options: TrainOptions) -> Settings:
     return settings if options.block_size is None else settings.with_blocks(options.block_size)
 
 
-def _length(options: TrainOptions, settings: Settings, num_sequences: int) -> Length:
+def _length(options: TrainOptions, settings: DrafterSettings, num_sequences: int) -> Length:
     if options.hours is not None:
         return Length(steps=options.steps, seconds=options.hours * 3600)
     if options.steps is not None:
@@ -142,7 +135,7 @@ def _length(options: TrainOptions, settings: Settings, num_sequences: int) -> Le
     return Length(steps=math.ceil(_EPOCHS * num_sequences / batch_size))
 
 
-def _prepare_data(options: TrainOptions, report: Report) -> Continuations:
+def prepare_data(options: TrainOptions, report: Report) -> Continuations:
     """Return the training data; on the first call, gather it and store it in the run's folder."""
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
     if not (data.exists() and held_out.exists()):

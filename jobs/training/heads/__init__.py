@@ -1,1 +1,1 @@
-"""Trainable drafters and their losses: DFlash, DFlash2, EAGLE-3. Start with `trainables.py`."""
+"""Trainable drafters and their losses: DFlash and DFlash2. Start with `trainables.py`."""

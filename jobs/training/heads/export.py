@@ -1,4 +1,4 @@
-"""Writes trained drafters as checkpoint folders: z-lab's format, and the original one for EAGLE-3 heads."""
+"""Writes trained drafters as checkpoint folders in z-lab's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
 from ...drafters.common.format_conversion import as_z_lab
 from .dflash_module import TrainableDrafter
-from .eagle3_module import EagleHead
 from .initialization import facts_of
 
 
@@ -27,28 +26,12 @@ def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw
     Other keys of `raw`, the initial drafter's config.json, are kept.
     """
     config = model.config
-    write_checkpoint(folder, as_z_lab(config, raw or _backbone(config, target), target), model)
+    write_checkpoint(folder, as_z_lab(config, raw or backbone(config, target), target), model)
     check_drafter(folder, facts_of(target))
 
 
-def export_eagle_head(model: EagleHead, target: ModelSpec, folder: Path) -> None:
-    """Write the original format, which SGLang and vLLM read, without the target's embedding and head."""
-    config = model.config
-    written = _backbone(config, target) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids),
-            "use_aux_hidden_state": True,
-        },
-    }
-    write_checkpoint(folder, written, model)
-
-
 # Any: a config is JSON.
-def _backbone(config: DrafterConfig | Eagle3Config, target: ModelSpec) -> dict[str, Any]:
+def backbone(config: DrafterConfig | Eagle3Config, target: ModelSpec) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,

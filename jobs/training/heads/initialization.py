@@ -23,13 +23,11 @@ from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours
 from ....drafter.dflash.config import ConvolutionSize, DrafterConfig, DraftLayer
 from ....drafter.dflash.target_features import TargetFacts, usual_layer_ids
-from ....drafter.eagle3.config import Eagle3Config
 from .dflash_module import TAPS, TrainableDrafter
-from .eagle3_module import EagleHead
-from .recipes import DrafterSettings, EagleSettings
+from .recipes import DrafterSettings
 
 _USUAL_HEAD_DIM, _ROWS_OF_A_KV_HEAD, _INNER_SHARE = 128, 4, 3
-_SEED = 1
+SEED = 1
 _NEW_LAYERS = 3
 _OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -47,7 +45,7 @@ def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: in
     return DrafterConfig(
         file="a new drafter",
         layout="z-lab",
-        **_sizes(spec),
+        **layer_sizes(spec),
         layers=(DraftLayer(causal=False, window=None),) * (settings.num_layers or _NEW_LAYERS),
         target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
         block_size=settings.block_size,
@@ -59,18 +57,6 @@ def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: in
         input_embedding_scale=spec.embed_scale,
         convolutions=None if size is None else ConvolutionSize(TAPS, size),
         selector=settings.selector,
-    )
-
-
-def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
-    return Eagle3Config(
-        file="a new head",
-        layout="sglang",
-        **_sizes(spec),
-        layers=(DraftLayer(causal=True, window=None),),
-        target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
-        draft_vocab_size=spec.vocab_size,
-        target_hidden_size=spec.hidden_size,
     )
 
 
@@ -117,7 +103,7 @@ def new_drafter(
     Layers beyond those of `initial` start as identity. Without `initial`, layers are copied from evenly
     spaced target layers up to the last, and read the deepest tap.
     """
-    torch.manual_seed(_SEED)
+    torch.manual_seed(SEED)
     drafter = TrainableDrafter(config)
     if initial is not None:
         source, facts = TensorFolder(initial), facts_of(target.spec)
@@ -126,8 +112,8 @@ def new_drafter(
         _add_identity_layers(drafter, names)
         return drafter
     for index, layer in enumerate(drafter.layers):
-        parts = _layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
-        _load_matching(layer, parts)  # a target has no convolutions
+        parts = layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
+        load_matching(layer, parts)  # a target has no convolutions
     width = config.hidden_size
     drafter.fc.weight[:, -width:].copy_(torch.eye(width))
     drafter.norm.weight.copy_(target.final_norm())
@@ -143,32 +129,13 @@ def _add_identity_layers(drafter: TrainableDrafter, known: Sequence[str]) -> Non
         layer.load_state_dict(identity)
 
 
-@torch.no_grad()
-def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
-    """Make a head from the target's last layer where shapes agree; it reads the deepest tap."""
-    torch.manual_seed(_SEED)
-    head = EagleHead(config)
-    parts = _layer_parts(target, target.spec.num_layers - 1)
-    width, layer = config.hidden_size, head.midlayer
-    for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-        torch.nn.init.normal_(projection.weight, std=0.02)
-    if (v_proj := parts.get("self_attn.v_proj.weight")) is not None:
-        layer.self_attn.v_proj.weight[:, width:].copy_(v_proj)
-    layer.hidden_norm.weight.copy_(parts["input_layernorm.weight"])
-    own = ("self_attn.o_proj.", "mlp.", "post_attention_layernorm.")
-    _load_matching(layer, {name: tensor for name, tensor in parts.items() if name.startswith(own)})
-    head.norm.weight.copy_(target.final_norm())
-    head.fc.weight[:, -width:].copy_(torch.eye(width))
-    return head
-
-
-def _load_matching(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
+def load_matching(module: torch.nn.Module, parts: Mapping[str, torch.Tensor]) -> None:
     own = module.state_dict()
     fitting = {n: part for n, part in parts.items() if n in own and own[n].shape == part.shape}
     module.load_state_dict(fitting, strict=False)
 
 
-def _sizes(spec: ModelSpec) -> dict:
+def layer_sizes(spec: ModelSpec) -> dict:
     """Return layer sizes like those of the target's plain layers, or usual ones if it has none."""
     hidden = spec.hidden_size
     mixer = next((each for each in spec.attentions if _is_plain(each)), None)
@@ -196,7 +163,7 @@ def _is_plain(mixer: TargetAttention) -> bool:
     return mixer.latent is None and mixer.value_dim == mixer.head_dim and not mixer.k_is_v
 
 
-def _layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
+def layer_parts(target: TargetWeights, index: int) -> dict[str, torch.Tensor]:
     """Return a target layer's tensors by the drafter's names, if they have the same meaning."""
     weights, mixer = target.layer(index), target.spec.layers[index].mixer
     parts = {

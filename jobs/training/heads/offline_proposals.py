@@ -1,7 +1,7 @@
 """Drafts of a model in training at given positions of a text, sampled as the engine samples.
 
-For a whole block by row or along the selector's path, or for a chain with each token fed back. All positions
-are drafted in one pass, without pages or steps. Called by `evaluate_drafter.py`.
+For a whole block by row or along the selector's path. All positions are drafted in one pass, without pages
+or steps.
 
 Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
 """
@@ -19,7 +19,6 @@ from ....drafter.step.sampling.selector import select_paths
 from ....drafter.step.sampling.selector_walk import SelectorCodebooks
 from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
-from .eagle3_module import EagleHead
 from .frozen_target import FrozenTarget
 
 
@@ -83,29 +82,6 @@ class BlockProposals:
             selector.size.top_k,
         )
         return select_paths(logits_RV, gates_RE, block, codebooks).drafts_RK
-
-
-class ChainProposals:
-    def __init__(self, target: FrozenTarget, head: EagleHead, num_drafts: int) -> None:
-        self._target, self._head, self._num_drafts = target, head, num_drafts
-
-    @torch.no_grad()
-    def __call__(
-        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
-    ) -> torch.Tensor:
-        device, rows_A = tokens_T.device, anchors_A - 1
-        features, _ = self._target.read(tokens_T[None])
-        read_R = tokens_T[1:].clone()
-        drafts: list[torch.Tensor] = []
-        with torch.autocast(device.type, torch.bfloat16):
-            chains = self._head.chains(features[:, :-1])
-        for depth in range(self._num_drafts):
-            with torch.autocast(device.type, torch.bfloat16):
-                hidden_RD = chains.step(self._target.embed(read_R[None]))[0]
-            logits_AV = self._target.head(hidden_RD[rows_A]).float()
-            drafts.append(sample_rows(logits_AV, sampling(question, anchors_A + 1 + depth)))
-            read_R[rows_A] = drafts[-1]
-        return torch.stack(drafts, dim=1)
 
 
 def accepted_at(

@@ -9,7 +9,7 @@ from typing import Literal
 from ....drafter.dflash.config import SelectorSize
 from ..loop.training_loop import Schedule
 
-Head = Literal["dflash", "selector", "dflash2", "eagle3"]
+Head = Literal["dflash", "selector", "dflash2"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,24 @@ class Teaching:
 
 
 @dataclass(frozen=True)
-class DrafterSettings:
+class TrainSettings:
+    """Settings of any drafter.
+
+    Attributes:
+        batch_size: sequences per step and worker.
+        matrix_lr, other_lr: learning rates of Muon (hidden matrices) and AdamW (all other parameters).
+    """
+
+    batch_size: int = 8
+    matrix_lr: float = 4e-3
+    other_lr: float = 2e-3
+    weight_decay: float = 0.01
+    teaching: Teaching = field(default_factory=Teaching)
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.1))
+
+
+@dataclass(frozen=True)
+class DrafterSettings(TrainSettings):
     """Settings of a DFlash drafter.
 
     Attributes:
@@ -37,9 +54,7 @@ class DrafterSettings:
         num_taps: taps of a new drafter.
         block_sizes: block sizes used in turn, by step; the first is the drafter's own.
         conv_group_size, selector: DFlash2's parts; None leaves them out.
-        batch_size: sequences per step and worker.
         num_anchors: blocks per sequence.
-        matrix_lr, other_lr: learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     """
 
     num_layers: int | None = None
@@ -47,13 +62,7 @@ class DrafterSettings:
     num_taps: int = 5
     conv_group_size: int | None = None
     selector: SelectorSize | None = None
-    batch_size: int = 8
     num_anchors: int = 64
-    matrix_lr: float = 4e-3
-    other_lr: float = 2e-3
-    weight_decay: float = 0.01
-    teaching: Teaching = field(default_factory=Teaching)
-    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.1))
 
     @property
     def block_size(self) -> int:
@@ -65,22 +74,6 @@ class DrafterSettings:
         return replace(self, block_sizes=tuple(dict.fromkeys(sizes)))
 
 
-@dataclass(frozen=True)
-class EagleSettings:
-    """Settings of an EAGLE-3 head; `depth` is the number of tokens of a chain in training."""
-
-    depth: int = 5
-    num_taps: int = 3
-    batch_size: int = 8
-    matrix_lr: float = 4e-3
-    other_lr: float = 2e-3
-    weight_decay: float = 0.01
-    teaching: Teaching = field(default_factory=lambda: Teaching(distance_share=0.7))
-    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.3))
-
-
-Settings = DrafterSettings | EagleSettings
-
 _SELECTOR = SelectorSize(rank=128, top_k=16)
 _SECOND = DrafterSettings(
     block_sizes=(16, 8),
@@ -91,9 +84,8 @@ _SECOND = DrafterSettings(
     schedule=Schedule(warmup_steps=30, decay_from=0.3),
 )
 # "selector": DFlash2 without convolutions, which the compiled CPU backend does not support.
-RECIPES: Mapping[Head, Settings] = {
+RECIPES: Mapping[Head, DrafterSettings] = {
     "dflash": _SECOND,
     "selector": replace(_SECOND, selector=_SELECTOR),
     "dflash2": replace(_SECOND, selector=_SELECTOR, conv_group_size=16),
-    "eagle3": EagleSettings(),
 }

@@ -1,6 +1,6 @@
-"""The trainable kinds of drafter: DFlash with or without DFlash2's parts, and EAGLE-3 heads.
+"""A drafter in training: one interface for the training loop, the measurement on held-out text, and export.
 
-Gives the training loop, the measurement on held-out text and the export one interface to all of them.
+`make_drafter` makes DFlash drafters with or without DFlash2's parts, `models/recipe/eagle3.py` EAGLE-3 heads.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
+from ....actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
+from ....actors.tokenization.tokenizer import Tokenizer
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
 from ..loop.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
 from .dflash_loss import block_loss, draw_anchors
-from .eagle3_module import chain_loss
-from .export import export_drafter, export_eagle_head
+from .export import export_drafter
 from .frozen_target import FrozenTarget
-from .initialization import continued, drafter_config, eagle_config, facts_of, new_drafter, new_eagle_head
-from .offline_proposals import BlockProposals, ChainProposals, OfflineProposals, accepted_at
-from .recipes import DrafterSettings, EagleSettings
+from .initialization import continued, drafter_config, facts_of, mask_token, new_drafter
+from .offline_proposals import BlockProposals, OfflineProposals, accepted_at
+from .recipes import DrafterSettings
 
 # (batch, step, seed) -> loss and figures.
 Loss = Callable[[PaddedBatch, int, int], tuple[torch.Tensor, dict[str, float]]]
 
 _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
+
+
+def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
+    folder = resolve_checkpoint(str(target), field="target")
+    return read_model(folder), folder
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,20 @@ class Trainable:
         }
 
 
-def trainable_drafter(
+def make_drafter(
     target: str | Path,
-    spec: ModelSpec,
     settings: DrafterSettings,
-    mask_token_id: int,
     initial: Path | None,
+    mask_token_id: int | None,
     max_tokens: int,
     device: torch.device,
 ) -> Trainable:
-    """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
+    """Make a DFlash drafter for training: `initial`, or a new one with this mask token or an unused one."""
+    spec, folder = read_target(target)
     raw = None
     if initial is None:
+        if mask_token_id is None:
+            mask_token_id = mask_token(spec, Tokenizer.load(folder) if has_tokenizer(folder) else None)
         config = drafter_config(spec, settings, mask_token_id)
     else:
         config = continued(check_drafter(initial, facts_of(spec)), settings, spec.embed_scale)
@@ -94,19 +103,4 @@ def trainable_drafter(
         loss,
         BlockProposals(frozen, drafter),
         lambda folder: export_drafter(drafter, spec, folder, raw),
-    )
-
-
-def trainable_head(
-    target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
-) -> Trainable:
-    config = eagle_config(spec, settings)
-    frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
-    head = new_eagle_head(config, frozen.weights).to(device)
-    return Trainable(
-        frozen,
-        head,
-        lambda batch, step, seed: chain_loss(frozen, head, batch, settings),
-        ChainProposals(frozen, head, settings.depth),
-        lambda folder: export_eagle_head(head, spec, folder),
     )

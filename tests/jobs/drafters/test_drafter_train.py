@@ -272,7 +272,6 @@ def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: P
     [
         ({"hours": 1.0}, "steps or as time"),
         ({"steps": 0}, "must be above 0"),
-        ({"head": "eagle3", "layers": 2}, "does not apply to --head eagle3"),
         ({"initial": str(MODELS / "drafter"), "block_size": 8}, "has its own"),
     ],
 )

@@ -21,23 +21,29 @@ from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.inputs.gumbel_noise import negative_gumbel_of
 from manta.jobs.drafters.train.train_run import DrafterCardFacts, write_drafter_card
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
-from manta.jobs.training.heads.eagle3_module import EagleHead
-from manta.jobs.training.heads.export import export_drafter, export_eagle_head
+from manta.jobs.training.heads.export import export_drafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
 from manta.jobs.training.heads.initialization import (
     continued,
     drafter_config,
-    eagle_config,
     facts_of,
     new_drafter,
-    new_eagle_head,
 )
-from manta.jobs.training.heads.offline_proposals import BlockProposals, ChainProposals, sampling
-from manta.jobs.training.heads.recipes import DrafterSettings, EagleSettings, Settings, Teaching
+from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
+from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
 from manta.jobs.training.loop.continuations import ContinuationRequest, Continuations
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import Length
 from manta.jobs.training.train_drafter import train
+from manta.models.recipe.eagle3 import (
+    ChainProposals,
+    EagleHead,
+    EagleSettings,
+    eagle_config,
+    export_eagle_head,
+    make_head,
+    new_eagle_head,
+)
 from oracle_eagle3 import Eagle3Oracle
 from safetensors.torch import load_file
 from tiny import make_tiny_target
@@ -267,10 +273,11 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("settings", [SECOND, EAGLE], ids=["dflash2", "eagle3"])
-def test_a_drafter_learns_and_tells_its_curves(settings: Settings, target: Path, tmp_path: Path):
+def test_a_drafter_learns_and_tells_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
     told: list[str] = []
     run = (target, continuations(), continuations(), tmp_path, Length(steps=30))
-    trained = train(*run, settings=settings, mask_token_id=MASK_ID, report=told.append)
+    how = {"mask_token_id": MASK_ID} if settings is SECOND else {"make": make_head}
+    trained = train(*run, settings=settings, report=told.append, **how)
     assert trained.held_out_after["loss"] < trained.held_out_before["loss"]
     rows = read_rows(trained.curves)
     assert [row["step"] for row in rows if "loss" in row] == list(range(30))
@@ -303,7 +310,7 @@ def test_a_chains_later_tokens_see_what_was_drafted_and_no_other_chain(target: P
 
 def test_a_card_says_what_was_trained_and_how_good_it_is(tmp_path: Path):
     facts = DrafterCardFacts(
-        head="eagle3",
+        head="dflash2",
         target="owner/target",
         initial=None,
         machine="2 cores",
@@ -317,5 +324,5 @@ def test_a_card_says_what_was_trained_and_how_good_it_is(tmp_path: Path):
     )
     write_drafter_card(tmp_path, facts)
     card = (tmp_path / "README.md").read_text()
-    assert "EAGLE-3 head for owner/target" in card and "9 steps" in card
+    assert "DFlash2 drafter for owner/target" in card and "9 steps" in card
     assert least_card_length(tmp_path) == 2.5, "as `manta plan` reads it"

@@ -1,9 +1,9 @@
-"""An EAGLE-3 head (arXiv:2503.01840) as a trainable module, and its loss. Names are the published ones.
+"""An EAGLE-3 head (arXiv:2503.01840) in training: module, loss, drafts and checkpoint.
 
 One Llama layer over [token embedding, feature of the previous position]; embedding and head are the target's.
 It drafts a chain: after the target's newest feature, its own output replaces the feature. Chains are unrolled
 in training, as published ("training-time test"), so that it learns to correct its errors. The inference code
-is `drafter/eagle3/model.py`.
+is `drafter/eagle3/model.py`. `python -m manta.models.recipe.eagle3` is the command.
 
 Row r starts a chain after position r: at depth s it reads token r + 1 + s and predicts the next one. Shapes:
 B sequences, T tokens, R = T - 1 rows of each, N depths, D width, F tapped features, H query heads, G
@@ -12,16 +12,44 @@ key/value heads, E head width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
 import torch
+import typer
 from torch import nn
 
-from ....drafter.eagle3.config import Eagle3Config
-from ..loop.continuations import PaddedBatch
-from .chunked_cross_entropy import Teacher, row_losses
-from .dflash_loss import dpace_weights, length_figures, weighted_mean
-from .dflash_module import GatedMlp, RmsNorm, Rotary
-from .frozen_target import FrozenTarget
-from .recipes import EagleSettings
+from ...actors.targets.model.model_spec import ModelSpec
+from ...actors.targets.model.weights import TargetWeights
+from ...drafter.dflash.config import DraftLayer
+from ...drafter.dflash.target_features import usual_layer_ids
+from ...drafter.eagle3.config import Eagle3Config
+from ...drafter.step.sampling.sampler import sample_rows
+from ...jobs.drafters.common.options import TrainOptions
+from ...jobs.drafters.train.train_run import prepare_data
+from ...jobs.training.heads.chunked_cross_entropy import Teacher, row_losses
+from ...jobs.training.heads.dflash_loss import dpace_weights, length_figures, weighted_mean
+from ...jobs.training.heads.dflash_module import GatedMlp, RmsNorm, Rotary
+from ...jobs.training.heads.export import backbone, write_checkpoint
+from ...jobs.training.heads.frozen_target import FrozenTarget
+from ...jobs.training.heads.initialization import SEED, layer_parts, layer_sizes, load_matching
+from ...jobs.training.heads.offline_proposals import sampling
+from ...jobs.training.heads.recipes import Teaching, TrainSettings
+from ...jobs.training.heads.trainables import Trainable, read_target
+from ...jobs.training.loop.continuations import ContinuationRequest, Continuations, PaddedBatch
+from ...jobs.training.loop.training_loop import Length, Schedule
+from ...jobs.training.train_drafter import HELD_OUT, train
+
+
+@dataclass(frozen=True)
+class EagleSettings(TrainSettings):
+    """Settings of an EAGLE-3 head; `depth` is the number of tokens of a chain in training."""
+
+    depth: int = 5
+    num_taps: int = 3
+    teaching: Teaching = field(default_factory=lambda: Teaching(distance_share=0.7))
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.3))
 
 
 class EagleHead(nn.Module):
@@ -148,3 +176,115 @@ def chain_loss(
         overlap_BRN[..., depth][counted_BR] = of_rows.overlap_R
     loss = weighted_mean(torch.stack(losses, dim=-1), dpace_weights(label_loss_BRN), counted_BRN)
     return loss, length_figures(overlap_BRN[begins_BR])
+
+
+def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
+    return Eagle3Config(
+        file="a new head",
+        layout="sglang",
+        **layer_sizes(spec),
+        layers=(DraftLayer(causal=True, window=None),),
+        target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
+        draft_vocab_size=spec.vocab_size,
+        target_hidden_size=spec.hidden_size,
+    )
+
+
+@torch.no_grad()
+def new_eagle_head(config: Eagle3Config, target: TargetWeights) -> EagleHead:
+    """Make a head from the target's last layer where shapes agree; it reads the deepest tap."""
+    torch.manual_seed(SEED)
+    head = EagleHead(config)
+    parts = layer_parts(target, target.spec.num_layers - 1)
+    width, layer = config.hidden_size, head.midlayer
+    for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        torch.nn.init.normal_(projection.weight, std=0.02)
+    if (v_proj := parts.get("self_attn.v_proj.weight")) is not None:
+        layer.self_attn.v_proj.weight[:, width:].copy_(v_proj)
+    layer.hidden_norm.weight.copy_(parts["input_layernorm.weight"])
+    own = ("self_attn.o_proj.", "mlp.", "post_attention_layernorm.")
+    load_matching(layer, {name: tensor for name, tensor in parts.items() if name.startswith(own)})
+    head.norm.weight.copy_(target.final_norm())
+    head.fc.weight[:, -width:].copy_(torch.eye(width))
+    return head
+
+
+class ChainProposals:
+    def __init__(self, target: FrozenTarget, head: EagleHead, num_drafts: int) -> None:
+        self._target, self._head, self._num_drafts = target, head, num_drafts
+
+    @torch.no_grad()
+    def __call__(
+        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+    ) -> torch.Tensor:
+        device, rows_A = tokens_T.device, anchors_A - 1
+        features, _ = self._target.read(tokens_T[None])
+        read_R = tokens_T[1:].clone()
+        drafts: list[torch.Tensor] = []
+        with torch.autocast(device.type, torch.bfloat16):
+            chains = self._head.chains(features[:, :-1])
+        for depth in range(self._num_drafts):
+            with torch.autocast(device.type, torch.bfloat16):
+                hidden_RD = chains.step(self._target.embed(read_R[None]))[0]
+            logits_AV = self._target.head(hidden_RD[rows_A]).float()
+            drafts.append(sample_rows(logits_AV, sampling(question, anchors_A + 1 + depth)))
+            read_R[rows_A] = drafts[-1]
+        return torch.stack(drafts, dim=1)
+
+
+def export_eagle_head(model: EagleHead, target: ModelSpec, folder: Path) -> None:
+    """Write the original format, which SGLang and vLLM read, without the target's embedding and head."""
+    config = model.config
+    written = backbone(config, target) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+    write_checkpoint(folder, written, model)
+
+
+def make_head(
+    target: str | Path,
+    settings: EagleSettings,
+    initial: Path | None,
+    mask_token_id: int | None,
+    max_tokens: int,
+    device: torch.device,
+) -> Trainable:
+    """Make a new head for `train`; it starts from no checkpoint and has no mask token."""
+    assert initial is None and mask_token_id is None
+    spec, _ = read_target(target)
+    config = eagle_config(spec, settings)
+    frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
+    head = new_eagle_head(config, frozen.weights).to(device)
+    return Trainable(
+        frozen,
+        head,
+        lambda batch, step, seed: chain_loss(frozen, head, batch, settings),
+        ChainProposals(frozen, head, settings.depth),
+        lambda folder: export_eagle_head(head, spec, folder),
+    )
+
+
+def main(
+    target: Annotated[str, typer.Option("-m", "--target", help="Folder or hub id of the target.")],
+    data: Annotated[list[str], typer.Option("--data", help="As of manta drafter train; may be repeated.")],
+    output_dir: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run, with drafter/.")],
+    hours: Annotated[float, typer.Option("--hours", help="Time for training.")] = 1.0,
+) -> None:
+    """Train an EAGLE-3 head for a frozen target."""
+    options = TrainOptions(target=target, folder=output_dir, data=tuple(data))
+    learned = prepare_data(options, print)
+    held_out = Continuations.load(output_dir / HELD_OUT)
+    length = Length(seconds=hours * 3600)
+    trained = train(target, learned, held_out, output_dir, length, settings=EagleSettings(), make=make_head)
+    print(f"{trained.held_out_after['tokens_per_step']:.2f} tokens per step, held out; {trained.drafter}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
