@@ -1,6 +1,6 @@
 """`manta bench`: compares speculation on with off, same target and prompts, alternating in one run.
 
-At each concurrency the two modes take turns (`jobs/bench/common/interleaving.py`), each in its faster dtype,
+At each concurrency the two modes take turns (`jobs/bench/common/engine_passes.py`), each in its faster dtype,
 found by a short trial. Figures are medians over rounds. Outputs are compared token by token in every dtype.
 Runs in this process, without Ray.
 """
@@ -19,6 +19,7 @@ from ..charts.plots import GRAY, TEAL, can_plot, new_figure, save_figure
 from ..common.progress import counting
 from ..common.tables import decimals, print_table
 from .common.engine_passes import (
+    LINE_S,
     MODES,
     EnginePass,
     Figures,
@@ -26,13 +27,16 @@ from .common.engine_passes import (
     SteppedPass,
     encode_prompts,
     open_engines,
+    prompts_per_turn,
+    ratios,
     read_prompts,
     record,
+    run_rounds,
     say,
+    split_evenly,
     tried_dtypes,
 )
 from .common.idle_check import Watch, print_warning
-from .common.interleaving import LINE_S, prompts_per_turn, ratios, run_rounds, split_evenly
 from .common.options import BenchOptions
 
 TRIAL_PROMPTS = 4

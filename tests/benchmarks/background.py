@@ -24,9 +24,8 @@ from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
 from manta.actors.tokenization.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
+from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.common.interleaving import rotated
 from manta.jobs.bench.load.request_source import LoadRequest, RequestSource
 from manta.jobs.bench.sweep.load_records import describe
 from manta.jobs.common.http_client import ServerClient

@@ -19,6 +19,7 @@ from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import (
+    LEAST_GROUPS,
     MODES,
     EnginePass,
     Figures,
@@ -27,12 +28,15 @@ from manta.jobs.bench.common.engine_passes import (
     encode_prompts,
     joined,
     open_engines,
+    prompts_per_turn,
+    ratios,
     read_prompts,
     record,
+    rotated,
     say,
+    split_evenly,
 )
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.common.interleaving import LEAST_GROUPS, prompts_per_turn, ratios, rotated, split_evenly
 from manta.jobs.common.tables import print_table
 
 from .busy_processes import busy_processes

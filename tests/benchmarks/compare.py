@@ -28,14 +28,17 @@ from manta.jobs.bench.common.engine_passes import (
     Pass,
     encode_prompts,
     open_engines,
+    prompts_per_turn,
+    ratios,
     read_prompts,
     record,
     run_engine,
+    run_rounds,
     say,
+    split_evenly,
     tried_dtypes,
 )
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.common.interleaving import prompts_per_turn, ratios, run_rounds, split_evenly
 from manta.jobs.common.tables import decimals, print_table
 
 from .contender_server import OpenAIServer

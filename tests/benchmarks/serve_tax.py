@@ -28,12 +28,13 @@ from manta.jobs.bench.common.engine_passes import (
     Pass,
     Prompt,
     encode_prompts,
+    ratios,
     read_prompts,
     record,
+    rotated,
     say,
 )
 from manta.jobs.bench.common.idle_check import print_warning
-from manta.jobs.bench.common.interleaving import ratios, rotated
 from manta.jobs.common.tables import NO_FIGURE, print_table
 
 from .options import ServeTaxOptions

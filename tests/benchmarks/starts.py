@@ -17,9 +17,8 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, say
+from manta.jobs.bench.common.engine_passes import Figures, read_rows, record, rotated, say
 from manta.jobs.bench.common.idle_check import Watch, print_warning
-from manta.jobs.bench.common.interleaving import rotated
 from manta.jobs.bench.load.request_source import RequestSource, encode_rows
 from manta.jobs.bench.sweep.engine_driver import Driver, LoadRun
 from manta.jobs.bench.sweep.engines import ADAPTIVE, PLAIN

@@ -1,14 +1,17 @@
-"""Prompts, engines and the results of a pass over the prompts, shared by the benchmarks.
+"""Prompts, engines and passes over the prompts, shared by the benchmarks, and the alternation of their sides.
 
-The order in which sides run is in `interleaving.py`; what is compared is in `jobs/bench/spec_on_off.py` (on
-with off) and `sweep/` (all draft lengths and methods). Also used by `tests/benchmarks/`.
+In a *round* every side answers all prompts; a *turn* is one side's run over a few of them and takes some
+tenths of a second. All sides answer the same prompts in consecutive turns, in rotating order, so that
+disturbances of the machine affect all of them. The figures of a round are sums over its turns, so the speeds
+of two sides in a round, and their ratio, are for the same work at nearly the same time. Medians are taken
+over rounds. Also used by `tests/benchmarks/`.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -28,6 +31,7 @@ from ....cluster.errors import DatasetError
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...common.generate import open_llm
+from ...common.progress import counting
 from ...common.progress import say as say
 from .options import RunOptions
 from .provenance import options_json, provenance
@@ -35,6 +39,12 @@ from .provenance import options_json, provenance
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
 Prompt = tuple[str, list[int]]  # id, token ids
+LINE_S = 4.0  # interval of progress lines
+TURN_S = 0.5  # duration for the slowest side
+# Minimum number of full batches in a turn: at its end the batch is not full, which must not dominate.
+LEAST_GROUPS = 2
+
+_Name = TypeVar("_Name", bound=str)
 
 
 @dataclass
@@ -240,3 +250,42 @@ def _prompt_of(record: Mapping[str, Any], path: Path) -> Any:
 
 def _answer(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
+
+
+def prompts_per_turn(requests: int, tokens_per_s: float, max_tokens: int) -> int:
+    """Return the prompts that the slowest side answers in `TURN_S`: at least two groups of `requests`."""
+    groups = round(TURN_S * tokens_per_s / max_tokens / requests)
+    return requests * max(groups, LEAST_GROUPS)
+
+
+def split_evenly(count: int, per_turn: int, requests: int) -> list[slice]:
+    """Split `count` prompts into turns of at least `per_turn`; all but the last are whole groups."""
+    num_turns = max(count // per_turn, 1)
+    groups = -(-count // requests)
+    ends = [min(count, i * groups // num_turns * requests) for i in range(1, num_turns + 1)]
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def run_rounds(
+    sides: Mapping[str, Callable[[slice], _Pass]], turns: Sequence[slice], rounds: int, title: str
+) -> dict[str, list[_Pass]]:
+    """Return for each side one pass over all prompts per round, summed over its turns."""
+    passes: dict[str, list[_Pass]] = {name: [] for name in sides}
+    for number in range(rounds):
+        done: dict[str, list[_Pass]] = {name: [] for name in sides}
+        with counting(f"{title}, round {number + 1}/{rounds}", say, every_s=LINE_S):
+            for i, turn in enumerate(turns):
+                for name in rotated(list(sides), number + i):
+                    done[name].append(sides[name](turn))
+        for name, parts in done.items():
+            passes[name].append(joined(parts))
+    return passes
+
+
+def rotated(names: Sequence[_Name], number: int) -> list[_Name]:
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def ratios(ours: Sequence[Pass], theirs: Sequence[Pass]) -> list[float]:
+    return [mine.tokens_per_s / other.tokens_per_s for mine, other in zip(ours, theirs, strict=True)]

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....actors.system.atomic_files import rounded
-from ..common.engine_passes import Figures, say
+from ..common.engine_passes import Figures, rotated, say
 from ..common.idle_check import Watch
-from ..common.interleaving import rotated
 from ..load.request_source import RequestSource, Traffic
 from .engine_driver import Driver
 from .engines import ADAPTIVE, PLAIN, RANDOM

@@ -20,9 +20,16 @@ from ....actors.system.atomic_files import rounded
 from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError, DatasetError, RequestError
-from ...bench.common.engine_passes import Figures, PromptRow, read_rows, say
+from ...bench.common.engine_passes import (
+    Figures,
+    PromptRow,
+    prompts_per_turn,
+    read_rows,
+    rotated,
+    say,
+    split_evenly,
+)
 from ...bench.common.idle_check import Watch
-from ...bench.common.interleaving import prompts_per_turn, rotated, split_evenly
 from ...bench.common.provenance import options_json, provenance
 from ...bench.load.request_source import RequestSource, encode_rows
 from ...bench.sweep.engine_driver import Driver

@@ -6,9 +6,11 @@ from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.jobs.bench.common.engine_passes import Pass, SteppedPass, joined
-from manta.jobs.bench.common.interleaving import (
+from manta.jobs.bench.common.engine_passes import (
     LEAST_GROUPS,
+    Pass,
+    SteppedPass,
+    joined,
     prompts_per_turn,
     ratios,
     run_rounds,
