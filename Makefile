@@ -87,7 +87,7 @@ mutations: install  ## break the product in 54 places, one at a time: a test mus
 
 .PHONY: sweep
 sweep: install  ## every way to speculate beside plain decoding, 1 to 64 requests (15 minutes on an idle machine)
-	$(BIN)/manta bench sweep -o docs/benchmarks/sweep-cpu.json --svg docs/benchmarks
+	$(BIN)/python tests/benchmarks sweep -o docs/benchmarks/sweep-cpu.json --svg docs/benchmarks
 
 chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
 	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/end_to_end/batch/test_batch_chaos.py -q --timeout=0

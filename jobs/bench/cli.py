@@ -59,17 +59,13 @@ def sweep(
     method: Method = None,
     svg: SvgFolder = None,
 ) -> None:
-    """Compare plain decoding, adaptive and fixed draft lengths at 1 to 64 requests, and check each bar.
-
-    Also measures a drafter with shuffled weights, and mixed traffic.
-    """
+    """Compare plain decoding, adaptive and fixed draft lengths, and other methods at 1 to 64 requests."""
     from ..charts.plots import can_plot, write_svgs
     from .load.pareto import sweep_pictures
     from .sweep.engines import parse_methods
     from .sweep.sweep_run import run_sweep
 
-    mixed = tuple(load for load in options.mixed if load in options.concurrency)
-    figures = run_sweep(config, replace(options, mixed=mixed, methods=parse_methods(method or ())))
+    figures = run_sweep(config, replace(options, methods=parse_methods(method or ())))
     if svg is not None and can_plot():
         write_svgs(sweep_pictures(figures), svg, "sweep-")
 

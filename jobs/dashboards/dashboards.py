@@ -32,7 +32,6 @@ _COLUMNS = 24
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA = 39
 _QUANTILES = (0.5, 0.95, 0.99)
-Json = dict[str, Any]  # Any: YAML
 
 
 def boards(names: Dialect) -> list[Json]:

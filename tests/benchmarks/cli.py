@@ -20,6 +20,7 @@ from .options import (
     BusyOptions,
     CompareOptions,
     GrammarOptions,
+    PolicySweepOptions,
     ScaleOptions,
     ServeTaxOptions,
     SharedDrafterOptions,
@@ -99,6 +100,25 @@ def background(options: BackgroundOptions, config: EngineConfig, model_: Model =
     from .background import run_background_bench
 
     run_background_bench(config, options)
+
+
+@app.command()
+@with_flags
+def sweep(
+    options: PolicySweepOptions,
+    config: EngineConfig,
+    model_: Model = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Folder for the charts.")] = None,
+) -> None:
+    """Run manta bench sweep with a useless drafter and mixed traffic, and judge every bar."""
+    from manta.jobs.bench.load.pareto import sweep_pictures
+    from manta.jobs.charts.plots import can_plot, write_svgs
+
+    from .policy_sweep import run_policy_sweep
+
+    figures = run_policy_sweep(config, options)
+    if svg is not None and can_plot():
+        write_svgs(sweep_pictures(figures), svg, "sweep-")
 
 
 @app.command()

@@ -19,6 +19,8 @@ from manta.jobs.bench.load.request_source import RequestSource
 from manta.jobs.bench.sweep.engine_driver import Driver
 from ray.exceptions import RayTaskError
 
+from .starts import hold
+
 OPEN_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 30.0
 SPARE_S = 60.0  # time for the last steps of a turn
@@ -58,7 +60,7 @@ class EngineHost:
     def run(self, at_once: int, seconds: float) -> Turn:
         """Run a closed loop over the same requests as in every call."""
         before = self._driver.engine.stats()
-        (done,) = self._driver.hold(self._source, (at_once,), seconds)
+        (done,) = hold(self._driver, self._source, (at_once,), seconds)
         after = self._driver.engine.stats()
         return Turn(
             seconds=done.seconds,

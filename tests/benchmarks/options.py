@@ -14,7 +14,7 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.flag import NO_FLAG, Flag, Size
 from manta.cluster.fleet.autoscaling import ScalingRules
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.jobs.bench.common.options import CONCURRENCY, Loads, RunOptions, Temperature
+from manta.jobs.bench.common.options import CONCURRENCY, Loads, RunOptions, SweepOptions, Temperature
 
 from .arrivals import Arrivals
 
@@ -126,6 +126,17 @@ class BackgroundOptions(RunOptions):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
         for rate in self.rates:
             Arrivals(rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySweepOptions(SweepOptions):
+    """Options of `sweep`.
+
+    Attributes:
+        mixed: requests at once with mixed traffic; may be repeated.
+    """
+
+    mixed: tuple[int, ...] = (8, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

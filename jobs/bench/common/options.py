@@ -12,7 +12,6 @@ from ....cluster.errors import ConfigError
 from ....cluster.flag import NO_FLAG, Flag, Size
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
-MIXED = (8, 32)
 Loads = Annotated[tuple[int, ...], Flag("--max-concurrency")]
 Temperature = Annotated[float, Flag("-t")]
 
@@ -70,18 +69,16 @@ class SweepOptions(RunOptions):
     Attributes:
         num_prompts: number of prompts, taken evenly from the file.
         concurrency: requests at once in closed loops; may be repeated.
-        mixed: values of `concurrency` that are also measured with mixed traffic.
         rounds: maximum number of rounds of each side at a point.
         max_tokens: mean output tokens of a request; requests vary from 0.5 to 1.5 times this.
-        temperature: 0 is greedy. The hard requests of mixed traffic have their own.
+        temperature: 0 is greedy.
         methods: additional speculative configs, by name.
         minutes: approximate duration.
-        methods_only: skip fixed lengths and the shuffled drafter.
+        methods_only: skip fixed lengths.
     """
 
     num_prompts: Annotated[int, NO_FLAG] = 240
     concurrency: Loads = CONCURRENCY
-    mixed: Annotated[tuple[int, ...], NO_FLAG] = MIXED
     rounds: Annotated[int, NO_FLAG] = 5
     temperature: Temperature = 0.0
     methods: Annotated[Mapping[str, Mapping[str, Any]], NO_FLAG] = field(default_factory=dict)  # Any: JSON
@@ -92,15 +89,12 @@ class SweepOptions(RunOptions):
         RunOptions.__post_init__(self)
         if not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
-        if min(self.mixed, default=1) < 1:
-            raise ConfigError(f"mixed={self.mixed} must be numbers of at least 1.", param="mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoOptions(SweepOptions):
     """Options of `manta bench pareto` if it runs a sweep itself."""
 
-    mixed: Annotated[tuple[int, ...], NO_FLAG] = ()
     minutes: float = 5.0
     methods_only: Annotated[bool, NO_FLAG] = True
 

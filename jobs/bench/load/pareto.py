@@ -61,7 +61,7 @@ def read_figures(path: Path) -> Figures:
     """Return the figures in a file that a sweep wrote; ConfigError for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if {"provenance", "points", "options", "verdicts"} <= found.keys():
+        if {"provenance", "points", "options", "refused"} <= found.keys():
             return found
     except (OSError, ValueError, AttributeError):
         pass
@@ -119,7 +119,7 @@ def sweep_pictures(figures: Figures) -> list[Picture]:
 
 
 def _closed(figures: Figures) -> list[Figures]:
-    return [point for point in figures["points"] if point["traffic"] == "prompts" and point["requests"]]
+    return [point for point in figures["points"] if point.get("traffic") != "mixed"]  # older files have some
 
 
 def _speedup(points: Sequence[Figures]) -> Picture:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ....actors.batch.dataset.row_requests import row_seed
 from ....actors.tokenization.prompts import encode_prompt
@@ -18,10 +18,6 @@ from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.request.request import SamplingParams
 from ..common.engine_passes import PromptRow
 
-Traffic = Literal["prompts", "mixed"]
-HOSTILE = "hostile"  # category of requests whose drafts are rarely accepted
-# Drafter and target sample with the same noise, so drafts are accepted at high temperatures, too; at 1 least.
-_HOSTILE_TEMPERATURE = 1.0
 _GOLDEN = 0.6180339887  # golden ratio - 1: the fractional parts of its multiples fill [0, 1) evenly
 
 
@@ -52,8 +48,6 @@ class RequestSource:
     Args:
         rows: the prompts, used cyclically.
         max_tokens: mean output tokens; requests vary from 0.5 to 1.5 times this.
-        traffic: "mixed" makes every other request hard to draft for: the tokens of its prompt are shuffled
-            (rows must hold token ids) and it samples at temperature 1.
         natural: stop at an end-of-sequence token; `max_tokens` is then the limit of each request.
     """
 
@@ -62,27 +56,23 @@ class RequestSource:
         rows: Sequence[PromptRow],
         max_tokens: int,
         temperature: float,
-        traffic: Traffic = "prompts",
         *,
         natural: bool = False,
     ) -> None:
         self._rows = list(rows)
         random.Random(0).shuffle(self._rows)  # files are sorted by category; a turn should contain all
         self._max_tokens, self._temperature = max_tokens, temperature
-        self._mixed, self._natural = traffic == "mixed", natural
+        self._natural = natural
 
     def __getitem__(self, number: int) -> LoadRequest:
         row = self._rows[number % len(self._rows)]
-        hostile, prompt = self._mixed and number % 2 == 1, row.prompt
-        if hostile:
-            prompt = random.Random(number).sample(prompt, len(prompt))
         share = 1.0 if self._natural else 0.5 + number * _GOLDEN % 1.0
         return LoadRequest(
             number,
-            HOSTILE if hostile else row.category,
-            prompt,
+            row.category,
+            row.prompt,
             max(1, round(self._max_tokens * share)),
-            _HOSTILE_TEMPERATURE if hostile else self._temperature,
+            self._temperature,
             row_seed(0, f"{row.name} {number}"),
             ignore_eos=not self._natural,
         )

@@ -3,7 +3,6 @@
     plain        no drafter
     adaptive     the given configuration
     dflash-k     always k drafts, for each k of the ladder (named after the configured method)
-    random       adaptive, with the drafter's weights shuffled: same cost, useless drafts
     ngram, ..    other methods (`--method`), adaptive
 
 A side that the engine refuses is reported with the reason, and the others run.
@@ -15,22 +14,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from ....actors.engine.uniproc_executor import make_executor
-from ....actors.tokenization.checkpoint_paths import drafter_folder
 from ....cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ....cluster.errors import ConfigError, MantaError
 from ....cluster.speculation.draft_lengths import draft_lengths
 from ..common.engine_passes import say
 from .engine_driver import Driver
 
-PLAIN, ADAPTIVE, RANDOM = "plain", "adaptive", "random"
+PLAIN, ADAPTIVE = "plain", "adaptive"
 
 
 @dataclass(slots=True)
@@ -60,7 +53,7 @@ class Sides:
 def open_sides(
     config: EngineConfig, methods: Mapping[str, Mapping[str, Any]], *, methods_only: bool = False
 ) -> Iterator[Sides]:
-    """Open all sides (without fixed lengths and the shuffled drafter if `methods_only`).
+    """Open all sides (without fixed lengths if `methods_only`).
 
     Each engine counts the GPU memory that the others use, so the nth may use n shares of
     `gpu_memory_utilization`. The number of sides is known only once the first engine reports its ladder, so
@@ -68,32 +61,28 @@ def open_sides(
     """
     spec = config.speculative_config
     assert spec is not None, "run_sweep checks that there is a speculative config"
-    sides, count = Sides(), 3 + len(methods) + len(draft_lengths(spec.num_speculative_tokens or 64))
+    sides, count = Sides(), 2 + len(methods) + len(draft_lengths(spec.num_speculative_tokens or 64))
 
     def opened(name: str, of_side: SpeculativeConfig | None) -> Driver | None:
         share = config.gpu_memory_utilization * min(1.0, (1 + len(sides.drivers)) / count)
         changed = replace(config, speculative_config=of_side, gpu_memory_utilization=share)
         return sides.open(name, changed)
 
-    with TemporaryDirectory(prefix="manta-sweep-") as scratch:
-        try:
-            adaptive = opened(ADAPTIVE, replace(spec, adaptive=True))
-            if adaptive is None:
-                raise ConfigError(sides.refused[ADAPTIVE], param="speculative_config")
-            opened(PLAIN, None)
-            lengths = draft_lengths(adaptive.info.num_speculative_tokens)[1:]
-            for drafts in () if methods_only else lengths:
-                name = f"{spec.method}-{drafts}"
-                if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):
-                    sides.fixed.append(name)
-            for name, how in methods.items():
-                _open_method(sides, name, how, opened)
-            if spec.model is not None and not methods_only:
-                folder = shuffled(drafter_folder(config, spec.model), Path(scratch))
-                opened(RANDOM, replace(spec, adaptive=True, model=str(folder)))
-            yield sides
-        finally:
-            sides.close()
+    try:
+        adaptive = opened(ADAPTIVE, replace(spec, adaptive=True))
+        if adaptive is None:
+            raise ConfigError(sides.refused[ADAPTIVE], param="speculative_config")
+        opened(PLAIN, None)
+        lengths = draft_lengths(adaptive.info.num_speculative_tokens)[1:]
+        for drafts in () if methods_only else lengths:
+            name = f"{spec.method}-{drafts}"
+            if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):
+                sides.fixed.append(name)
+        for name, how in methods.items():
+            _open_method(sides, name, how, opened)
+        yield sides
+    finally:
+        sides.close()
 
 
 def _open_method(sides: Sides, name: str, how: Mapping[str, Any], opened: Any) -> None:  # Any: a closure
@@ -129,25 +118,3 @@ def _json_object(text: str) -> dict[str, Any]:
         f"method={text!r} must be a JSON object with a `method`, a name such as ngram, or eagle3=FOLDER.",
         param="method",
     )
-
-
-def shuffled(drafter: Path, scratch: Path) -> Path:
-    """Copy a drafter's folder with the values of every tensor shuffled: same magnitudes, useless drafts."""
-    folder = scratch / "random"
-    folder.mkdir()
-    shuffle = torch.Generator().manual_seed(0)
-    for file in drafter.iterdir():
-        if file.suffix == ".safetensors":
-            tensors = load_file(file)
-            mixed = {name: _mixed(tensor, shuffle) for name, tensor in tensors.items()}
-            save_file(mixed, folder / file.name)
-        elif file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
-def _mixed(tensor: torch.Tensor, shuffle: torch.Generator) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    order = torch.randperm(tensor.numel(), generator=shuffle)
-    return tensor.flatten()[order].view(tensor.shape).contiguous()

@@ -1,4 +1,4 @@
-"""Measures one point of a sweep, a load on all sides in alternation, and computes its figures and verdicts.
+"""Measures one point of a sweep, a load on all sides in alternation, and computes its figures.
 
 A turn is one side's pass over some requests; the other sides' turns over the same requests follow, in
 rotating order. Speeds and ratios of a round are thus for the same work at nearly the same time. Medians are
@@ -15,45 +15,32 @@ from dataclasses import dataclass
 from ....actors.system.atomic_files import rounded
 from ..common.engine_passes import Figures, rotated, say
 from ..common.idle_check import Watch
-from ..load.request_source import RequestSource, Traffic
+from ..load.request_source import RequestSource
 from .engine_driver import Driver
-from .engines import ADAPTIVE, PLAIN, RANDOM
+from .engines import PLAIN
 from .load_records import LoadPass, Sums, acceptance_json, describe
 
 LEAST_ROUNDS = 3
-BEST_LEAST, PLAIN_LEAST, RANDOM_LEAST, MIXED_LEAST = 0.98, 1.0, 0.97, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
-    """A load: a closed loop with `requests` in flight."""
-
-    traffic: Traffic
-    requests: int
-
-    def __str__(self) -> str:
-        load = f"{self.requests} request(s)"
-        return load if self.traffic == "prompts" else f"{load}, {self.traffic} traffic"
 
 
 @dataclass(frozen=True, slots=True)
 class PointPasses:
     """Passes of all sides, one per round; round i ran the requests of `parts[i]`."""
 
-    point: SweepPoint
+    requests: int  # in flight
     parts: list[range]
     passes: dict[str, list[LoadPass]]
     watch: Watch
 
 
 def measure(
-    point: SweepPoint, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
+    requests: int, drivers: Mapping[str, Driver], source: RequestSource, rounds: int, budget_s: float
 ) -> PointPasses:
     """Measure all sides in at most `rounds` rounds.
 
     `budget_s` covers all sides together; it is exceeded if it is too short for LEAST_ROUNDS.
     """
-    begin_s, requests = time.monotonic(), point.requests
+    begin_s = time.monotonic()
     least = max(requests, 2)
     # Warm-up. Its duration also determines how many requests fit into the budget.
     slowest_s = max(driver.closed(source, range(least), requests).seconds for driver in drivers.values())
@@ -64,10 +51,10 @@ def measure(
     watch = Watch()
     with watch.open():
         for number, part in enumerate(parts):
-            say(f"{point}, round {number + 1}/{rounds}, {count} requests")
+            say(f"{requests} request(s), round {number + 1}/{rounds}, {count} requests")
             for name in rotated(list(drivers), number):
                 passes[name].append(drivers[name].closed(source, part, requests))
-    return PointPasses(point, parts, passes, watch)
+    return PointPasses(requests, parts, passes, watch)
 
 
 def _plan(least: int, least_s: float, side_s: float, most_rounds: int) -> tuple[int, int]:
@@ -86,12 +73,11 @@ def point_figures(measured: PointPasses, fixed: Sequence[str]) -> Figures:
     Acceptance by draft position is reported only for the longest fixed length, since shorter ones have the
     same first drafts.
     """
-    passes, point = measured.passes, measured.point
+    passes = measured.passes
     best = max((PLAIN, *fixed), key=lambda name: statistics.median(_speeds(passes[name])))
     expected = _tokens(measured, PLAIN)
     return {
-        "traffic": point.traffic,
-        "requests": point.requests,
+        "requests": measured.requests,
         "rounds": len(measured.parts),
         "requests_per_round": len(measured.parts[0]),
         "best": best,
@@ -142,38 +128,6 @@ def _side_figures(
         },
         **describe(waits),
     }
-
-
-def verdicts(points: Sequence[Figures]) -> list[Figures]:
-    """Return for each bar and point the minimum, the measured value, and whether the bar is met."""
-    found: list[Figures] = []
-    for point in points:
-        for bar, side, ratio, least in _bars(point["traffic"]):
-            if (figures := point["sides"].get(side)) is not None:
-                measured, rounds = figures[ratio], figures[f"rounds_{ratio}"]
-                found.append(
-                    {
-                        "bar": bar,
-                        "where": f"{point['requests']} request(s), {point['traffic']}",
-                        "least": least,
-                        "measured": measured,
-                        "range": [min(rounds), max(rounds)],
-                        "met": measured >= least,
-                    }
-                )
-    return found
-
-
-def _bars(traffic: str) -> list[tuple[str, str, str, float]]:
-    """Return (bar, side, name of the ratio, minimum) of each bar."""
-    to_plain = ("adaptive to plain", ADAPTIVE, "ratio_to_plain", PLAIN_LEAST)
-    if traffic == "mixed":
-        return [("adaptive to the best", ADAPTIVE, "ratio_to_best", MIXED_LEAST), to_plain]
-    return [
-        ("adaptive to the best", ADAPTIVE, "ratio_to_best", BEST_LEAST),
-        to_plain,
-        ("random drafter to plain", RANDOM, "ratio_to_plain", RANDOM_LEAST),
-    ]
 
 
 def _speeds(passes: Sequence[LoadPass]) -> list[float]:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.arrivals import Arrivals
+from benchmarks.options import PolicySweepOptions
+from benchmarks.policy_sweep import HOSTILE, MixedSource, run_policy_sweep, shuffled
 from benchmarks.starts import StartsOptions, hold, run_starts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +22,11 @@ from manta.cluster.engine.engine_core import SequenceUpdate
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import PromptRow
 from manta.jobs.bench.load.pareto import read_figures, run_pareto
-from manta.jobs.bench.load.request_source import HOSTILE, RequestSource
+from manta.jobs.bench.load.request_source import RequestSource
 from manta.jobs.bench.sweep.engine_driver import Driver
-from manta.jobs.bench.sweep.engines import parse_methods, shuffled
+from manta.jobs.bench.sweep.engines import parse_methods
 from manta.jobs.bench.sweep.load_records import RequestLatencies, Sums, describe
-from manta.jobs.bench.sweep.sweep_run import SweepOptions, run_sweep
+from manta.jobs.bench.sweep.sweep_run import SweepOptions
 from manta.jobs.cli import main
 from safetensors.torch import load_file
 
@@ -133,7 +135,7 @@ def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
 
 
 def test_all_sides_are_asked_the_same_and_lengths_differ() -> None:
-    plain, mixed = RequestSource(ROWS, 100, 0.5), RequestSource(ROWS, 100, 0.5, "mixed")
+    plain, mixed = RequestSource(ROWS, 100, 0.5), MixedSource(ROWS, 100, 0.5)
     lengths = [plain[number].max_tokens for number in range(200)]
     assert min(lengths) >= 50 and max(lengths) <= 150 and np.mean(lengths) == pytest.approx(100, abs=1)
     assert plain[7] == RequestSource(ROWS, 100, 0.5)[7] and plain[7].seed != plain[7 + len(ROWS)].seed
@@ -189,7 +191,7 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     rows = ({"id": row.name, "category": row.category, "prompt": row.prompt} for row in ROWS)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "sweep.json"
-    options = SweepOptions(
+    options = PolicySweepOptions(
         prompts=prompts,
         concurrency=(1, 3),
         mixed=(3,),
@@ -199,14 +201,15 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
         methods=parse_methods(['{"method": "no-such-method", "model": "x"}']),
         output=output,
     )
-    run_sweep(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)
+    run_policy_sweep(config(tiny_qwen3, tiny_drafter, num_speculative_tokens=3), options)
     figures = json.loads(output.read_text())
     assert figures["complete"]
     assert set(figures["refused"]) == {"no-such-method"}
     names = ["adaptive", "plain", "dflash-1", "dflash-3", "random"]
     closed = figures["points"]
-    assert [(p["requests"], p["traffic"]) for p in closed] == [(1, "prompts"), (3, "prompts"), (3, "mixed")]
-    for point in figures["points"]:
+    assert [point["requests"] for point in closed] == [1, 3]
+    assert [point["requests"] for point in figures["mixed"]] == [3]
+    for point in (*closed, *figures["mixed"]):
         assert list(point["sides"]) == names and all(side["identical"] for side in point["sides"].values())
         plain, best = point["sides"]["plain"], point["sides"][point["best"]]
         assert plain["ratio_to_plain"] == best["ratio_to_best"] == 1.0 and point["best"] in names[1:4]
