@@ -94,12 +94,7 @@ class _Phase(Enum):
 
 
 class BaselineSample:
-    """The sample of one engine.
-
-    Args:
-        num_rows: number of rows to answer plainly, see `num_plain_rows`.
-        full: number of rows with which the engine is full.
-    """
+    """The sample of one engine, which is full with `full` rows; see `num_plain_rows`."""
 
     def __init__(self, num_rows: int, full: int) -> None:
         self._num_rows = num_rows

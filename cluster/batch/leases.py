@@ -28,16 +28,7 @@ _DEAD = "dead"  # the engine of a driver that died with it
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows that one engine answers.
-
-    Attributes:
-        number: names the lease.
-        engine: that holds it.
-        rows: never empty.
-        deaths: engines that died with these rows.
-        shard: of the rows, if order is preserved.
-        deaths_alone: engines that died with this row and no other.
-    """
+    """Rows that one engine answers; `deaths` engines died with them, `deaths_alone` with this row alone."""
 
     number: int
     engine: str

@@ -79,15 +79,9 @@ class ScalingRules:
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """The combined load of all replicas of a deployment.
+    """The combined load of all replicas of a deployment; `busy` is in units of replicas.
 
-    Attributes:
-        there: replicas that serve.
-        heard: those of them that have reported.
-        busy: slots or pages in use, whichever is scarcer on each replica, in units of replicas.
-        backlog_s: sum of the seconds that each replica needs for its own waiting requests.
-        queued: requests that wait in front of the replicas.
-        background: requests of background work.
+    `there` replicas serve, and `heard` of them have reported.
     """
 
     there: int
@@ -182,18 +176,9 @@ class _Highest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """A replica's load and rates.
+    """A replica's online requests, the K/V pages that they hold, and its measured rates.
 
-    Attributes:
-        running, waiting: online requests.
-        max_num_seqs: requests that can run at once.
-        kv_usage: 0 to 1; share of K/V pages held by online requests (in proportion to their number).
-        waiting_tokens: expected tokens of waiting requests, by the mean of finished ones; 0 before one has
-            finished.
-        decode_tokens_per_s: of all running requests together, while the engine was busy; 0 before that.
-        mean_acceptance_length: tokens per verified block; 1 without drafts.
-        step_s: seconds of a step.
-        background: background requests, running or waiting.
+    `waiting_tokens` are expected, by the mean of finished requests. Rates are 0 before they were measured.
     """
 
     running: float = 0.0

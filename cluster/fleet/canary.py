@@ -108,12 +108,7 @@ NOTHING = ArmStats()
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The state of a trial, as replicas send it to each other.
-
-    Attributes:
-        log_better, log_worse: natural logarithms of the wealths of the bettors on "better" and "worse".
-        incumbent, candidate: counts of each drafter.
-    """
+    """The state of a trial, as replicas send it: logarithms of the bettors' wealths, counts by drafter."""
 
     log_better: float = 0.0
     log_worse: float = 0.0
@@ -148,24 +143,14 @@ def verdict(rules: TrialRules, evidence: Evidence, age_s: float) -> Verdict | No
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A request's part in a trial.
-
-    Attributes:
-        role: the drafter that drafts for it.
-        brought: counts of its drafter; None while the request runs.
-    """
+    """A request's part in a trial; `brought` is None while it runs."""
 
     role: Role
     brought: ArmStats | None = None
 
 
 class CanaryTrial:
-    """One engine's part in a trial.
-
-    Args:
-        rules: rules of the trial.
-        draw: source of random numbers in [0, 1) for the assignments.
-    """
+    """One engine's part in a trial; `draw` gives random numbers for the assignments."""
 
     def __init__(self, rules: TrialRules, draw: random.Random | None = None) -> None:
         self.rules = rules

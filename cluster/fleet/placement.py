@@ -162,11 +162,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentDemand:
-    """The replicas of one deployment that a cluster should hold.
-
-    Attributes:
-        bundles: bundles of one replica, which are placed on one node.
-    """
+    """The replicas of one deployment that a cluster should hold; `bundles` are of one replica."""
 
     deployment: str
     topology: Topology

@@ -20,12 +20,9 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources that one engine takes on a node.
+    """The resources that one engine takes on a node; `actor` is the part of its own process.
 
-    Attributes:
-        bundles: bundles of its placement group; the engine's own process is in the first.
-        actor: the part that this process takes; nothing if separate workers compute.
-        num_threads: threads for the engine's settings; None leaves them to the workers.
+    `num_threads` None leaves threads to the workers.
     """
 
     bundles: tuple[Bundle, ...]

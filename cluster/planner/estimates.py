@@ -25,14 +25,9 @@ _SIMPLEST = ("colocated", None, "split", "shared")
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """Estimated speed of one engine at one batch size.
+    """Estimated speed of one engine at `batch` requests with `rows` rows each.
 
-    Attributes:
-        batch: concurrent requests per engine.
-        rows: rows per request and round; 1 means no drafts.
-        tokens: expected output tokens per request and round.
-        bound: the resource that takes most of the round.
-        node_tokens_per_s: output tokens per second of all engines together.
+    `tokens` are expected output tokens per request and round; `bound` takes most of the round.
     """
 
     batch: int
@@ -54,12 +49,9 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class LayoutEstimate:
-    """The estimated speed of a layout that fits.
+    """The estimated speed of a layout that fits, with one request, and at the best or requested batch.
 
-    Attributes:
-        alone: speed with one request per engine.
-        best: speed at the requested batch, or at the batch with the most tokens per second within the SLO.
-        misses: the part of the demand that the layout misses, in words; empty if it meets all of it.
+    `misses`: the part of the demand that the layout misses, in words; empty if it meets all of it.
     """
 
     layout: ParallelLayout

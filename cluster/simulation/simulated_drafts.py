@@ -26,11 +26,7 @@ _MIN_LOGIT, _MAX_LOG_MARGIN = -4.0, 12.0
 
 
 class SimulatedDrafts:
-    """Simulates one drafter.
-
-    Args:
-        survival: survival[i] is the probability that drafts 0..i are all accepted; 0 beyond its end.
-    """
+    """Simulates one drafter; survival[i] is the probability that drafts 0..i are all accepted."""
 
     def __init__(self, survival: Sequence[float]) -> None:
         curve = np.asarray(survival, dtype=np.float64)

@@ -38,14 +38,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Results of simulating a trace.
-
-    Attributes:
-        goodput: output tokens per second of the requests that met the SLO, from the first arrival to the last
-            token.
-        kept: share of the requests that met the SLO.
-        ttft_s, tpot_s: 95th percentiles; a request with one token counts as a tpot of 0.
-    """
+    """Results of a trace: tokens/s and share of requests within the SLO, 95th percentiles of latencies."""
 
     goodput: float
     kept: float

@@ -48,15 +48,8 @@ _light_task = ray.remote(num_cpus=0, max_retries=0)
 class EngineHandle:
     """An engine from its placement to its end.
 
-    Attributes:
-        number: counts the job's engines.
-        name: of its writer, unique.
-        node_id: where it runs; empty before it does.
-        state: as of the last `refresh`.
-        working: accepts leases.
-        waits: would accept a lease, and there is none.
-        draining: it is to leave, within `drain_s`.
-        gone: it has left, and all its finished rows are durable.
+    `waits`: it would accept a lease, and there is none. `draining`: it is to leave within `drain_s`. `gone`:
+    it has left, and all its finished rows are durable.
     """
 
     def __init__(self, number: int) -> None:

@@ -43,13 +43,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """Rows, leases and output of a job.
+    """Rows, leases and output of a job; `largest` and `smallest` are rows of a lease.
 
-    Attributes:
-        rows: to answer; rows that dead writers have finished may be among them.
-        plain_rows: of them, to answer without speculation, to measure its effect.
-        num_rows: that the output has in the end.
-        largest, smallest: rows of a lease.
+    Dead writers may have finished some of `rows`; `plain_rows` are answered without speculation.
     """
 
     spec: JobSpec

@@ -53,14 +53,9 @@ class LeasedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """State of an engine.
+    """State of an engine; `rows` are durable, `engine` includes running ones.
 
-    Attributes:
-        rows: stats of durable results.
-        engine: totals since its start, running rows included.
-        running: rows in the engine; at most `capacity` are useful there.
-        waiting: rows that could be returned.
-        failing_s: how long the output has not been writable; None while it is.
+    At most `capacity` rows are useful in it; `failing_s`: how long the output has not been writable.
     """
 
     rows: RowStats = field(default_factory=RowStats)

@@ -62,17 +62,10 @@ class BadRow(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Preflight:
-    """Findings of a check.
+    """Findings of a check of `num_checked` rows.
 
-    Attributes:
-        num_numbered: rows whose id an earlier row has; they get `-2`, `-3`, ... behind their id.
-        num_checked: rows that were checked; what follows refers to these.
-        num_too_long: rows among `num_bad` whose prompt does not fit `max_model_len`.
-        bad: the first bad rows.
-        lengths: tokens of every prompt that could be tokenized.
-        max_completion_tokens: upper bound on the completion tokens of all good rows together.
-        ignored: names that look like parameters and have no effect, with the number of rows that have them.
-        first_prompt: prompt of the first row, or why it has none.
+    `num_numbered`: rows whose id an earlier row has; `ignored`: names that look like parameters and have no
+    effect, with their rows; `max_completion_tokens`: an upper bound of all good rows together.
     """
 
     files: tuple[str, ...]

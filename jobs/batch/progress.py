@@ -34,17 +34,9 @@ SAMPLE_S = 0.5  # least time between two kept samples
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a job at one moment.
+    """State of a job at one moment; counts are of all runs, running rows included.
 
-    Attributes:
-        rows, total: rows that are done and rows of the dataset, earlier runs included; `failed`: of `rows`.
-        prompt_tokens, completion_tokens: of all runs, running rows included.
-        tokens_per_s, mean_tokens_per_s: completion tokens, now and since the first row of this run.
-        left_s: predicted time until all rows are done; None while too few are done to predict it.
-        mean_acceptance_length: of this run, or of earlier ones before its first step.
-        speedup: against the plain sample; None unless it was measured.
-        engines: running engines.
-        answering: whether a row has been started in this run.
+    `left_s` is None while too few rows are done to predict it, `speedup` unless it was measured.
     """
 
     rows: int

@@ -30,15 +30,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot with its caption.
-
-    Attributes:
-        name: file name without suffix.
-        words: caption.
-        draw: draws onto empty axes.
-        table: the same values as cells; the first row has headings.
-        size: width and height in inches.
-    """
+    """A plot with its caption, drawn onto empty axes; `table` has the same values, `size` is in inches."""
 
     name: str
     title: str

@@ -23,14 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A section of a page.
-
-    Attributes:
-        words: description.
-        rows: cells of a table; the first column, and with `has_head` the first row, are headings.
-        picture: chart above the table, which is then collapsed.
-        is_wide: the section has the full width of the page.
-    """
+    """A section of a page; with a picture, the table below it is collapsed."""
 
     title: str
     words: str = ""

@@ -22,10 +22,7 @@ def join_or_start_ray(
 ) -> bool:
     """Connect, or start a Ray. Returns whether it was started here.
 
-    Args:
-        num_cpus: that a Ray started here may give out; None counts the machine's.
-        worker_command: starts the workers of a Ray started here (`ForkServer.worker_command`).
-        settings: for `ray.init`, in either case.
+    A Ray started here gives out `num_cpus` and starts its workers by `worker_command`.
     """
     import ray
 

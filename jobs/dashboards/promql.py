@@ -34,15 +34,9 @@ _ALL = _exported((*CATALOGUE, *GATEWAY_CATALOGUE, *SCALING_CATALOGUE, *BATCH_CAT
 
 @dataclass(frozen=True)
 class Dialect:
-    """The metric names of an exporter.
+    """The metric names of an exporter, and its label for the replica.
 
-    Attributes:
-        name: part of the titles and ids of its dashboards.
-        samples: its metrics by sample name in the catalogue.
-        replica: its label for the replica.
-        prefix: prefix of every name.
-        colon: replacement for the colon in names.
-        used: metrics that were translated so far.
+    `samples` are its metrics by sample name in the catalogue, `used` those that were translated so far.
     """
 
     name: str

@@ -28,16 +28,8 @@ _LENT = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 class DrafterSummary:
     """Properties of a drafter; the fields are the rows of the table, in this order.
 
-    Attributes:
-        layers: attention type of each layer.
-        target_layer_ids: tapped target layers, 0-based in every format; empty if an EAGLE-3 drafter uses its
-            target's defaults.
-        block_size, mask_token_id: None for EAGLE-3, which drafts a chain.
-        borrowed: weights shared with the target.
-        kv_bytes_per_token: K/V bytes per context token with 16 bits per element.
-        num_speculative_tokens: maximum number of drafts per step (EAGLE-3: the default); the engine adapts
-            it.
-        mean_acceptance_length: lowest value in the card's table; None without one.
+    EAGLE-3 drafters have no blocks and masks; their `target_layer_ids` are empty if they use the target's
+    defaults. `kv_bytes_per_token` is for 16-bit elements, `mean_acceptance_length` the card's lowest value.
     """
 
     name: str

@@ -38,12 +38,7 @@ class _Clocks(NamedTuple):
 class Idleness:
     """CPU times over `seconds` of watching, summed over `cores`; None is unknown.
 
-    Attributes:
-        own_s: CPU time of this process and its descendants.
-        others_s: CPU time of all other processes.
-        stolen_s: CPU time that the hypervisor gave to other virtual machines.
-        throttled_s: time for which a CPU quota stopped this process.
-        waited_s: part of `seconds` in which some thread (own or not) waited for a core.
+    `waited_s`: the part of `seconds` in which some thread (own or not) waited for a core.
     """
 
     seconds: float = 0.0
@@ -102,11 +97,7 @@ class Idleness:
 
 
 class Watch:
-    """Sums CPU times over all `with watch.open()` blocks.
-
-    Args:
-        proc: the /proc file system.
-    """
+    """Sums CPU times over all `with watch.open()` blocks."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self.proc = proc

@@ -25,12 +25,7 @@ _KEPT = ("requests", "user_tokens_per_s", "tokens_per_s")  # of an operating poi
 
 
 def run_pareto(sources: Sequence[Figures], output: Path | None, svg: Path | None) -> Figures:
-    """Draw the curves of all sources into one chart; print, write and return the figures.
-
-    Args:
-        sources: figures of sweeps. If two curves have the same name, the later one gets a number.
-        svg: folder for the SVG file.
-    """
+    """Draw the curves of all sweeps into one chart; print, write and return the figures."""
     devices = {source["provenance"]["gpu"] for source in sources}
     if len(devices) > 1:
         named = ", ".join(sorted(str(device or "CPU") for device in devices))

@@ -18,12 +18,7 @@ from .load_records import AnswerRecord, DraftBlock, LoadPass
 
 
 class Driver:
-    """One engine that is put under load in passes.
-
-    Args:
-        executor: an executor with loaded models; closed with the driver.
-        clock: returns seconds.
-    """
+    """One engine that is put under load in passes; it closes its executor."""
 
     def __init__(
         self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic

@@ -126,13 +126,7 @@ class LoadPass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over blocks.
-
-    Attributes:
-        num_blocks, num_tokens: totals.
-        num_verified: blocks that had drafts.
-        drafted, accepted: by draft position, the number of blocks that verified and accepted this draft.
-    """
+    """Sums over blocks; `drafted` and `accepted` count blocks by draft position."""
 
     num_blocks: int
     num_tokens: int

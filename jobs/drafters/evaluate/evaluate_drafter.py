@@ -48,10 +48,7 @@ _SPEED_BENCH = Path("speed-bench.jsonl")
 class Acceptance:
     """Acceptance of one category at one temperature.
 
-    Attributes:
-        num_prompts, num_blocks: number of prompts, and of verified blocks in their answers.
-        tokens_per_step: mean acceptance length: tokens of a verified block, including the bonus token.
-        by_position: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
+    `by_position`: share of the blocks with draft i + 1 in which it was accepted (and so all before it).
     """
 
     num_prompts: int

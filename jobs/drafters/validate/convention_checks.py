@@ -24,13 +24,7 @@ from ..common.drafter_files import AnyConfig, DrafterFiles, is_dflash
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """An error or a warning about a drafter and target.
-
-    Attributes:
-        what: the field, file or tensor.
-        message: the value and what to change.
-        fatal: the engine refuses the pair, or its drafts are useless.
-    """
+    """An error or a warning; `fatal`: the engine refuses the pair, or its drafts are useless."""
 
     what: str
     message: str
