@@ -4,20 +4,22 @@
 2. `manta batch` over the sample prompts.
 3. `manta bench` over the same prompts: both modes alternate, and their outputs are compared.
 
-A table at the end shows the speed-up in 1 and 3. Does not import the engine: commands are printed as typed
-and run as subprocesses (`jobs/common/subprocess_commands.py`).
+A table at the end shows the speed-up in 1 and 3. Commands are subprocesses, printed as typed, and a server is
+stopped by one Ctrl-C. Does not import the engine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,7 @@ from typing import Any
 
 from ..actors.system.host_resources import free_port
 from ..cluster.errors import CheckpointError, MantaError
-from .common.http_client import ServerClient
-from .common.subprocess_commands import log_tail, manta, server, without_ray
+from .common.http_client import ServerClient, await_ready
 from .common.tables import decimals, print_table
 
 # A prompt of models/prompts.jsonl that the small pair answers well.
@@ -41,6 +42,9 @@ ROUNDS = 2  # rounds of the comparison over the dataset, some seconds each
 TAKES = "about two minutes on two idle cores"
 DIFFER = "The outputs with and without speculation differ, which must never happen."
 TELL_S = 4.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 90.0
+LOG_TAIL_LINES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,3 +236,47 @@ def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
 
 def _show(arguments: Sequence[str]) -> None:
     print(f"$ manta {shlex.join(arguments)}", flush=True)
+
+
+def manta(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "manta.jobs.cli", *arguments]
+
+
+def without_ray() -> dict[str, str]:
+    """Return the environment without RAY_ADDRESS, so that the command starts its own Ray."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+@contextmanager
+def server(
+    command: Sequence[str], url: str, log: Path, while_waiting: Callable[[], None] | None = None
+) -> Iterator[float]:
+    """Run a server in its own process group; yield the seconds until it was ready.
+
+    `while_waiting` is called regularly until then.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, start_new_session=True, env=without_ray(), stdout=output, stderr=output
+        )
+
+    def look() -> None:
+        if while_waiting is not None:
+            while_waiting()
+        if process.poll() is not None:
+            raise MantaError(f"The server exited with code {process.returncode}:\n{log_tail(log)}")
+
+    try:
+        yield await_ready(url, START_TIMEOUT_S, look)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise MantaError(f"The server did not exit within {STOP_TIMEOUT_S:.0f} s:\n{log_tail(log)}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def log_tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])

@@ -14,7 +14,7 @@ from ..hardware.memory_plan import MemoryPlan, find_room
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
-from ..simulation.trace_replay import ReplayResult
+from ..simulation.simulated_engine import ReplayResult
 from ..speculation.acceptance_length import expected_acceptance_length
 from ..speculation.draft_lengths import draft_lengths
 

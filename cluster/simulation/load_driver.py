@@ -6,7 +6,7 @@
     open     requests arrive at given times and go to the engine with the fewest requests. All are measured.
 
 Real and simulated engines get the same requests and are measured the same way. An engine has a single clock,
-and nothing happens between two steps. Called by `trace_replay.py`, `jobs/simulate/` and
+and nothing happens between two steps. Called by `simulated_engine.py`, `jobs/simulate/` and
 `tests/benchmarks/simulate/`.
 """
 

@@ -104,8 +104,7 @@ def alerts(
 
 
 def _boards(names: Names) -> list[dict[str, Any]]:  # Any: JSON
-    from .dashboards import boards
-    from .promql import ray_names, vllm_names
+    from .dashboards import boards, ray_names, vllm_names
 
     dialects = {"vllm": [vllm_names()], "ray": [ray_names()], "both": [vllm_names(), ray_names()]}[names]
     return [board for dialect in dialects for board in boards(dialect)]

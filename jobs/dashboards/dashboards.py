@@ -7,23 +7,31 @@ push replaces the first (`grafana_push.py`). The JSON is schema version 39: Graf
 
 `boards.yaml` gives a panel its title, `about` (what it shows and when to worry), and one of
 
-* `queries`: legend -> PromQL in the names of `/metrics`, without filters (`promql.py`);
+* `queries`: legend -> PromQL in the names of `/metrics`, without filters;
 * `quantiles`: a histogram, of which p50, p95 and p99 are shown;
 * `means`: legend -> histogram.
 
 `unit` and `kind` are Grafana's (short, timeseries), `width` counts columns (8), `thresholds` are pairs of
 lower bound and color.
+
+Two exporters have the same metrics under different names: a replica's own `/metrics` (vLLM's names), and
+Ray's agent on every node, which lacks gateways but has the autoscaler and batch jobs. `Dialect.translate`
+checks and rewrites every name of a query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .promql import Dialect, UnknownMetricError, vllm_names
+from ...cluster.metrics.engine_metrics import CATALOGUE
+from ...cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
+from ...cluster.metrics.metric import Metric
 
 Json = dict[str, Any]  # Any: JSON, and YAML of `boards.yaml`
 
@@ -32,6 +40,9 @@ _COLUMNS = 24
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA = 39
 _QUANTILES = (0.5, 0.95, 0.99)
+_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+_NAME = re.compile(r"(?<![\w:$])([a-z_]\w*(?::\w+)?)(?:\{([^}]*)\})?")
+_OURS = re.compile(r"\w+:|manta_|http_")  # prefixes of exported names
 
 
 def boards(names: Dialect) -> list[Json]:
@@ -173,3 +184,69 @@ def rules(baseline: float | None = None) -> Json:
             query = query.replace(query.partition(" < 0.8 * ")[2], f"{baseline:g}")
         rule["expr"] = names.translate(query, filtered=False)
     return found
+
+
+class UnknownMetricError(KeyError):
+    """The exporter does not have the metric."""
+
+
+def _exported(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    """Return the metrics by sample name: counters end in `_total`, histograms have three samples."""
+    return {metric.name + suffix: metric for metric in metrics for suffix in _SUFFIXES[metric.kind]}
+
+
+_ALL = _exported((*CATALOGUE, *GATEWAY_CATALOGUE, *SCALING_CATALOGUE, *BATCH_CATALOGUE))
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The metric names of an exporter, and its label for the replica.
+
+    `samples` are its metrics by sample name in the catalogue, `used` those that were translated so far.
+    """
+
+    name: str
+    samples: Mapping[str, Metric]
+    replica: str
+    prefix: str = ""
+    colon: str = ":"
+    used: set[str] = field(default_factory=set, compare=False)
+
+    def translate(self, query: str, *, filtered: bool = True) -> str:
+        """Return a query in this exporter's names; `filtered` narrows metrics to `$model` and `$replica`."""
+
+        def rewrite(found: re.Match[str]) -> str:
+            name, matchers = found[1], found[2]
+            if name == "replica":
+                return self.replica
+            if name not in _ALL:
+                assert not _OURS.match(name), f"{name} is not in the catalogue"
+                return found[0]
+            metric = self.samples.get(name)
+            if metric is None:
+                raise UnknownMetricError(name)
+            self.used.add(metric.name)
+            filters = [matchers] if matchers else []
+            filters += self._variables(metric) if filtered else []
+            return self.exported(name) + (f"{{{','.join(filters)}}}" if filters else "")
+
+        return _NAME.sub(rewrite, query)
+
+    def exported(self, sample: str) -> str:
+        return self.prefix + sample.replace(":", self.colon)
+
+    def _variables(self, metric: Metric) -> Iterator[str]:
+        if "model_name" in metric.labels:
+            yield 'model_name=~"$model"'
+        if "replica" in metric.labels:
+            yield f'{self.replica}=~"$replica"'
+
+
+def vllm_names() -> Dialect:
+    """Return the names on `/metrics` of replicas and gateways."""
+    return Dialect("vllm", _exported((*CATALOGUE, *GATEWAY_CATALOGUE)), "replica")
+
+
+def ray_names() -> Dialect:
+    samples = _exported((*CATALOGUE, *SCALING_CATALOGUE, *BATCH_CATALOGUE))
+    return Dialect("ray", samples, "ReplicaId", prefix="ray_", colon="_")

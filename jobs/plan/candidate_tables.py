@@ -9,7 +9,7 @@ from typing import Any
 from ...cluster.hardware.gpu_specs import GIB
 from ...cluster.hardware.parallel_layouts import ParallelLayout
 from ...cluster.planner.estimates import LayoutEstimate, LayoutMisfit, OperatingPoint
-from ...cluster.simulation.trace_replay import ReplayResult
+from ...cluster.simulation.simulated_engine import ReplayResult
 from ..common.tables import NO_FIGURE, print_table
 
 Figures = dict[str, Any]  # Any: JSON

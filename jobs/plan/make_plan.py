@@ -29,11 +29,10 @@ from ...cluster.planner.estimates import (
     choose_by_trace,
     estimate,
 )
-from ...cluster.simulation.trace_replay import ReplayResult, Slo, TraceArrival, play
-from .arrival_trace import read_trace
+from ...cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, play
 from .candidate_tables import as_json, print_candidates, print_played
 from .options import PlanOptions
-from .pair_reader import ReadPair, read_pair
+from .pair_reader import ReadPair, read_pair, read_trace
 
 DEFAULT_CONTEXT = 4096  # mean tokens of a sequence, without a flag or a trace
 _HEAD = """\

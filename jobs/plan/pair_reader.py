@@ -1,7 +1,8 @@
-"""Reads what a plan needs to know about a target and a drafter, without weights: shapes, limits, acceptance.
+"""Reads what a plan needs to know: shapes, limits and acceptance of a target and a drafter, and a trace of
+arrivals.
 
-From the hub only small files are downloaded (`SHAPE_FILES`). If a folder has weights, their headers are
-checked. The shapes are also used by `jobs/bench/step_cost.py`.
+No weights are read; from the hub only small files are downloaded (`SHAPE_FILES`). If a folder has weights,
+their headers are checked. The shapes are also used by `jobs/bench/step_cost.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...actors.targets.families import read_model
 from ...actors.targets.loading.load_plan import find_max_model_len
@@ -20,10 +23,11 @@ from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
 from ...cluster.config import EngineConfig, Quantization
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ExpertShape, LatentShape, LayerShape, ModelShape
 from ...cluster.hardware.parallel_layouts import TP_SIZES
+from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import least_card_length
 from ...drafter.compute.quantization.packed_4bit import BLOCK
@@ -206,3 +210,46 @@ def _experts(layer: LayerSpec, weight_bytes: float) -> ExpertShape | None:
         weight_bytes=weight_bytes,
         inner_multiple=routed.inner_multiple,
     )
+
+
+class _Line(BaseModel):
+    """A line of a trace. Other keys are ignored, so that logs can be used as traces."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    arrival_s: float = Field(ge=0)
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+
+
+def read_trace(path: Path, max_model_len: int) -> list[TraceArrival]:
+    """Read all arrivals; DatasetError names a line that is invalid or longer than `max_model_len`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"trace: {path} cannot be read: {error}.", param="trace") from None
+    trace = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not trace:
+        raise DatasetError(f"trace: {path} has no arrivals. Give at least one line.", param="trace")
+    for number, arrival in enumerate(trace, 1):
+        length = arrival.prompt_tokens + arrival.output_tokens
+        if length > max_model_len:
+            raise DatasetError(
+                f"trace: arrival {number} of {path} is {length} tokens long, and max_model_len "
+                f"is {max_model_len}. Raise --max-model-len, or remove such lines.",
+                param="trace",
+            )
+    return trace
+
+
+def _parse(line: str, where: str) -> TraceArrival:
+    try:
+        return TraceArrival(**_Line.model_validate_json(line).model_dump())
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        key = ".".join(map(str, found["loc"])) or "the line"
+        raise DatasetError(
+            f"trace: {where}: {key}: {found['msg']}. Write lines like "
+            '{"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}.',
+            param="trace",
+        ) from None

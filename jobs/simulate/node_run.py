@@ -30,12 +30,12 @@ from ...cluster.hardware.step_time import (
 )
 from ...cluster.request.request import Request
 from ...cluster.simulation.load_driver import Observed, Percentiles, closed_loop, open_loop
-from ...cluster.simulation.trace_replay import TraceArrival
+from ...cluster.simulation.simulated_engine import TraceArrival
 from ..bench.common.provenance import provenance
 from ..charts.plots import COLORS, GRAY, can_plot, new_figure, save_figure
 from ..common.progress import TimeLeft
 from ..common.tables import NO_FIGURE, decimals, print_table
-from ..plan.arrival_trace import read_trace
+from ..plan.pair_reader import read_trace
 from .methods import EAGLE3_INTER, EAGLE3_TAPS, EAGLE3_VOCAB, Figures, Method, matched_speed, of_method
 from .node_engines import DraftAssumptions, NodeEngine, Workload, node_engines, read_shapes
 from .options import NodeOptions

@@ -26,7 +26,7 @@ from manta.cluster.request.request import SamplingParams
 from manta.jobs.bench.common.engine_passes import Pass, Prompt, run_engine, say, tried_dtypes
 from manta.jobs.common.generate import open_llm
 from manta.jobs.common.ray_session import join_or_start_ray
-from manta.jobs.common.subprocess_commands import log_tail, manta
+from manta.jobs.demo import log_tail, manta
 
 from .contender_server import OpenAIServer
 from .contenders import ContenderSetup, HuggingFaceGenerate, TransformersTarget

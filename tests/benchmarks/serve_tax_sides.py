@@ -30,7 +30,7 @@ from manta.cluster.errors import MantaError
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
 from manta.jobs.common.ray_session import join_or_start_ray
-from manta.jobs.common.subprocess_commands import server
+from manta.jobs.demo import server
 
 from .own_server import manta_serve, write_settings
 from .process_clocks import SERVER_MODULE

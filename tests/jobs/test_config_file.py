@@ -11,7 +11,7 @@ from manta.cluster.errors import ConfigError
 from manta.jobs.cli import main
 from manta.jobs.common import config_file
 from manta.jobs.common.config_file import read_config_file
-from manta.jobs.render.deployment_spec import read_deployment
+from manta.jobs.render.documents import read_deployment
 from paths import ROOT
 from pydantic import BaseModel
 from ray.serve import schema

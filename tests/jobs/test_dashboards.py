@@ -21,8 +21,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE, GATEWAY_CATALOGUE, SCALING_CATALOGUE
 from manta.cluster.metrics.metric import Metric
 from manta.jobs.cli import app
-from manta.jobs.dashboards.dashboards import boards, rules
-from manta.jobs.dashboards.promql import Dialect, UnknownMetricError, ray_names, vllm_names
+from manta.jobs.dashboards.dashboards import Dialect, UnknownMetricError, boards, ray_names, rules, vllm_names
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_server import simulated
 from text_pair import LiveServer, make_text_pair

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from manta.cluster.errors import ConfigError
-from manta.jobs.plan.arrival_trace import read_trace
+from manta.jobs.plan.pair_reader import read_trace
 
 from .replicas import Arrivals, Floats
 

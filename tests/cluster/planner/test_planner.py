@@ -24,7 +24,7 @@ from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, la
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import StepTimes
 from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, check_fitting, choose, estimate
-from manta.cluster.simulation.trace_replay import ReplayResult, Slo, TraceArrival, play
+from manta.cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, play
 from manta.cluster.speculation.acceptance_length import survival_of_length
 from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
