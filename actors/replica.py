@@ -63,8 +63,7 @@ class Replica:
         self._began_s = time.monotonic()
         from .engine.async_engine import AsyncEngine
         from .http.middleware.inflight_requests import Traffic
-        from .serve.canary_store import CanaryStore
-        from .serve.drafter_canary import DrafterCanary
+        from .serve.drafter_canary import CanaryStore, DrafterCanary
         from .workers.ray_executor import RayExecutor
 
         replica = serve.get_replica_context().replica_id.unique_id

@@ -1,7 +1,7 @@
 """Deploys a candidate drafter for a trial in a running application, through the deployment's `user_config`.
 
     manta drafter deploy B ─▶ user_config {drafter: A, candidate: {drafter: B, ...}} ─▶ replicas
-    manta drafter status   ◀─ the reports that replicas share (trial_board.py)
+    manta drafter status   ◀─ the reports that replicas share (`CanaryStore`)
     manta drafter promote  ─▶ user_config {drafter: B};   rollback ─▶ user_config {drafter: A}
 
 An application deployed from a Serve config is redeployed with the changed `user_config`, as `serve deploy` of
@@ -73,7 +73,7 @@ class DrafterDeployment:
         connect()
         from ray.serve.context import _get_global_client
 
-        from ...actors.serve.canary_store import CanaryStore
+        from ...actors.serve.drafter_canary import CanaryStore
 
         self._application, self._deployment = application, deployment
         client = _get_global_client(raise_if_no_controller_running=False)
