@@ -135,7 +135,7 @@ class SuspectRequest:
         self._path = path
         self._body = body
         self.digest: bytes | None = None
-        self._trial: _Trial | None = None
+        self._tested_on: Member | None = None  # the replica, while this is the only suspect there
         self._began_s = 0.0
         self.told_tokens = 0
 
@@ -174,25 +174,33 @@ class SuspectRequest:
         assert self.digest is not None
         lived_s = self._isolation.records.lived_s(self.digest)
         most_s = min(max(1.5 * lived_s, LEAST_TRIAL_S), MOST_TRIAL_S)
-        self._trial = trial = _Trial(self._isolation, member, self.digest)
+        self._tested_on, member.tests_suspect = member, True
+        self._isolation.testing.add(self.digest)
         timer = asyncio.get_running_loop().call_later(most_s, self._outlive)
         try:
             yield
         finally:
             timer.cancel()
-            trial.end()
-            self._trial = None
+            self._end_trial()
 
     def tell(self, num_tokens: int) -> None:
         self.told_tokens = num_tokens
-        if self._trial is not None and num_tokens >= OUTLIVED_TOKENS:
+        if num_tokens >= OUTLIVED_TOKENS:
             self._outlive()
 
     def _outlive(self) -> None:
-        if self._trial is not None and not self._trial.ended:
+        if self._tested_on is not None:
             assert self.digest is not None
             self._isolation.records.outlive(self.digest)
-            self._trial.end()
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        if self._tested_on is not None:
+            assert self.digest is not None
+            self._tested_on.tests_suspect = False
+            self._tested_on = None
+            self._isolation.testing.discard(self.digest)
+            self._isolation.notify()
 
     def complete(self) -> None:
         if self.digest is not None:
@@ -200,7 +208,7 @@ class SuspectRequest:
 
     async def record_death(self, member: Member, request_id: str) -> None:
         """Record that the replica's process died under the request. Call `check` afterwards."""
-        alone = self._trial is not None and not self._trial.ended
+        alone = self._tested_on is not None
         lived_s = time.monotonic() - self._began_s
         digest = await self._identify()
         records = self._isolation.records
@@ -211,23 +219,6 @@ class SuspectRequest:
                 "are refused for %g s",
                 *(request_id, member.name, digest.hex()[:16], TTL_S),
             )
-
-
-class _Trial:
-    def __init__(self, isolation: Isolation, member: Member, digest: bytes) -> None:
-        self._isolation = isolation
-        self._member = member
-        self._digest = digest
-        self.ended = False
-        member.tests_suspect = True
-        isolation.testing.add(digest)
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._member.tests_suspect = False
-            self._isolation.testing.discard(self._digest)
-            self._isolation.notify()
 
 
 def _digest(path: str, body: bytes) -> bytes:
