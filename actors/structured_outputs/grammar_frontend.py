@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -230,55 +230,33 @@ def written_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
     """Return the grammar in a form for llguidance, or as EBNF that may have to be converted to Lark
     ("grammar"). Raises RequestError for errors found without compiling.
     """
-    return _READERS[asked.way](asked)
+    field = asked.field
+    match asked.way:
+        case "json" | "json_object":
+            schema = _parsed(asked.json, field) if asked.way == "json" else {"type": "object"}
+            return "json_schema", written_schema(schema, field, whitespace=not asked.disable_any_whitespace)
+        case "regex":
+            return "regex", _text(asked.regex, field)
+        case "grammar":
+            return "grammar", _text(asked.grammar, field)
+        case "choice":
+            return "lark", _lark_of_choice(asked.choice or (), field)
+        case _:
+            tags = _parsed(asked.structural_tag, field)
+            if not isinstance(tags, Mapping):
+                raise _refusal(field, "structural tags are an object")
+            return "lark", lark_of_tags(tags, field)
 
 
 def _field(params: SamplingParams) -> str:
     return "grammar" if params.structured_outputs is None else params.structured_outputs.field
 
 
-def _of_schema(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    schema = _parsed(asked.json, asked.field)
-    return "json_schema", written_schema(schema, asked.field, whitespace=not asked.disable_any_whitespace)
-
-
-def _of_any_object(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    return _of_schema(replace(asked, json={"type": "object"}, json_object=None))
-
-
-def _of_regex(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    return "regex", _text(asked.regex, asked.field)
-
-
-def _of_choice(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    choice: tuple[object, ...] = asked.choice or ()
+def _lark_of_choice(choice: tuple[object, ...], field: str) -> str:
     if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
-        raise _refusal(asked.field, f"choices are 1 to {MAX_CHOICES} texts")
+        raise _refusal(field, f"choices are 1 to {MAX_CHOICES} texts")
     # One terminal: llguidance accepts at most 2,000 alternatives of rules.
-    return "lark", "start: CHOICE\nCHOICE: " + " | ".join(
-        json.dumps(text, ensure_ascii=False) for text in choice
-    )
-
-
-def _of_grammar(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    return "grammar", _text(asked.grammar, asked.field)
-
-
-def _of_tags(asked: StructuredOutputsParams) -> tuple[_Kind, str]:
-    tags = _parsed(asked.structural_tag, asked.field)
-    if not isinstance(tags, Mapping):
-        raise _refusal(asked.field, "structural tags are an object")
-    return "lark", lark_of_tags(tags, asked.field)
-
-
-_READERS: Mapping[str, Callable[[StructuredOutputsParams], tuple[_Kind, str]]] = {
-    "json": _of_schema,
-    "regex": _of_regex,
-    "choice": _of_choice,
-    "grammar": _of_grammar,
-    "json_object": _of_any_object,
-    "structural_tag": _of_tags,
-}
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
 
 
 def _parsed(value: Any, field: str) -> Any:  # Any: JSON
