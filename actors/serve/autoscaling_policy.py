@@ -9,7 +9,6 @@ sets the delays to zero because two delays in a row would only be slow.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +42,14 @@ class SpeculativeScaling:
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:  # Any: Serve's policy state
         """Return the number of replicas, and an empty state for Serve."""
+        assert ctx.current_time is not None, "Serve sets it before each call"
         load = FleetLoad.of(latest(ctx), ctx.current_num_replicas, ctx.total_queued_requests or 0.0)
         wanted = self._count.wanted(
             load,
             ctx.target_num_replicas,
             ctx.capacity_adjusted_min_replicas,
             ctx.capacity_adjusted_max_replicas,
-            ctx.current_time or time.time(),
+            ctx.current_time,
         )
         if self._metrics is None:
             self._metrics = ScalingMetrics(ctx.app_name or "", ctx.deployment_name)
