@@ -207,7 +207,7 @@ def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: 
         whole = client.responses.create(**asked, temperature=0)
         *_, last = client.responses.create(**asked, temperature=0, stream=True)
         assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
-        with pytest.raises(openai.NotFoundError, match="keeps none"):
+        with pytest.raises(openai.NotFoundError, match="stores none"):
             client.responses.retrieve(whole.id)
     talk = {
         "model": "other",
