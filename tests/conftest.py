@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random checkpoints on disk and the pair that ships."""
+"""Shared fixtures: tiny random checkpoints on disk and the shipped pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Ray's workers are nice (15): beside other tests that compute they would take three times as long.
+# Ray's workers have niceness 15: next to other computing tests they would take three times as long.
 os.environ.setdefault("RAY_worker_niceness", "0")
 if "MANTA_CACHE_DIR" not in os.environ:  # what was measured here before is none of a test's business
     os.environ["MANTA_CACHE_DIR"] = _cache = mkdtemp(prefix="manta-cache-")
@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not _shares_ray(item):
         item.config.stash[_SHARED_RAY].close()  # a process has one cluster, and this test may start its own
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        # Idle threads wait on the cores of the other processes, and tests leave behind as many as they had.
+        # Idle threads spin on the cores of other processes, so tests restore the number of threads.
         torch.set_num_threads(1)
 
 
@@ -83,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def on_the_device() -> Iterator[None]:
-    """New tensors are made where kernels' tests run."""
+    """New tensors are made on the device of kernel tests."""
     with torch.device(devices.DEVICE) if devices.ON_GPU else nullcontext():
         yield
 
@@ -118,13 +118,13 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shipped_pair() -> tuple[Path, Path]:
-    """Folders of the target and the drafter that ship."""
+    """Folders of the shipped target and drafter."""
     return MODELS / "target", MODELS / "drafter"
 
 
 @pytest.fixture(scope="module")
 def ray_session(pytestconfig: pytest.Config) -> None:
-    """One small Ray cluster for all modules that ask for it, up to the first test that does not."""
+    """One small Ray cluster for consecutive modules that request it."""
     import ray
 
     if not ray.is_initialized():

@@ -1,4 +1,4 @@
-"""Who may name what: the walls of pyproject.toml hold, and each of them would fall if it were breached.
+"""Import contracts of pyproject.toml hold, and each detects a violation.
 
 So do those that import-linter does not look for: no circle, no import up, late or for types.
 """
@@ -62,7 +62,7 @@ BREACHES = {
 }
 
 
-def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
+def test_every_import_contract_detects_a_violation(tmp_path: Path) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert set(BREACHES) == {c["name"] for c in settings["tool"]["importlinter"]["contracts"]}
     package = tmp_path / "manta"
@@ -85,7 +85,7 @@ def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
 
 
 def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
-    """All that a file names, late imports and those for types included; `from a import b` names a.b."""
+    """All names that a file imports, including late and type imports; `from a import b` means a.b."""
     package = module_name(path, root).split(".")[: None if path.name == "__init__.py" else -1]
     return named_in(path.read_text(encoding="utf-8"), tuple(package))
 
@@ -103,14 +103,14 @@ def named_in(text: str, package: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
-def test_torch_distributed_is_named_by_workers_alone() -> None:
+def test_only_workers_import_torch_distributed() -> None:
     naming = {path for path in sources() if any(n.startswith("torch.distributed") for n in imported(path))}
     assert naming, "the look finds what it looks for"
     assert {path.relative_to(ROOT).parent.as_posix() for path in naming} == {"actors/workers/comm"}
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """The package's modules, and which of them each imports: the module itself, or else the one it is of."""
+    """The package's modules, and which of them each imports."""
     paths = {module_name(path, root): path for path in [root / "__init__.py", *sources(root)]}
     graph = {}
     for module, path in paths.items():
@@ -122,13 +122,13 @@ def import_graph(root: Path) -> dict[str, set[str]]:
 ROOMS = ("compute", "step", "dflash")
 HEIGHTS = {
     **{f"manta.{floor}": i for i, floor in enumerate(FLOORS)},
-    "manta": FLOORS.index("actors"),  # whose `LLM` it re-exports
+    "manta": FLOORS.index("actors"),  # it re-exports `LLM` from there
 }
 ROOM_HEIGHTS = {f"manta.drafter.{room}": i for i, room in enumerate(ROOMS)}
 
 
 def arrows_up(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Imports of a higher floor, or of a higher room."""
+    """Imports of a higher layer, or of a higher folder."""
 
     def rises(importer: str, module: str) -> bool:
         floors = [HEIGHTS[".".join(name.split(".")[:2])] for name in (importer, module)]
@@ -139,7 +139,7 @@ def arrows_up(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, be it by way of others."""
+    """Modules that import each other, directly or through others."""
 
     def reached(module: str) -> set[str]:
         seen: set[str] = set()
@@ -155,7 +155,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(circle) for circle in found if circle)
 
 
-def test_no_import_goes_up_and_none_in_circles_late_ones_and_those_for_types_included() -> None:
+def test_no_import_goes_up_or_in_circles_including_late_and_type_imports() -> None:
     graph = import_graph(ROOT)
     assert "manta.actors.workers.base.worker_base" in graph["manta.actors.workers.target_worker"], (
         "it sees the graph"
@@ -203,7 +203,7 @@ def test_an_import_that_goes_up_is_found(tmp_path: Path, file: str, line: str, b
 
 
 @pytest.mark.parametrize("how", [LATE, FOR_TYPES], ids=["late", "for types"])
-def test_a_circle_is_found_and_named(tmp_path: Path, how: str) -> None:
+def test_an_import_circle_is_found_and_named(tmp_path: Path, how: str) -> None:
     copy_package(tmp_path)
     for file, line in (
         ("first", "from . import second"),
@@ -282,7 +282,7 @@ CHOSEN_LATE = (
 
 
 def run_python(script: str, *args: str, **environment: str) -> str:
-    """What a script prints, in a process of its own."""
+    """The output of a script in its own process."""
     done = subprocess.run(
         [sys.executable, "-c", script, *args],
         cwd=ROOT,
@@ -296,7 +296,7 @@ def run_python(script: str, *args: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_modules_import_neither_numba_nor_triton_before_one_is_chosen() -> None:
+def test_modules_import_neither_numba_nor_triton_before_a_backend_is_chosen() -> None:
     names = [
         module_name(path)
         for path in sources()
@@ -335,8 +335,8 @@ for name in compiled:
 """
 
 
-def test_the_compiled_passes_modules_ask_and_open_nothing_when_they_are_imported() -> None:
-    """Not even for leave to use AMX: who imports may never compile."""
+def test_importing_the_fused_pass_inspects_and_opens_nothing() -> None:
+    """Not even the permission to use AMX is requested, since an importing process may never compile."""
     compute, compiled = ROOT / "drafter" / "compute", ROOT / "drafter" / "compute" / "cpu_fused"
     before = [*compute.glob("*.py"), *(compute / "cpu_numba").glob("*.py")]
     modules = sorted(compiled.rglob("*.py"))
@@ -372,14 +372,14 @@ assert not found, found
 
 
 @pytest.mark.timeout(280)
-def test_a_process_with_a_gpus_kernels_has_neither_numba_nor_llvm() -> None:
-    """As far as a CPU can run it: in the interpreter, and on one thread, which nobody can take away."""
+def test_a_gpu_process_imports_neither_numba_nor_llvm() -> None:
+    """As far as a CPU can run it: in the interpreter, and on a single thread."""
     pytest.importorskip("triton")
     settings = {"device": "cpu", "dtype": "float32", "attention_backend": "triton", "num_threads": 1}
     run_python(DECODE, json.dumps(settings), "numba", "llvmlite", TRITON_INTERPRET="1")
 
 
-def test_a_process_on_a_cpu_has_no_triton() -> None:
+def test_a_cpu_process_does_not_import_triton() -> None:
     run_python(DECODE, json.dumps({"device": "cpu"}), "triton", TRITON_INTERPRET="")
 
 
@@ -414,6 +414,6 @@ if sys.argv[1] == "hidden":
 
 
 @pytest.mark.timeout(280)
-def test_the_compiled_pass_may_be_taken_away() -> None:
+def test_the_fused_pass_can_be_removed() -> None:
     texts = [run_python(SCRIPT, mode) for mode in ("there", "hidden")]
     assert texts[0].startswith("[") and texts[0] == texts[1]

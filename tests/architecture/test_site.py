@@ -1,4 +1,4 @@
-"""The site builds strictly and asks nobody; the reference is whole; the README tells the figures of files."""
+"""The site builds strictly and offline; the reference is complete; the README's figures are the files'."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from manta.jobs.cli import app
 from paths import ROOT
 from typer.main import get_command
 
-# mkdocs as `make docs` runs it, in a process that ends when anybody is called by name or address.
+# mkdocs as `make docs` runs it, in a process that ends at any name look-up or connection.
 BUILD = """
 import sys
 
@@ -60,7 +60,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads(HTMLParser):
-    """What a browser fetches of its own accord to show a page."""
+    """The URLs that a browser fetches to show a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,15 +134,15 @@ def test_the_reference_names_every_route_and_what_users_import() -> None:
 
 
 @pytest.mark.parametrize("page", [settings_page, metrics_page, commands_page, routes_page])
-def test_the_reference_says_something_of_everything_it_names(page: Any) -> None:
-    """Whoever adds a setting, flag, metric, route or field says in its docstring or help what it does."""
+def test_the_reference_describes_everything_it_names(page: Any) -> None:
+    """A new setting, flag, metric, route or field needs a docstring or help text."""
     columns = {settings_page: -1, metrics_page: 3, commands_page: -1, routes_page: -1}[page]
     rows = [line.strip("|\n").split(" | ") for line in page().splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows if not row[columns].strip(" |")] == []
 
 
 def written_commands(text: str) -> list[list[str]]:
-    """What code blocks call commands with, as a shell splits it; what a backtick stands in is prose."""
+    """The commands in code blocks, as a shell splits them; words with a backtick are prose."""
     lines = text.replace("\\\n", " ").splitlines()
     pieces = [piece for line in lines for piece in re.split(r" (?:&&|\||&|--)(?: |$)", line)]
     calls = (
@@ -152,7 +152,7 @@ def written_commands(text: str) -> list[list[str]]:
     return [shlex.split(call[1], comments=True) for call in calls if call]
 
 
-def test_every_command_of_the_guides_is_one_that_the_parser_knows() -> None:
+def test_the_parser_knows_every_command_of_the_guides() -> None:
     known = dict(commands("manta", get_command(app)))
     known |= dict(commands("python tests/benchmarks", get_command(benchmarks)))
     known["manta bench"] = known["manta bench speculation"]  # which runs where none is named
@@ -176,12 +176,12 @@ def benchmark(name: str) -> Any:
     return json.loads((ROOT / "docs/benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_every_file_that_the_readme_names_exists() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)", README)
     assert len(links) > 25 and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_readmes_figures_are_those_of_the_files() -> None:
+def test_the_readmes_figures_equal_the_files() -> None:
     one, eight = benchmark("compare-cpu")["points"]
     ours, rate = one["contenders"][0], eight["contenders"][0]
     told = [f"{ours['tokens_per_s']:,.0f}", f"{rate['tokens_per_s']:,.0f}"]
@@ -197,7 +197,7 @@ def test_the_readmes_figures_are_those_of_the_files() -> None:
     assert [each for each in told if each not in words] == []
 
 
-def test_the_readmes_acceptance_is_the_cards() -> None:
+def test_the_readmes_acceptance_equals_the_cards() -> None:
     card = (ROOT / "models/drafter/README.md").read_text(encoding="utf-8")
     overall = re.search(r"\| overall \| (\d+) \| ([\d.]+) \| ([\d.]+) \| \d+% \| ([\d.]+) \|", card)
     assert overall is not None

@@ -1,4 +1,4 @@
-"""Which clients are tried: what is installed for each, and the script that tries it. Read by `compat.py`."""
+"""The tested clients: packages and test script of each. Read by `compat.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Client:
     """One environment.
 
     Attributes:
-        name: as people know it.
-        package: whose version the table tells.
+        name: of the client.
+        package: the package with the version in the table.
         script: in `checks/`.
-        also: packages beside it.
-        npm: a package of npm's that is tried in place of `package`, which then only checks it.
+        also: further packages.
+        npm: an npm package that is tested in place of `package`, which then only checks it.
     """
 
     name: str

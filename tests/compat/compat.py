@@ -37,12 +37,12 @@ ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's 
 INTRODUCTION = """\
 # Compatibility
 
-Written by `make compat`: each client as its package comes, in an environment of its own, against
-`manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a
-tool: the server has a chat template that knows them (`--chat-template`), and requests leave it no choice but
-to call them. Codex CLI and Claude Code speak to the server through a relay on loopback, which adds
-`structured_outputs` and `truncate_prompt_tokens` to their requests (the pair then says what the session
-needs, within its 1,024 tokens), refuses all other addresses and checks every event against the SDKs' types.
+Written by `make compat`: each unmodified client, in its own environment, against `manta serve` with the
+shipped pair on loopback. The pair was not trained with tools: the server has a chat template that supports
+them (`--chat-template`), and requests require their calls. Codex CLI and Claude Code talk to the server
+through a relay on loopback, which adds `structured_outputs` and `truncate_prompt_tokens` to their requests
+(so that the pair gives the session's answers, within its 1,024 tokens), refuses all other addresses and
+checks every event against the SDKs' types.
 
 """
 
@@ -69,7 +69,7 @@ class Row:
 
 
 class Environment:
-    """Where one client is installed."""
+    """The environment of one client."""
 
     def __init__(self, client: Client, folder: Path) -> None:
         self.client = client
@@ -78,7 +78,7 @@ class Environment:
         self._stamp = self.folder / "installed"
 
     def install(self) -> str:
-        """Make it if it is not there. Returns why that failed, or nothing."""
+        """Create it if it is missing. Returns the reason of a failure, or nothing."""
         wanted = "\n".join(self.client.requirements)
         if self._stamp.is_file() and self._stamp.read_text() == wanted:
             return ""
@@ -103,7 +103,7 @@ class Environment:
         return subprocess.run([self.python, "-c", ask], capture_output=True, text=True).stdout.strip() or "?"
 
     def check(self, environment: dict[str, str], log: Path) -> Iterator[tuple[str, str]]:
-        """Run the script; (check, failure) of each as they end. What it says beside goes to the log."""
+        """Run the script; yield (check, failure) of each as it ends. Its other output goes to the log."""
         script = HERE / "checks" / f"{self.client.script}.py"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -123,7 +123,7 @@ class Environment:
 
 
 def rows_of(client: Client, folder: Path, environment: dict[str, str], logs: Path) -> Iterator[Row]:
-    """One client from its installation to its last check."""
+    """Run one client from its installation to its last check."""
     if client.npm and shutil.which("npm") is None:
         yield Row(client.name, "-", "a session with tools", "", "npm is not installed here")
         return
@@ -140,7 +140,7 @@ def rows_of(client: Client, folder: Path, environment: dict[str, str], logs: Pat
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """The address of one with the shipped pair: started here, unless one is named."""
+    """The address of a server with the shipped pair: started here, unless one is given."""
     if url := os.environ.get("MANTA_COMPAT_URL"):
         yield url
         return
@@ -149,7 +149,7 @@ def server() -> Iterator[str]:
 
     class Keyed(Served):
         def answers(self, timeout_s: float = 5.0) -> bool:
-            """Of what needs no key."""
+            """Return a route's answer without a key."""
             with contextlib.suppress(OSError):
                 return urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s).status == 200
             return False
@@ -187,7 +187,7 @@ def _one_line(text: str) -> str:
 
 
 def main(output: Path, names: list[str]) -> int:
-    """How many checks failed."""
+    """Return the number of failed checks."""
     folder = Path(os.environ.get("MANTA_COMPAT_ENVIRONMENTS", ROOT / ".venv" / "compat")).absolute()
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The audit over the shipped pair's kind, and that it sees what it is for."""
+"""The audit passes on a correct pair and detects a wrong acceptance rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_certificate_says_what_was_compared(pair: tuple[Path, Path], prompts: Path) -> None:
+def test_a_certificate_lists_what_was_compared(pair: tuple[Path, Path], prompts: Path) -> None:
     target, drafter = pair
     output = prompts.parent / "certificate.json"
     told = ["-i", str(prompts), "--max-tokens", "12", "-t", "0", "-t", "1", "-o", str(output)]
@@ -47,7 +47,7 @@ def test_a_certificate_says_what_was_compared(pair: tuple[Path, Path], prompts: 
     assert found["engine"]["speculative_config"]["model"] == str(drafter)
 
 
-def test_a_rule_that_lets_drafts_through_is_seen(
+def test_an_acceptance_rule_that_is_too_lenient_is_detected(
     pair: tuple[Path, Path], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept = LoopStepOperators.accept

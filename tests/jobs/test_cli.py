@@ -1,4 +1,4 @@
-"""The command line: one way to settings, errors in words, a light start."""
+"""The command line: settings, error messages, a light start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serve_config(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and standard error of a command."""
+    """Return exit code and standard error of a command."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     code = ended.value.code
@@ -61,7 +61,7 @@ def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.Captu
     assert "its 16 is 15 here" in words
 
 
-def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
+def test_flags_override_the_file_and_keys_in_a_file_are_refused(
     serve_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[dict[str, object]] = []
@@ -95,7 +95,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
     assert code == 1 and "api_key_file" in said and "hidden" not in said and len(asked) == 1
 
 
-def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_config: Path) -> None:
+def test_every_command_reads_a_serve_config_and_flags_take_precedence(serve_config: Path) -> None:
     settings = merge_settings({"max_num_seqs": 2, "page_size": None}, serve_config)
     assert settings["served_model_name"] == "small"
     config = engine_config(settings)
@@ -111,7 +111,7 @@ def test_a_misspelled_args_of_a_serve_config_is_named(serve_config: Path, typo: 
         read_settings(serve_config)
 
 
-def test_a_yaml_file_of_flag_names_is_a_config_too(tmp_path: Path) -> None:
+def test_a_yaml_file_of_flag_names_is_also_a_config(tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text("model: m\nmax-num-seqs: 3\nblock-size: 32\nspec-model: d\nspec-tokens: 4\n")
     config = engine_config(read_settings(path))
@@ -173,7 +173,7 @@ def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path
         (("generate", "x", "-m", "/nowhere/target"), 1, "/nowhere/target"),
     ],
 )
-def test_wrong_input_ends_with_words_not_a_traceback(
+def test_wrong_input_ends_with_a_message_not_a_traceback(
     arguments: tuple[str, ...],
     code: int,
     said: str,
@@ -189,7 +189,7 @@ def test_wrong_input_ends_with_words_not_a_traceback(
     assert got == code
 
 
-def test_wrong_input_of_jobs_and_servers_is_named(
+def test_wrong_input_of_jobs_and_servers_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -212,13 +212,13 @@ def test_wrong_input_of_jobs_and_servers_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_repositorys_own_config_is_one() -> None:
+def test_the_repositorys_own_config_is_valid() -> None:
     config = engine_config(read_settings(ROOT / "ray_config.yaml"))
     assert config.speculative_config is not None
     assert (config.model, config.speculative_config.model) == ("models/target", "models/drafter")
 
 
-def test_an_unknown_key_in_the_yaml_proposes_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_key_in_the_yaml_suggests_the_nearest(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("model: m\nmax_num_seq: 3\n")
     with pytest.raises(ConfigError, match="Did you mean max_num_seqs"):
@@ -245,7 +245,7 @@ C_LOCALE = {
         (["render", "systemd", "--config", "né.yaml"], b"", 1, rb"n\xe9.yaml"),
     ],
 )
-def test_a_locale_without_utf8_is_none_of_a_users_business(
+def test_commands_work_in_a_locale_without_utf8(
     arguments: list[str], given: bytes, code: int, said: bytes
 ) -> None:
     command = [sys.executable, "-m", "manta.jobs.cli", *arguments]
@@ -256,7 +256,7 @@ def test_a_locale_without_utf8_is_none_of_a_users_business(
     assert b"Traceback" not in found.stderr
 
 
-def test_too_few_files_are_said_before_ray_starts() -> None:
+def test_a_low_limit_of_open_files_is_reported_before_ray_starts() -> None:
     script = 'ulimit -n 64; exec "$0" -m manta.jobs.cli serve models/target --port 0'
     found = subprocess.run(
         ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60, cwd=ROOT

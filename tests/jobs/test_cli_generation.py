@@ -1,4 +1,4 @@
-"""`manta generate` and `manta chat` on a tiny pair: what is streamed is the answer, speculation or not."""
+"""`manta generate` and `manta chat` on a tiny pair: the streamed text is the answer, drafts or not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generate_streams_the_same_text_with_and_without_speculation(
         (("chat", "DRAFTER"), "--spec-model"),
     ],
 )
-def test_what_cannot_be_served_is_refused_as_over_http(
+def test_generate_refuses_what_http_refuses(
     pair: tuple[Path, Path], flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"TARGET": str(pair[0]), "DRAFTER": str(pair[1])}
@@ -66,7 +66,7 @@ def test_what_cannot_be_served_is_refused_as_over_http(
     assert ended.value.code == 1 and said in capsys.readouterr().err
 
 
-def test_chat_says_so_when_max_tokens_outgrows_the_context(
+def test_chat_reports_max_tokens_beyond_the_context(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(["hello", "/exit"])
@@ -74,14 +74,14 @@ def test_chat_says_so_when_max_tokens_outgrows_the_context(
     assert "more than this model's context" in command(capsys, "chat", str(pair[0]), "--max-tokens", "256")[1]
 
 
-def test_float16_on_a_cpu_is_warned_of(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_float16_on_a_cpu_causes_a_warning(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     for dtype, warned in (("float16", True), ("float32", False), ("auto", False)):
         caplog.clear()
         plan_load(EngineConfig.from_dict({"model": str(pair[0]), "dtype": dtype, "device": "cpu"}))
         assert ("float16" in caplog.text) is warned, dtype
 
 
-def test_chat_answers_lines_keeps_history_and_can_forget(
+def test_chat_answers_lines_keeps_a_history_and_can_reset_it(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(["hello", "/reset", "/what", "", "hello", "word " * 300, "/exit"])
@@ -90,10 +90,10 @@ def test_chat_answers_lines_keeps_history_and_can_forget(
     first, second, rest = out.split("\n", 2)
     assert first == second
     assert not rest
-    assert "max_model_len" in err  # the long line is refused, and the conversation goes on
+    assert "max_model_len" in err  # the long line is refused, and the conversation continues
 
 
-def test_the_conversation_is_sent_whole(llm: LLM) -> None:
+def test_the_whole_conversation_is_sent(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     conversation = chat.ChatSession(llm, params, "be brief")
     answer = conversation.say("one")
@@ -105,7 +105,7 @@ def test_the_conversation_is_sent_whole(llm: LLM) -> None:
     assert conversation.messages == [{"role": "system", "content": "be brief"}]
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream
 
     def interrupted(*arguments: object) -> object:

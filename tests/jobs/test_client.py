@@ -1,4 +1,4 @@
-"""The client of Manta's own commands, against a server whose bytes a test decides."""
+"""The HTTP client of Manta's own commands, against a server whose bytes a test chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manta.jobs.common.http_client import ServerClient, await_ready
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with the next of the server's (status, body); remembers who asked for what."""
+    """Answers with the server's next (status, body), and records the requests."""
 
     protocol_version = "HTTP/1.1"
     server: Any
@@ -63,7 +63,7 @@ def events(*payloads: str) -> bytes:
     return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
 
 
-def test_answers_of_any_status_come_over_one_connection() -> None:
+def test_answers_of_any_status_reuse_one_connection() -> None:
     refusal = json.dumps({"error": {"message": "No such model."}}).encode()
     with serving((404, refusal), (500, b"<html>"), (200, b"[1]")) as server:
         with ServerClient(f"{server.url}/v1/") as client:
@@ -75,14 +75,14 @@ def test_answers_of_any_status_come_over_one_connection() -> None:
         assert {path for path, _ in server.asked} == {"/v1/completions"}
 
 
-def test_what_is_not_found_is_an_error_that_names_the_path() -> None:
+def test_a_404_is_an_error_that_names_the_path() -> None:
     with serving((200, b'{"x": 1}'), (503, b"")) as server, ServerClient(server.url) as client:
         assert client.found("/v1/models") == {"x": 1}
         with pytest.raises(MantaError, match="/v1/models answered 503"):
             client.found("/v1/models")
 
 
-def test_a_stream_yields_its_chunks_and_must_end_as_it_should() -> None:
+def test_a_stream_yields_its_chunks_and_must_end_correctly() -> None:
     whole = events('{"n": 1}', '{"n": 2}', "[DONE]")
     failing = events('{"n": 1}', '{"error": {"message": "Gone."}}', "[DONE]")
     refused = json.dumps({"error": {"message": "Too long."}}).encode()
@@ -95,7 +95,7 @@ def test_a_stream_yields_its_chunks_and_must_end_as_it_should() -> None:
                 list(client.stream_chat({"messages": []}))
 
 
-def test_a_server_is_awaited_until_it_is_ready_or_waiting_is_in_vain() -> None:
+def test_waiting_for_a_server_ends_when_it_is_ready_or_cannot_become_ready() -> None:
     with serving((503, b""), (200, b"")) as server:
         assert await_ready(server.url, 20.0) > 0.0
         assert [path for path, _ in server.asked] == ["/health"] * 2
@@ -110,7 +110,7 @@ def test_a_server_is_awaited_until_it_is_ready_or_waiting_is_in_vain() -> None:
         await_ready(nowhere, 60.0, look)
 
 
-def test_what_cannot_be_reached_is_said_with_its_url() -> None:
+def test_an_unreachable_server_is_named_with_its_url() -> None:
     nowhere = unused_url()
     with (
         ServerClient(nowhere) as client,

@@ -1,4 +1,4 @@
-"""YAML files of settings: the address that `manta serve` takes, and names that would be ignored."""
+"""YAML files of settings: the address that `manta serve` uses, and unknown names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(path: Path, **content: Any) -> Path:
         (config_file.APPLICATION_KEYS, schema.ServeApplicationSchema),
     ],
 )
-def test_the_known_names_are_those_of_rays_schema(names: frozenset[str], model: type[BaseModel]) -> None:
+def test_known_config_names_are_those_of_rays_schema(names: frozenset[str], model: type[BaseModel]) -> None:
     assert names == set(model.model_fields)
 
 
@@ -45,7 +45,7 @@ def test_the_known_names_are_those_of_rays_schema(names: frozenset[str], model: 
         (["models/target"], ("127.0.0.1", 8000)),
     ],
 )
-def test_serve_listens_where_the_file_says_and_flags_win(
+def test_serve_listens_at_the_files_address_and_flags_take_precedence(
     flags: list[str], wanted: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, int]] = []
@@ -85,17 +85,17 @@ def test_serve_listens_where_the_file_says_and_flags_win(
         ({"http_options": {"host": 1}, "applications": [APPLICATION]}, "host=1"),
     ],
 )
-def test_what_serve_would_ignore_or_not_take_is_named(content: Any, said: str, tmp_path: Path) -> None:
+def test_keys_that_serve_would_ignore_or_refuse_are_named(content: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         read_config_file(write(tmp_path / "c.yaml", **content))
 
 
-def test_renderers_name_it_too(tmp_path: Path) -> None:
+def test_renderers_name_unknown_keys_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="outside `args:`"):
         read_deployment(write(tmp_path / "c.yaml", http_option={}, applications=[APPLICATION]), None)
 
 
-def test_what_only_a_deployed_config_uses_is_told(tmp_path: Path) -> None:
+def test_settings_for_deployed_configs_only_are_reported(tmp_path: Path) -> None:
     http = {"port": 8000, "root_path": "/v2"}
     entry = {**APPLICATION, "route_prefix": "/a", "deployments": [{"name": "manta", "num_replicas": 2}]}
     content = {"proxy_location": "HeadOnly", "http_options": http, "applications": [entry, APPLICATION]}

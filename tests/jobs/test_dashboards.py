@@ -1,4 +1,4 @@
-"""Dashboards and alerts: every query on a real Prometheus over what a real server exported, and the push."""
+"""Dashboards and alerts: every query on a real Prometheus over a real server's metrics, and the push."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Series:
 
 
 def in_rays_names(served: Series) -> Series:
-    """As Ray's exporter shows the same; that it does is a test of served replicas'."""
+    """The same as Ray's exporter shows it; tests of served replicas check the exporter itself."""
     found: dict[str, tuple[float, float]] = {}
     for sample, values in served.items():
         name, _, labels = sample.partition("{")
@@ -72,8 +72,8 @@ def in_rays_names(served: Series) -> Series:
     return found
 
 
-def made_up(names: Dialect, metrics: Sequence[Metric]) -> Series:
-    """Of whom no server is here: gateways, the autoscaler, jobs."""
+def synthetic_series(names: Dialect, metrics: Sequence[Metric]) -> Series:
+    """Metrics of processes that are not running here: gateways, the autoscaler, jobs."""
     found: dict[str, tuple[float, float]] = {}
     for metric in metrics:
         written = ",".join(f'{label}="0"' for label in metric.labels)
@@ -83,17 +83,19 @@ def made_up(names: Dialect, metrics: Sequence[Metric]) -> Series:
 
 
 def queries(names: Dialect) -> list[tuple[str, str]]:
-    """The title of a panel and its PromQL, for each query of all boards."""
+    """A panel's title and PromQL, for each query of all boards."""
     panels = [panel for board in boards(names) for panel in board["panels"]]
     return [(panel["title"], query["expr"]) for panel in panels for query in panel.get("targets", ())]
 
 
 @pytest.fixture(scope="module")
 def prometheus(served: Series, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A Prometheus that holds all of it."""
+    """A Prometheus that holds all of these samples."""
     folder = tmp_path_factory.mktemp("prometheus")
     vllm, ray = vllm_names(), ray_names()
-    others = made_up(vllm, GATEWAY_CATALOGUE) | made_up(ray, (*SCALING_CATALOGUE, *BATCH_CATALOGUE))
+    others = synthetic_series(vllm, GATEWAY_CATALOGUE) | synthetic_series(
+        ray, (*SCALING_CATALOGUE, *BATCH_CATALOGUE)
+    )
     series = {**served, **in_rays_names(served), **others}
     now_s = int(time.time())
     lines = [
@@ -172,7 +174,7 @@ def test_a_panel_shows_what_the_server_did(prometheus: httpx.Client, served: Ser
 
 
 @pytest.mark.parametrize("names", [vllm_names(), ray_names()], ids=["vllm", "ray"])
-def test_every_metric_that_an_exporter_has_is_on_a_dashboard(names: Dialect) -> None:
+def test_every_exported_metric_is_on_a_dashboard(names: Dialect) -> None:
     found = boards(names)
     assert names.used == {metric.name for metric in names.samples.values()}
     uids = [board["uid"] for board in found]
@@ -187,7 +189,7 @@ def test_every_metric_that_an_exporter_has_is_on_a_dashboard(names: Dialect) -> 
             taken |= cells
 
 
-def test_a_query_names_metrics_of_the_catalogue_alone() -> None:
+def test_queries_name_only_metrics_of_the_catalogue() -> None:
     vllm, ray = vllm_names(), ray_names()
     query = 'sum by (replica) (rate(dflash:step_seconds_total{part="draft"}[5m]))'
     narrowed = '{part="draft",model_name=~"$model",ReplicaId=~"$replica"}'
@@ -202,8 +204,8 @@ def test_a_query_names_metrics_of_the_catalogue_alone() -> None:
 
 
 @needs_prometheus
-def test_alerts_are_rules_of_prometheus_and_go_off_when_they_should(tmp_path: Path) -> None:
-    """By promtool's own test of rules: half an hour of a drafter that is gone and a queue that grows."""
+def test_alerts_are_prometheus_rules_and_fire_correctly(tmp_path: Path) -> None:
+    """promtool's test of rules: half an hour of a missing drafter and a growing queue."""
     without_words = rules(baseline=3.0)
     for rule in without_words["groups"][0]["rules"]:
         del rule["annotations"]  # they would be compared, too
@@ -267,7 +269,7 @@ def test_alerts_are_rules_of_prometheus_and_go_off_when_they_should(tmp_path: Pa
 
 
 def _values(text: str) -> str:
-    """promtool's notation, where 1x10 is one value and ten more of it."""
+    """Format samples in promtool's notation, where 1x10 is one value and ten more of it."""
     parts = [part if "+" in part else part.replace("x", "+0x") for part in text.split()]
     return " ".join(parts)
 
@@ -280,9 +282,9 @@ def _alert(name: str) -> Any:
 
 
 @needs_prometheus
-def test_drift_is_told_from_the_day_before(tmp_path: Path) -> None:
-    """A category whose blocks bring half of what they brought, beside one that is as it was; a drafter whose
-    chances are wrong by thrice as much, beside one that always was so wrong and one that is good enough."""
+def test_drift_is_measured_against_the_day_before(tmp_path: Path) -> None:
+    """A category with half of its former acceptance, and an unchanged one; a drafter with three times its
+    former calibration error, one with that error from the start, and a good one."""
     without_words = rules()
     for rule in without_words["groups"][0]["rules"]:
         del rule["annotations"]
@@ -330,7 +332,7 @@ def test_drift_is_told_from_the_day_before(tmp_path: Path) -> None:
 
 
 class FakeGrafana(BaseHTTPRequestHandler):
-    """The few calls of Grafana's HTTP API that are documented and used."""
+    """The documented calls of Grafana's HTTP API that are used."""
 
     stored: dict[str, Json]
     folders: list[Json]
@@ -397,7 +399,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output + str(getattr(result.exception, "message", ""))
 
 
-def test_a_push_puts_every_dashboard_there_once(grafana: tuple[str, dict[str, Json]]) -> None:
+def test_a_push_creates_every_dashboard_once(grafana: tuple[str, dict[str, Json]]) -> None:
     url, stored = grafana
     there = ("--grafana", url, "--token", TOKEN, "--datasource", "prom")
     code, said = run("diff", *there)
@@ -417,7 +419,7 @@ def test_a_push_puts_every_dashboard_there_once(grafana: tuple[str, dict[str, Js
     assert said.count("unchanged: ") == 7 and stored["manta-batch-ray"]["version"] == 2
 
 
-def test_what_a_push_lacks_is_said(grafana: tuple[str, dict[str, Json]]) -> None:
+def test_errors_of_a_push_are_reported(grafana: tuple[str, dict[str, Json]]) -> None:
     url, stored = grafana
     assert "role Editor" in run("push", "--grafana", url, "--token", "wrong")[1]
     code, said = run("push", "--grafana", url, "--token", TOKEN, "--datasource", "loki")
@@ -429,7 +431,7 @@ def test_what_a_push_lacks_is_said(grafana: tuple[str, dict[str, Json]]) -> None
         assert "does not answer" in run("push", "--grafana", nobody, "--token", TOKEN)[1]
 
 
-def test_dashboards_are_files_too(tmp_path: Path) -> None:
+def test_dashboards_are_written_as_files(tmp_path: Path) -> None:
     code, said = run("render", "-o", str(tmp_path / "new"), "--names", "ray")
     assert code == 0
     written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "new").iterdir()}

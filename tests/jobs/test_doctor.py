@@ -1,4 +1,4 @@
-"""The doctor: it finds what is broken, survives what breaks under it, and needs neither Ray nor HTTP.
+"""`manta doctor` finds defects, survives failing checks, and needs neither Ray nor HTTP.
 
 That kernels pass is `test_kernels_cases.py`'s.
 """
@@ -58,14 +58,14 @@ def check(outcome: CheckOutcome | Exception) -> Check:
         ),
     ],
 )
-def test_whatever_comes_of_a_check_is_a_line(outcome: CheckOutcome | Exception, status: str, measured: str):
+def test_every_result_of_a_check_is_a_line(outcome: CheckOutcome | Exception, status: str, measured: str):
     found = examine(check(outcome))
     assert (found.status, found.measured) == (status, measured)
     assert found.remedy == ("reboot" if status == "failed" else "")
     assert (found.trace is not None) == isinstance(outcome, RuntimeError)
 
 
-def test_errors_are_told_in_units_of_the_last_place_of_what_was_found():
+def test_errors_are_reported_in_units_of_the_results_last_place():
     exact = torch.tensor([4.0, -4.0, 0.0], dtype=torch.float64)
     assert off_by(exact.bfloat16(), exact) == 0.0
     assert off_by((exact * (1 + 2**-7)).bfloat16(), exact) == 1.0
@@ -79,7 +79,7 @@ def place() -> MachineKind:
 
 
 def findings(place: MachineKind, name: str) -> Iterator[Finding]:
-    """Of compiled loops in fp32."""
+    """Compiled loops in fp32."""
     for one in operator_checks(place, quick=True):
         if one.group == "loops" and one.name == f"{name}, float32":
             yield examine(one)
@@ -101,7 +101,7 @@ def _without_residual(self: NumbaBackend, project: Any, x: Tensor, residual: Ten
     return ADD(self, project, x, torch.zeros_like(residual), *norms)
 
 
-def _of_nobody(x_NH: Tensor, dynamic: Tensor, base_TH: Tensor, owners_N: Tensor, *more: Any) -> Tensor:
+def _without_owners(x_NH: Tensor, dynamic: Tensor, base_TH: Tensor, owners_N: Tensor, *more: Any) -> Tensor:
     return convolve(x_NH, dynamic, base_TH, 0 * owners_N, *more)
 
 
@@ -115,7 +115,7 @@ DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
     (loops, "paged_attention", _whatever_is_seen, ("attention of blocks", "target's pass")),
     (loops, "paged_attention", _one_key_too_many, ("attention of blocks", "drafter's pass")),
     (layers, "norm_rotate_write", _one_position_late, ("attention of prompts", "drafter's context K/V")),
-    (NumbaBackend, "convolve", staticmethod(_of_nobody), ("DFlash2's convolutions",)),
+    (NumbaBackend, "convolve", staticmethod(_without_owners), ("DFlash2's convolutions",)),
 ]
 
 
@@ -137,7 +137,7 @@ def test_a_broken_operator_is_found(
             assert found.trace is None
 
 
-def test_wrong_kernels_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_step_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import steps
 
     lines = {one.name: one for one in steps.step_checks(MachineKind.here(), quick=True)}
@@ -163,7 +163,7 @@ def test_wrong_kernels_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch):
         assert examine(lines[name]).status == "failed", name
 
 
-def test_wrong_kernels_of_a_drafter_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_drafter_kernels_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import drafts
 
     lines = {one.name: one for one in drafts.draft_checks(MachineKind.here())}
@@ -186,7 +186,7 @@ def test_wrong_kernels_of_a_drafter_are_found(monkeypatch: pytest.MonkeyPatch):
         assert examine(lines[name]).status == "failed", name
 
 
-def test_filters_that_keep_a_token_too_many_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_filters_that_keep_an_extra_token_are_found(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor.cases import steps
 
     choose = steps.choose
@@ -200,7 +200,7 @@ def test_filters_that_keep_a_token_too_many_are_found(monkeypatch: pytest.Monkey
     assert "tokens kept or cut differ" in examine(lines["tokens, top-p, float32"]).measured
 
 
-# What our own products are asked wrongly, and which checks must see it.
+# Faults of our own products, and the checks that must find them.
 WRONG_PRODUCTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"residual_NO": None}, ("residual, then norm",)),
     ({"norm": None}, ("norm, then product", "norm, then SiLU product")),
@@ -211,7 +211,7 @@ WRONG_PRODUCTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
 @pytest.mark.parametrize(("wrong", "seen_by"), WRONG_PRODUCTS, ids=["residual", "norm", "silu", "gelu"])
-def test_a_fused_product_that_leaves_something_out_is_found(
+def test_a_fused_product_that_omits_a_term_is_found(
     wrong: dict[str, Any], seen_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     from manta.drafter.compute.gpu_triton.linear import projections
@@ -229,7 +229,7 @@ def test_a_fused_product_that_leaves_something_out_is_found(
         assert found.status == "failed" and found.trace is None, found
 
 
-# What our own experts are asked wrongly, and which check must see it.
+# Faults of our own experts, and the check that must find them.
 WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"activation": "gelu_tanh"}, "plain, SiLU"),
     ({"bias_EO": None}, "MXFP4, clamped"),
@@ -238,7 +238,7 @@ WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "seen_by"), WRONG_EXPERTS, ids=["activation", "bias", "clamp"])
-def test_experts_that_leave_something_out_are_found(
+def test_experts_that_omit_a_term_are_found(
     wrong: dict[str, Any], seen_by: str, monkeypatch: pytest.MonkeyPatch
 ):
     from manta.drafter.compute.gpu_triton.moe import moe as experts
@@ -301,7 +301,7 @@ def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(wrong: str, monkeypat
         assert found.status == "failed" and found.trace is None, found
 
 
-def test_experts_rates_are_those_of_the_weights_that_rows_chose(monkeypatch: pytest.MonkeyPatch):
+def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPatch):
     from manta.jobs.doctor import device_rates as rates
 
     monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
@@ -320,7 +320,7 @@ def plan(tiny_qwen3: Path, tiny_drafter: Path) -> LoadPlan:
     return plan_load(EngineConfig.from_dict({**settings, "dtype": "float32"}))
 
 
-def test_an_answer_that_speculation_changes_is_found(plan: LoadPlan, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: pytest.MonkeyPatch):
     (line,) = (one for one in pair.pair_checks(plan, quick=True) if one.name.startswith("speculation"))
     assert examine(line).status == "ok"
     answers = pair._answers
@@ -335,7 +335,7 @@ def test_an_answer_that_speculation_changes_is_found(plan: LoadPlan, monkeypatch
     assert (examine(line).status, examine(line).measured) == ("failed", "1 of 4 answers differ")
 
 
-def test_tokens_may_differ_in_16_bits_where_fp32_all_but_ties(plan: LoadPlan):
+def test_tokens_may_differ_in_16_bits_at_near_ties(plan: LoadPlan):
     asked = pair._Requests.of(plan.target.vocab_size, 2, 3, greedy=True)
     prompt = asked.prompts[1]
     logits = pair._ExactLogits(plan)._logits_after(torch.tensor(prompt).numpy())
@@ -346,7 +346,7 @@ def test_tokens_may_differ_in_16_bits_where_fp32_all_but_ties(plan: LoadPlan):
         assert found.passed == passed, found
 
 
-def test_the_table_says_what_failed_and_what_to_do(
+def test_the_table_shows_failures_and_remedies(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     def checks(_: object) -> Iterator[Check]:
@@ -363,7 +363,7 @@ def test_the_table_says_what_failed_and_what_to_do(
     assert report["failed"] == 1 and "KeyError" in report["findings"][1]["trace"]
 
 
-def test_a_part_that_cannot_say_what_it_looks_at_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_part_whose_description_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **__: object) -> Iterator[Check]:
         raise ImportError("libtriton.so is not for this machine")
 
@@ -388,8 +388,8 @@ def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path)
     assert {"loops", "torch", "rates", "Manta uses"} <= {group for group, _ in lines}
 
 
-def test_captured_steps_must_bring_the_tokens_and_the_pages_of_launched_ones():
-    """The steps themselves take a GPU."""
+def test_captured_steps_must_give_the_tokens_and_pages_of_launched_ones():
+    """The captured steps themselves need a GPU."""
     from manta.jobs.doctor.cuda_graph_check import _compare
 
     def seen(token: int, count: int = 2, value: float = 0.3) -> tuple[list[StepResult], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Flags that are made of dataclasses: names, types, defaults and descriptions come from the fields."""
+"""Flags made of dataclasses: names, types, defaults and descriptions come from the fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What every job has.
+    """Options of every job.
 
     Attributes:
         output: file for the result. It is replaced.
@@ -28,7 +28,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Base):
-    """What one job has, too.
+    """Further options of one job.
 
     Attributes:
         subject: what is measured, i.e. its name.
@@ -72,18 +72,18 @@ def engine(config: EngineConfig, model_: Model = None) -> None:
 
 
 def run(*arguments: str) -> Any:
-    """What the command received, or what the user is told."""
+    """The values that the command received, or the user's error message."""
     made.clear()
     found = CliRunner().invoke(app, arguments)
     return made[0] if made else " ".join(found.output.split())
 
 
-def test_flags_that_are_not_given_leave_the_fields_defaults() -> None:
+def test_omitted_flags_keep_the_fields_defaults() -> None:
     wanted = Options(subject="s", output=Path("o"))
     assert run("job", "s", "-o", "o") == (wanted, "t")
 
 
-def test_values_become_what_the_fields_types_say() -> None:
+def test_values_are_converted_to_the_fields_types() -> None:
     flags = ["--rows", "3", "--context", "32k", "--sizes", "4", "--sizes", "1K", "--overrides", '{"a": 1}']
     flags += ["--mode", "whole", "--no-resume", "--force", "--output", "o", "--tail", "x"]
     wanted = Options(

@@ -1,4 +1,4 @@
-"""`manta plan` from flags to a ray_config.yaml that Serve and our own commands take."""
+"""`manta plan` from flags to a ray_config.yaml that Serve and Manta's commands accept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options(folders: Path, **changes: Any) -> PlanOptions:
     return PlanOptions(**{**given, **changes})
 
 
-def test_the_command_prints_tables_and_writes_a_config_that_serve_takes(folders: Path) -> None:
+def test_the_command_prints_tables_and_writes_a_valid_serve_config(folders: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     file = folders / "out" / "ray_config.yaml"
@@ -61,8 +61,8 @@ def test_the_command_prints_tables_and_writes_a_config_that_serve_takes(folders:
     assert config.speculative_config is not None and config.speculative_config.placement == "colocated"
 
 
-def test_weights_of_one_byte_are_planned_and_served_so(folders: Path) -> None:
-    """Half the bytes of the blocks' products: a lone user is served sooner, but not twice as soon."""
+def test_one_byte_weights_are_planned_and_configured(folders: Path) -> None:
+    """Half the bytes of the blocks' products: a single user is faster, but not twice as fast."""
     file, seldom = folders / "ray_config.yaml", {"batch": 1, "num_gpus": 1}
     plain = make_plan(options(folders, **seldom))
     report = make_plan(
@@ -81,7 +81,7 @@ def test_weights_of_one_byte_are_planned_and_served_so(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
-def test_every_candidate_is_a_layout_that_the_settings_know(folders: Path, gpus: int, capsys: Any) -> None:
+def test_every_candidate_is_a_valid_layout_of_settings(folders: Path, gpus: int, capsys: Any) -> None:
     report = make_plan(options(folders, num_gpus=gpus))
     assert json.loads(capsys.readouterr().out)["chosen"] == report["chosen"]
     engine, server = split_settings(report["ray_config"]["applications"][0]["args"])
@@ -117,7 +117,7 @@ def test_a_trace_decides_by_goodput(folders: Path, capsys: Any) -> None:
         ('{"arrival_s": 1, "prompt_tokens": 40000, "output_tokens": 4000}', "max_model_len is 40960"),
     ],
 )
-def test_a_trace_that_is_none_is_refused_by_its_line(folders: Path, text: str, said: str) -> None:
+def test_an_invalid_trace_is_refused_with_its_line(folders: Path, text: str, said: str) -> None:
     trace = folders / "arrivals.jsonl"
     trace.write_text(text)
     with pytest.raises(DatasetError) as refused:
@@ -125,7 +125,7 @@ def test_a_trace_that_is_none_is_refused_by_its_line(folders: Path, text: str, s
     assert said in refused.value.message and refused.value.param == "trace"
 
 
-def test_what_cannot_fit_is_refused_and_nothing_is_written(folders: Path) -> None:
+def test_layouts_that_cannot_fit_are_refused_and_nothing_is_written(folders: Path) -> None:
     file = folders / "ray_config.yaml"
     wrong = options(
         folders,
@@ -156,10 +156,10 @@ def test_checkpoints_with_weights_have_their_headers_checked(
         make_plan(options(tmp_path, model=str(broken), drafter=None))
 
 
-def test_of_a_hub_id_small_files_are_enough(
+def test_a_hub_ids_small_files_are_enough(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot in the cache that holds no weight, and no connection."""
+    """A snapshot in the cache without weights, and no connection."""
     revision = "f" * 40
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
     (repository / "refs").mkdir(parents=True)
@@ -173,7 +173,7 @@ def test_of_a_hub_id_small_files_are_enough(
         make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))
 
 
-def test_a_file_that_is_there_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
     file = tmp_path / "ray_config.yaml"
     file.write_text("edited: by hand\n")
     with pytest.raises(ConfigError, match=r"exists already.*--force"):

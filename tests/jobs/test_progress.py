@@ -15,7 +15,7 @@ from paths import ROOT
 PAIR = ROOT / "docs" / "benchmarks" / "qwen3-8b"
 
 
-def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
+def test_progress_lines_are_printed_every_few_seconds_also_while_waiting() -> None:
     now_s, lines = [0.0], list[str]()
     with TimeLeft("answers", 40, "requests", report=lines.append, clock=lambda: now_s[0]) as progress:
         for second, done in enumerate([0, 0, 0, 4, 0, 0, 6, 0, 0, 0, 10, 90]):
@@ -29,7 +29,7 @@ def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
 
 
 @pytest.mark.parametrize("load", [{"concurrency": (2,)}, {"rate_per_s": (4.0,), "num_requests": 6}])
-def test_a_simulated_node_counts_all_that_it_plays(
+def test_a_simulated_node_reports_progress_over_all_points(
     load: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("manta.jobs.common.progress.FIRST_S", 0.0)
@@ -48,7 +48,9 @@ class Terminal(StringIO):
 
 
 @pytest.mark.parametrize("stream", [StringIO(), Terminal()])
-def test_a_wait_is_counted_on_a_terminal_alone(stream: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_time_is_shown_only_on_a_terminal(
+    stream: StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     with counting_on_terminal("loading", every_s=0.01):
         deadline_s = time.monotonic() + (10.0 if stream.isatty() else 0.2)
@@ -57,7 +59,7 @@ def test_a_wait_is_counted_on_a_terminal_alone(stream: StringIO, monkeypatch: py
     assert stream.getvalue().startswith("loading (0 s)\n") is stream.isatty()
 
 
-def test_what_is_waited_for_next_is_counted_from_its_beginning() -> None:
+def test_the_next_wait_is_counted_from_its_start() -> None:
     lines = list[str]()
     wait = Wait("first", lines.append)
     wait.turn_to("second")

@@ -1,4 +1,4 @@
-"""What `manta render` makes is taken by whom it is made for: KubeRay, Ray, systemd, our own command line."""
+"""The outputs of `manta render` are accepted by KubeRay, Ray, systemd and Manta's command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "
 
 
 def config(folder: Path, **args: Any) -> Path:
-    """A ray_config.yaml with these `args`, and `deployments` beside them."""
+    """A ray_config.yaml with these `args`, and `deployments` next to them."""
     deployments = args.pop("deployments", None)
     application = {
         "name": "My_App",
@@ -46,7 +46,7 @@ def rendered(kind: str, file: Path, gpus_per_node: int | None = None) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, in which an object has no property but those that are listed."""
+    """The same schema with additional properties forbidden."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -73,7 +73,7 @@ def workers(document: Any) -> Any:
 
 @pytest.mark.parametrize("replicas", [1, 5, "1:16", "0:3"])
 @pytest.mark.parametrize("kind", ["service", "job"])
-def test_kuberay_takes_service_and_job(tmp_path: Path, kind: str, replicas: int | str) -> None:
+def test_kuberays_schemas_accept_service_and_job(tmp_path: Path, kind: str, replicas: int | str) -> None:
     document = rendered(f"kuberay-{kind}", config(tmp_path, replicas=replicas, tensor_parallel_size=2))
     check(document, f"ray{kind}")
     cluster = document["spec"].get("rayClusterConfig") or document["spec"]["rayClusterSpec"]
@@ -87,14 +87,14 @@ def test_kuberay_takes_service_and_job(tmp_path: Path, kind: str, replicas: int 
 
 
 @pytest.mark.parametrize("kind", ["rayservice", "rayjob"])
-def test_a_misspelled_key_would_be_seen(tmp_path: Path, kind: str) -> None:
+def test_a_misspelled_key_would_be_detected(tmp_path: Path, kind: str) -> None:
     document = rendered(f"kuberay-{kind.removeprefix('ray')}", config(tmp_path))
     workers(document)["template"]["spec"]["containers"][0]["imagePullPolicies"] = "Always"
     with pytest.raises(jsonschema.ValidationError, match="imagePullPolicies"):
         check(document, kind)
 
 
-def test_the_service_holds_the_config_open_to_the_clusters_service(tmp_path: Path) -> None:
+def test_the_service_config_listens_for_the_clusters_service(tmp_path: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     file = config(tmp_path, replicas=2)
@@ -163,20 +163,20 @@ def test_several_models_are_counted_together(tmp_path: Path) -> None:
     assert workers(rendered("kuberay-service", file, 4))["minReplicas"] == 2
 
 
-def test_what_no_node_holds_is_refused(tmp_path: Path) -> None:
+def test_configs_that_no_node_can_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="needs 8 GPUs on one node, which has 4"):
         rendered("kuberay-service", config(tmp_path, tensor_parallel_size=8), 4)
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "applications: []", "applications: 3", "{"])
-def test_what_is_no_serve_config_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_serve_configs_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ray_config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="config: "):
         rendered("systemd", tmp_path / "ray_config.yaml")
 
 
 def parsed(command: list[str]) -> dict[str, Any]:
-    """The parameters of a `manta` command, which is not run; click raises for what it does not take."""
+    """Parse the parameters of a `manta` command without running it; click raises for wrong ones."""
     group: Any = typer.main.get_command(app)
     return group.commands[command[1]].make_context(command[1], command[2:]).params
 
@@ -208,7 +208,7 @@ def all_commands(cluster: Any) -> list[str]:
     return [*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"]]
 
 
-def test_ray_up_takes_the_cluster(tmp_path: Path) -> None:
+def test_ray_ups_schema_accepts_the_cluster(tmp_path: Path) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     file = config(tmp_path, replicas="1:16")
@@ -229,7 +229,7 @@ def test_ray_up_takes_the_cluster(tmp_path: Path) -> None:
     )
 
 
-def test_the_image_has_what_is_installed_here(tmp_path: Path) -> None:
+def test_the_image_has_the_versions_installed_here(tmp_path: Path) -> None:
     text = render_document("dockerfile", config(tmp_path), None, None, [])
     pins = dict(re.findall(r"^    '([\w-]+)(?:\[[\w,]+])?==([\w.]+)'", text, re.M))
     needed = {re.match(r"[\w.-]+", r)[0] for r in metadata.requires("manta") or () if "extra ==" not in r}  # type: ignore[index]
@@ -245,7 +245,7 @@ def test_the_image_has_what_is_installed_here(tmp_path: Path) -> None:
     assert "'triton" not in cpu and "-cpu\n" in cpu
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     file = config(tmp_path)
     unit = tmp_path / "manta.service"
     unit.write_text(render_document("systemd", file, None, None, []))
@@ -265,7 +265,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert not ours, ours
 
 
-def test_a_config_with_keys_in_it_is_not_made_into_anything(tmp_path: Path) -> None:
+def test_a_config_with_keys_is_not_rendered(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="api_key_file") as caught:
         rendered("systemd", config(tmp_path, api_key="secret"))
     assert "secret" not in caught.value.message

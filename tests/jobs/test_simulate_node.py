@@ -1,4 +1,4 @@
-"""A simulated node: hand arithmetic, what is conserved, what must not get worse, and the command."""
+"""A simulated node: arithmetic by hand, conservation, monotonicity, and the command."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def observe(played: NodeEngine, clients: int, measured: int = 12, work: Workload
     return closed_loop(played.engine(), lambda n, share: work.request(n, share), clients, measured)
 
 
-def test_plain_decoding_of_one_request_is_the_rooflines_by_hand() -> None:
-    """Qwen3-8B on an H200: 6.946 G weights of blocks, 0.622 G of the head, 144 KiB a token of context."""
+def test_plain_decoding_of_one_request_equals_a_manual_roofline() -> None:
+    """Qwen3-8B on an H200: 6.946 G weights of blocks, 0.622 G of the head, 144 KiB per context token."""
     context, launches = 200 + 30, 6 * 36 + 27
     by_hand_s = (2 * (6.946e9 + 0.6223e9) + context * 147456) / 4.3e12 + launches * LAUNCH_S
     work = replace(WORK, sigma=0.0)
@@ -66,7 +66,7 @@ def test_plain_decoding_of_one_request_is_the_rooflines_by_hand() -> None:
     assert seen.user_tokens_per_s == pytest.approx(1.0 / by_hand_s, rel=2e-3)
 
 
-def test_drafts_made_one_by_one_take_a_pass_each_and_those_of_a_block_one() -> None:
+def test_chain_drafts_take_a_pass_each_and_a_block_one() -> None:
     times = {name: node_engine(name).times for name in ("eagle3-3", "eagle3-7", "dflash-3", "dflash-15")}
     three, seven = (
         times[name].draft(1, 1 + n, 1000).total_s for name, n in (("eagle3-3", 3), ("eagle3-7", 7))
@@ -79,8 +79,8 @@ def test_drafts_made_one_by_one_take_a_pass_each_and_those_of_a_block_one() -> N
     assert whole < 1.01 * short, "at one request a block's rows are free"
 
 
-def test_an_eagle3_head_beside_latents_is_as_large_as_published_ones() -> None:
-    """TorchSpec's for Kimi-K2.5: 64 heads of 128, with keys and values of their own."""
+def test_an_eagle3_head_for_a_target_with_latents_has_the_published_size() -> None:
+    """TorchSpec's for Kimi-K2.5: 64 heads of 128, with their own keys and values."""
     latent = LatentShape(q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, rank=512)
     attention = {"heads": 64, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": latent}
     experts = ExpertShape(count=384, chosen=8, inter=2048, held=384)
@@ -91,7 +91,7 @@ def test_an_eagle3_head_beside_latents_is_as_large_as_published_ones() -> None:
 
 
 @pytest.mark.parametrize("method", ["plain", "eagle3-3", "dflash-7", "dflash"])
-def test_every_request_ends_once_with_its_tokens_and_in_order_of_time(method: str) -> None:
+def test_every_request_ends_once_with_its_tokens_in_time_order(method: str) -> None:
     engines = [node_engine(method).engine() for _ in range(2)]
     arrival_s = np.linspace(0.0, 0.3, 20).tolist()
     seen = open_loop(engines, lambda n, share: WORK.request(n, share), arrival_s)
@@ -117,7 +117,7 @@ def test_the_same_seed_is_the_same_simulation() -> None:
 
 @pytest.mark.parametrize("method", ["plain", "eagle3-3", "dflash-7"])
 def test_a_faster_gpu_is_not_slower(method: str) -> None:
-    """In bandwidth, arithmetic and link, each alone."""
+    """In bandwidth, arithmetic and link, separately."""
     device, link = H200.device, H200.link
     faster = [
         replace(H200, device=Device("more bytes", 2 * device.bytes_per_s, device.flops)),
@@ -130,8 +130,8 @@ def test_a_faster_gpu_is_not_slower(method: str) -> None:
             assert observe(node_engine(method, gpu, tp=2), clients, 4).tokens_per_s >= slow * 0.999
 
 
-def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
-    """Requests alike: the mean length is that of the curve's first drafts."""
+def test_methods_draft_and_are_accepted_as_configured() -> None:
+    """Equal requests: the mean length is that of the curve's first drafts."""
     drafting = DraftAssumptions(dflash="6.0", eagle3="4.0", eagle3_drafts=7, spread=0.0)
     for name, survival in (
         ("dflash-7", survival_of_length(6.0, 15)),
@@ -143,7 +143,7 @@ def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
         assert seen.drafts_per_block == pytest.approx(drafts, rel=0.03), "but for the ends of answers"
 
 
-def test_spread_keeps_the_mean_and_categories_their_lengths() -> None:
+def test_spread_keeps_the_mean_and_categories_keep_their_lengths() -> None:
     curve = survival_of_length(5.0, 9)
     texts = AcceptanceMix(curve, 0.7, {"code": 6.5, "chat": 3.0})
     base = np.log(texts.survival)
@@ -161,7 +161,7 @@ def test_spread_keeps_the_mean_and_categories_their_lengths() -> None:
         AcceptanceMix(curve, 0.5, {"code": 12.0})
 
 
-def test_a_step_costs_what_is_verified_and_its_prompts() -> None:
+def test_a_steps_cost_follows_its_verified_rows_and_prompts() -> None:
     cost = PlanCost(node_engine("dflash").times)
     plain, few, all_of = (
         cost(dummy_step([500] * 64, [1 + drafts] * 64, [drafts] * 64)) for drafts in (0, 3, 15)
@@ -175,7 +175,7 @@ def test_a_step_costs_what_is_verified_and_its_prompts() -> None:
     assert PlanCost(node_engine("dflash").times, free_prompts=True)(prompt).verify_s == plain.verify_s
 
 
-def test_the_frontier_is_what_nothing_beats() -> None:
+def test_the_frontier_contains_the_undominated_points() -> None:
     front = frontier([(100, 10), (50, 20), (60, 15), (55, 12), (100, 8)])
     assert front == [(50, 20), (60, 15), (100, 10)]
     assert throughput_at(front, 20) == 20 and throughput_at(front, 80) == 12.5
@@ -183,7 +183,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 
 
 def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> None:
-    """The same driver, a virtual clock: 20 tokens of one request are one prompt and 19 steps."""
+    """The same driver on a virtual clock: 20 tokens of one request are one prompt and 19 steps."""
     clock = VirtualClock()
     info = ExecutorInfo((100,), 16, 512, 1000, (), 0, "float32", "cpu")
     executor = SimulatedExecutor(info, (), LinearCost(0.5), clock.advance)
@@ -199,7 +199,7 @@ def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> No
 
 
 @pytest.mark.parametrize("name", ["dflash-0", "plain-3", "medusa", "dflash-x", ""])
-def test_a_method_that_is_none_is_refused(name: str) -> None:
+def test_an_unknown_method_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="must be plain, dflash, eagle3"):
         Method.parse(name)
 
@@ -213,7 +213,7 @@ def test_acceptance_is_one_length_or_one_by_category() -> None:
             parse_acceptance(wrong, 15)
 
 
-def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
+def test_a_node_that_does_not_fit_is_refused_with_the_missing_memory() -> None:
     small = replace(H200, memory_bytes=8 * 2**30)
     with pytest.raises(PlacementError, match="GiB are missing"):
         node_engine("plain", small)
@@ -263,7 +263,7 @@ def test_the_command_writes_points_assumptions_and_a_picture(folders: Path, caps
     assert "--drafter" in capsys.readouterr().err
 
 
-def test_a_trace_is_played_over_all_engines_of_a_node(folders: Path) -> None:
+def test_a_trace_is_replayed_over_all_engines_of_a_node(folders: Path) -> None:
     trace, output = folders / "trace.jsonl", folders / "traced.json"
     rows = [{"arrival_s": 0.05 * n, "prompt_tokens": 50 + n, "output_tokens": 10 + n} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))

@@ -1,4 +1,4 @@
-"""vLLM's users: every argument of `vllm serve` and key of its speculative_config is taken or answered.
+"""Every argument of `vllm serve` and key of its speculative_config is accepted or gets a message.
 
 Their names are in data/vllm_arguments.txt, written down from vLLM 0.33's `EngineArgs`, `AsyncEngineArgs`,
 `FrontendArgs` and `SpeculativeConfig`, without fields that no user sets.
@@ -34,7 +34,7 @@ PYTHON_ONLY = {"skip_tokenizer_init", "per_request_spec_decode_metrics"}  # sett
 
 
 def options(command: str) -> set[str]:
-    """Every spelling of a command's options, as settings are spelled."""
+    """Every spelling of a command's options, spelled as settings."""
     parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     return {
         name.strip("-").replace("-", "_")
@@ -43,13 +43,13 @@ def options(command: str) -> set[str]:
     }
 
 
-def test_every_argument_of_vllm_is_a_flag_here_or_is_answered() -> None:
+def test_every_vllm_argument_is_a_flag_or_gets_a_message() -> None:
     known = options("serve") | ANSWERS.keys() | PYTHON_ONLY
     assert len(NAMES["engine_args"]) > 180 and not {*NAMES["engine_args"], *NAMES["frontend_args"]} - known
     assert not ANSWERS.keys() & (OWN | RENAMED.keys())
 
 
-def test_every_key_of_vllms_speculative_config_is_taken_or_answered() -> None:
+def test_every_key_of_vllms_speculative_config_is_accepted_or_gets_a_message() -> None:
     plain = {
         "num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 64, 3]],
         "enable_adaptive_verification": True,
@@ -65,11 +65,11 @@ def test_every_key_of_vllms_speculative_config_is_taken_or_answered() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "audit"])
-def test_no_flag_of_ours_is_taken_for_one_of_vllms(command: str) -> None:
+def test_no_manta_flag_is_mistaken_for_a_vllm_one(command: str) -> None:
     assert not options(command) & ANSWERS.keys()
 
 
-def test_no_setting_is_answered_twice_and_sentences_end_open() -> None:
+def test_no_setting_has_two_messages_and_sentences_have_no_period() -> None:
     for table in (SETTINGS, SPECULATION):
         names = [name for answer in table for name in answer.kinds()]
         assert len(names) == len(set(names))
@@ -123,7 +123,7 @@ def test_flags_without_effect_leave_the_command_line(
         (["--runner", "pooling"], "generates text"),
     ],
 )
-def test_flags_whose_loss_would_be_noticed_are_refused_with_what_to_do(
+def test_flags_with_a_needed_effect_are_refused_with_a_remedy(
     flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -132,7 +132,7 @@ def test_flags_whose_loss_would_be_noticed_are_refused_with_what_to_do(
     assert sentence in said and flags[0] in said and "secret" not in said
 
 
-def test_settings_in_yaml_and_python_are_answered_alike(
+def test_settings_in_yaml_and_python_get_the_same_messages(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "vllm.yaml"
@@ -151,7 +151,7 @@ def test_settings_in_yaml_and_python_are_answered_alike(
         split_settings({"model": "m", "max_num_seq": 4})
 
 
-def test_a_schedule_of_drafts_by_batch_size_is_its_most_and_true_is_not_one() -> None:
+def test_a_draft_schedule_by_batch_size_becomes_its_maximum_and_true_is_refused() -> None:
     schedule = [[1, 4, 7], [5, 64, 3]]
     config = accept_speculation({"model": "d", "num_speculative_tokens_per_batch_size": schedule})
     assert config == {"model": "d", "num_speculative_tokens": 7}
@@ -163,13 +163,13 @@ def test_a_schedule_of_drafts_by_batch_size_is_its_most_and_true_is_not_one() ->
         accept_speculation({"num_speculative_tokens_per_batch_size": 7})
 
 
-def test_true_is_not_the_default_1(caplog: pytest.LogCaptureFixture) -> None:
+def test_true_does_not_count_as_the_default_1(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         accept({"scheduler_reserve_full_isl": True})
     assert "has no effect" in caplog.text
 
 
-def test_defaults_of_sampling_come_from_a_folder_and_are_overridden(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_a_folder_and_can_be_overridden(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}')
     settings = split_settings(
         {
@@ -195,7 +195,7 @@ def test_defaults_of_sampling_come_from_a_folder_and_are_overridden(tmp_path: Pa
         {"generation_config": "/nowhere"},
     ],
 )
-def test_wrong_defaults_of_sampling_are_refused_before_anything_starts(settings: dict[str, object]) -> None:
+def test_wrong_sampling_defaults_are_refused_before_anything_starts(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="generation_config"):
         split_settings({"model": "m", **settings})
 
@@ -212,7 +212,7 @@ print(target_folder(config), drafter_folder(config, "me/small"), drafter_commit(
 """
 
 
-def test_the_hub_is_asked_for_the_revision_and_snapshots_lie_where_they_are_to(tmp_path: Path) -> None:
+def test_hub_downloads_use_the_revision_and_the_download_dir(tmp_path: Path) -> None:
     kept, asked = tmp_path / "kept", dict[str, int]()
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')

@@ -1,4 +1,4 @@
-"""A command in a process where packages are absent: neither to be imported nor with a version."""
+"""Run a command in a process in which packages are absent: neither importable nor with a version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ main(sys.argv[2:])
 def run_without(
     packages: Sequence[str], arguments: Sequence[str], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`manta` with these arguments; an empty variable is taken out of the environment."""
+    """Run `manta` with these arguments; an empty variable is removed from the environment."""
     everything = {**os.environ, **environment}
     return subprocess.run(
         [sys.executable, "-c", _SCRIPT, ",".join(packages), *arguments],

@@ -1,4 +1,4 @@
-"""A server whose next answers a test writes, and the SDKs' clients of it; its template knows tools.
+"""A server with scripted answers and the SDKs' clients of it; its template supports tools.
 
 The model's steps are real; its words are a script (`scripted_executor.py`).
 """
@@ -37,7 +37,7 @@ TEMPLATE = """\
 
 
 def agents_config(folder: Path) -> EngineConfig:
-    """Of a tiny pair with that template."""
+    """A server of a tiny pair with that template."""
     target, drafter = make_text_pair(folder)
     settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -54,7 +54,7 @@ def agents_config(folder: Path) -> EngineConfig:
 
 
 class Model(ScriptedExecutor):
-    """Dies in its next step when it is told to."""
+    """Dies in its next step on command."""
 
     dies = False
 
@@ -65,7 +65,7 @@ class Model(ScriptedExecutor):
 
 
 class AgentsStand:
-    """Enter `server` to begin."""
+    """Enter `server` to start."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._models: list[Model] = []
@@ -84,8 +84,8 @@ class AgentsStand:
             *tokenizer.encode("<|endoftext|>", add_special_tokens=False),
         ]
 
-    def say_what_it_likes(self) -> dict[str, Any]:
-        """Returns fields that keep it from blanks, which JSON allows without end."""
+    def answer_freely(self) -> dict[str, Any]:
+        """Return fields that prevent endless whitespace, which JSON allows."""
         self._models[0].script = ()
         tokenizer = self.server.engine.tokenizer
         assert tokenizer is not None

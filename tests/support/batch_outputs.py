@@ -52,12 +52,12 @@ def spec(num_rows: int, given: OutputForm | None = None, **changes: Any) -> JobS
 
 
 def parts(output: Storage) -> list[str]:
-    """The names of all that a reader would take for results."""
+    """The names of all files that a reader would take for results."""
     return sorted(entry.name for entry in results_in(output) if PART_NAME.fullmatch(entry.name))
 
 
 def rows_in(output: Storage, names: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    """Rows of parts, in the order in which they stand."""
+    """Rows of parts, in their order."""
     for name in names:
         content = output.read(name)
         if name.endswith(".parquet"):

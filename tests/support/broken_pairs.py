@@ -1,4 +1,4 @@
-"""Pairs that cannot work, or not well: each is the pair that ships with one thing changed.
+"""Pairs that cannot work, or work badly: each is the shipped pair with one change.
 
 A line: its name, what is changed, what `manta drafter validate` calls it, and words of what it says.
 """
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def copied(pair: Path) -> Path:
-    """A folder with target/ and drafter/, whose files are links, to be replaced."""
+    """A folder with target/ and drafter/, whose files are links that can be replaced."""
     for source, name in ((TARGET, "target"), (DRAFTER, "drafter")):
         (pair / name).mkdir(parents=True)
         for file in source.iterdir():
@@ -80,7 +80,7 @@ def tensors(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
 
 
 def speculators(**keys: object) -> Callable[[Path], None]:
-    """The drafter in Speculators' format, with other keys."""
+    """The drafter in Speculators' format, with changed keys."""
 
     def apply(pair: Path) -> None:
         convert_drafter(str(pair / "drafter"), str(pair / "target"), "speculators", pair / "other")
@@ -100,7 +100,7 @@ def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def with_tokenizer(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """The drafter brings a tokenizer, the target's but for a change."""
+    """The drafter has its own tokenizer: the target's with a change."""
 
     def apply(pair: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):

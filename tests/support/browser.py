@@ -1,4 +1,4 @@
-"""A real browser, headless, by the WebDriver protocol: what a page looks like, not only what it says."""
+"""A real headless browser through the WebDriver protocol, to test what a page looks like."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ return out
 """
 
 
-# Texts that are hard to read: less contrast with what is behind them than WCAG 2 asks for (AA), which excepts
-# what is disabled.
+# Texts that are hard to read: less contrast with the background than WCAG 2 requires (AA), which excepts
+# disabled controls.
 FAINT = """
 const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
 const numbers = (colour) => colour.match(/[0-9.]+/g).map(Number);
@@ -52,7 +52,7 @@ return out
 
 
 class Browser:
-    """A real one, by the WebDriver protocol."""
+    """A real browser through the WebDriver protocol."""
 
     def __init__(self, port: int) -> None:
         self._at = f"http://127.0.0.1:{port}/session"
@@ -63,12 +63,12 @@ class Browser:
         self._at += f"/{made['sessionId']}"
 
     def open(self, page: Path | str, width: int) -> None:
-        """A file, or what stands at a URL."""
+        """Open a file or URL."""
         self._call("POST", "/window/rect", {"width": width, "height": 900})
         self._call("POST", "/url", {"url": page if isinstance(page, str) else page.as_uri()})
 
     def look_like(self, width: int, height: int, scheme: Literal["light", "dark"]) -> None:
-        """A screen of its own from now on: no window is as narrow as a phone's."""
+        """Emulate a screen of this size from now on: no window is as narrow as a phone's."""
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         for command, arguments in (("setDeviceMetricsOverride", screen), ("setEmulatedMedia", colours)):
@@ -76,7 +76,7 @@ class Browser:
             self._call("POST", "/goog/cdp/execute", body)
 
     def picture(self, path: Path) -> None:
-        """What is seen now, as a PNG."""
+        """The visible page, as a PNG."""
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 
     def run(self, script: str) -> Any:
@@ -94,7 +94,7 @@ class Browser:
 
 @contextmanager
 def real_browser() -> Iterator[Browser]:
-    """One for a test, which is skipped where there is none."""
+    """A browser for a test, which is skipped if none is installed."""
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("there is no chromium with a chromedriver here")
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)

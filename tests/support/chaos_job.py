@@ -1,4 +1,4 @@
-"""A batch job for tests of what kills it: an executor that counts its tokens, and dies of certain rows.
+"""A batch job for tests of deaths: its executor counts its tokens and dies of certain rows.
 
 As a script it is such a job in a process of its own:  python tests/support/chaos_job.py '{"model": ..., ...}'
 """
@@ -66,7 +66,7 @@ class CountingExecutor:
 
 
 def make_counting(config: EngineConfig, counter: str | None = None, simulated: bool = True) -> Executor:
-    """What `run_batch` takes as `make`, all but its first argument bound."""
+    """The arguments of `run_batch`, bound except for the first, to pass as `make`."""
     if not simulated:
         return CountingExecutor(make_executor(config), counter)
     info = ExecutorInfo(
@@ -85,7 +85,7 @@ def make_counting(config: EngineConfig, counter: str | None = None, simulated: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosJob:
-    """Rows of a file through an executor that counts its tokens in another."""
+    """Run a file's rows through an executor that counts its tokens in another file."""
 
     model: str
     input: str
@@ -131,12 +131,12 @@ class ChaosJob:
         run_batch(self.config, self.options, make=self.make)
 
     def command(self) -> list[str]:
-        """The same in a process of its own."""
+        """The same in its own process."""
         return [sys.executable, str(Path(__file__)), json.dumps(asdict(self))]
 
 
 def write_rows(path: Path, num_rows: int, killers: tuple[int, ...] = ()) -> None:
-    """Rows whose prompts are token ids; those named kill."""
+    """Rows whose prompts are token ids; the named ones kill."""
     rows: list[dict[str, Any]] = [
         {"id": f"r{i}", "prompt": KILLER if i in killers else [i % 300 + 8, i // 300 + 8, 9]}
         for i in range(num_rows)

@@ -1,4 +1,4 @@
-"""Chat templates that know tools and reasoning, in the manner of two families, for tiny random pairs."""
+"""Chat templates with tools and reasoning, in the style of two families, for tiny random pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An executor that believes nothing: it keeps what a real K/V cache would hold and checks every read.
+"""An executor that verifies every plan: it keeps what a real K/V cache would hold and checks every read.
 
 Each place (pool, page, offset) holds a group and the digest of the tokens from the sequence's start up to the
 one written there, salt included: exactly what K and V at a position depend on. Rows of a step are written in
@@ -45,7 +45,7 @@ def make_info(**changes: object) -> ExecutorInfo:
 
 
 def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) -> Request:
-    """A request; keywords of `SamplingParams` are sorted out from those of `Request`."""
+    """Make a request; keywords of `SamplingParams` are separated from those of `Request`."""
     own = {
         name: fields.pop(name)
         for name in (
@@ -73,12 +73,12 @@ class _Slot:
     max_length: int
     max_drafts: int
     pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page; stale ones stay
-    ends: dict[int, int] = field(default_factory=dict)  # group -> index behind its last page
+    ends: dict[int, int] = field(default_factory=dict)  # group -> index after its last page
     num_computed: int | None = None  # not known until the first plan: depends on prefix hits
 
 
 class CheckingExecutor(SimulatedExecutor):
-    """Simulates, and asserts that plans are well-formed and read only what was rightly written."""
+    """Simulates, and asserts that plans are well-formed and read only what was correctly written."""
 
     def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: list[float]) -> None:
         super().__init__(info, survival)
@@ -159,7 +159,7 @@ class CheckingExecutor(SimulatedExecutor):
         )
         for g, number, index, page in entries:
             slot, group = self.slots[number], self.info.page_groups[g]
-            begin = 0 if group.window is None else index  # where a window begins is checked by what is read
+            begin = 0 if group.window is None else index  # reads check where a window begins
             assert index == slot.ends.get(g, begin), "page tables grow without gaps"
             assert 0 <= page < self.info.num_pages[group.pool]
             slot.pages[g, index], slot.ends[g] = page, index + 1
@@ -177,7 +177,7 @@ class CheckingExecutor(SimulatedExecutor):
         result: StepResult,
         written: set[tuple[int, int, int]],
     ) -> list[int]:
-        """Write the rows of request r; returns the digests of all positions that its rows attend to."""
+        """Write the rows of request r; return the digests of all positions that its rows attend to."""
         slot = self.slots[int(plan.slots[r])]
         rows, drafts = int(plan.num_rows[r]), int(plan.num_drafts[r])
         known = len(slot.tokens)
@@ -224,7 +224,7 @@ class CheckingExecutor(SimulatedExecutor):
 
 @cache
 def longest(info: ExecutorInfo, max_rows: int) -> int:
-    """Tokens of the longest sequence that the pages hold; one more than have K/V."""
+    """Tokens of the longest sequence that the pages hold: one more than have K/V."""
 
     def fits(num_computed: int) -> bool:
         left = list(info.num_pages)
@@ -238,7 +238,7 @@ def longest(info: ExecutorInfo, max_rows: int) -> int:
 
 
 def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[list[int], str, int | None]:
-    """Tokens, finish reason and stop reason of a request, token by token and by the book."""
+    """Tokens, finish reason and stop reason of a request, computed token by token."""
     params, length = request.params, len(request.prompt_token_ids)
     eos = set() if params.ignore_eos else set(info.eos_token_ids)
     room = longest(info, max_rows) - length
@@ -262,7 +262,7 @@ def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **setti
 
 
 def vary_background(engine: EngineCore, seed: int) -> None:
-    """Let any amount of background work into its steps, whatever it learns of costs."""
+    """Allows any amount of background work in its steps, whatever it learns of costs."""
     scheduler, random = engine._scheduler, np.random.default_rng(seed)
     most, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
 
@@ -275,13 +275,13 @@ def vary_background(engine: EngineCore, seed: int) -> None:
 
 
 def vary_halves(engine: EngineCore, seed: int) -> None:
-    """Change between the two ways at any time, whatever is learned of costs."""
+    """Changes between both modes randomly, whatever it learns of costs."""
     random = np.random.default_rng(seed)
     engine._scheduler._controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
 def vary_prefill(engine: EngineCore, seed: int) -> None:
-    """Bound the rows of prompts beside decoding requests by any number, whatever is learned of costs."""
+    """Bounds the rows of prompts in steps with decoding requests by random numbers."""
     random, controller = np.random.default_rng(seed), engine._scheduler._controller
     if engine._scheduler.config.enable_chunked_prefill:
         controller.prefill_rows = lambda: int(
@@ -303,7 +303,7 @@ def add(engine: EngineCore, request: Request) -> None:
 
 @dataclass
 class Outputs:
-    """What came out, by request; checks that nothing follows an end."""
+    """The outputs, by request; check that nothing follows an end."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, tuple[str, int | None]] = field(default_factory=dict)
@@ -324,10 +324,10 @@ class Outputs:
             self.ends[update.request_id] = (update.finish_reason, update.stop_reason)
 
 
-def check_lives(
+def check_histories(
     engine: EngineCore, outputs: Outputs, served: Mapping[str, Request], known: Mapping[str, list[int]]
 ) -> None:
-    """What is told of each request that ended is what came out, step by step, and nothing is left out."""
+    """Check that the timeline of each ended request equals its outputs, step by step."""
     whys = Counter[str | None]()
     for name, request in served.items():
         (life,) = (each for each in engine.lives(name) if each.request_id == name)
@@ -350,7 +350,7 @@ def check_lives(
 
 
 def run(engine: EngineCore, *requests: Request, max_steps: int = 2000) -> Outputs:
-    """Add all requests at once and step until all are done."""
+    """Add all requests together and step until all are done."""
     outputs = Outputs()
     for request in requests:
         add(engine, request)

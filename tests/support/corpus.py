@@ -1,4 +1,4 @@
-"""Published targets and drafters by the files beside their weights: facts, folders, and what becomes of them.
+"""Published targets and drafters by the files other than weights: facts, folders, and results.
 
 `data/published_corpus.json` holds keys and values of config.json, tokenizer_config.json and ModelOpt's
 hf_quant_config.json with the source of each. An entry is written as the changes to another one that it is
@@ -27,7 +27,7 @@ from published import CONFIGS, GUIDE, replace_between
 CORPUS = json.loads((DATA / "published_corpus.json").read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = {**CORPUS["targets"], **CORPUS["drafters"]}
 
-# Sizes that stand in for the published ones, where a config.json has the key.
+# Sizes that replace the published ones, if a config.json has the key.
 SMALL = {
     **{"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16},
@@ -101,7 +101,7 @@ def tokenizer_of(name: str) -> dict[str, Any] | None:
 
 
 def cut(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with small sizes, first entries of lists that have one per layer, and the first taps."""
+    """config.json with small sizes, first entries of lists by layer, and the first taps."""
     if "text_config" in raw:
         return {**raw, "text_config": cut(raw["text_config"])}
     small: dict[str, Any] = {key: value for key, value in SMALL.items() if raw.get(key)}
@@ -116,7 +116,7 @@ def cut(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
-    """Of an engine that runs an entry with random weights, a drafter beside its target."""
+    """The config of an engine that runs an entry with random weights, a drafter with its target."""
     entry = ENTRIES[name]
     target = entry.get("target", name)
     made: dict[str, Any] = {
@@ -139,7 +139,7 @@ def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
 
 @cache
 def plan_of(name: str) -> LoadPlan | str:
-    """Return the plan for an entry in its published sizes, or the sentence that refuses it."""
+    """Return the plan for an entry in its published sizes, or the message that refuses it."""
     with TemporaryDirectory() as folder:
         try:
             return plan_load(settings(name, Path(folder)))
@@ -148,7 +148,7 @@ def plan_of(name: str) -> LoadPlan | str:
 
 
 def table() -> Iterator[str]:
-    yield "| published | class | what becomes of it |"
+    yield "| published | class | result |"
     yield "|---|---|---|"
     for name, entry in ENTRIES.items():
         planned = plan_of(name)
@@ -164,7 +164,7 @@ def table() -> Iterator[str]:
 
 
 def _shortened(refusal: str) -> str:
-    """Without its file, its value, and the list of all that would be right."""
+    """The message without its file, its value, and the list of valid ones."""
     told = refusal.partition("/")[2].removeprefix("config.json: ")
     told = re.sub(r"one of (\w+, )+\w+[:;]? ?", "a known one; ", told)
     return re.sub(r"^(quantization_config)=.*? must", r"\1 must", told).replace("|", "\\|")
@@ -174,7 +174,7 @@ BEGIN, END = "<!-- written by tests/support/corpus.py -->", "<!-- to here: tests
 
 
 def with_table(text: str) -> str:
-    """The guide with this table made anew."""
+    """The guide with this table written again."""
     return replace_between(text, BEGIN, END, table())
 
 

@@ -33,14 +33,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def state_memory(spec: ModelSpec) -> StateMemory | None:
-    """In fp32, of one rank."""
+    """Build the decoder in fp32, for one rank."""
     if spec.states is None:
         return None
     return StateMemory(*spec.states, NUM_SLOTS, MAX_LEN, torch.float32, "cpu")
 
 
 class Requests:
-    """Prompts of several lengths, computed in chunks; every row's logits and taps are kept."""
+    """Prompts of several lengths, computed in chunks; every row's logits and taps are recorded."""
 
     def __init__(self, model: Decoder, lengths: list[int]) -> None:
         steps = Steps(NUM_SLOTS, MAX_LEN)
@@ -53,12 +53,12 @@ class Requests:
         self._states = RequestStates(NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, "cpu")
         self._pending = np.zeros(NUM_SLOTS, dtype=np.int64)
         self._cache = model.new_cache(num_pages, steps.page_size, state_memory(model.spec))
-        self._cache.kv.fill_(100.0)  # what is seen unwritten must show
+        self._cache.kv.fill_(100.0)  # reading an unwritten value must show
         self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
 
     @torch.inference_mode()
     def compute(self, rows: dict[int, int]) -> None:
-        """One step: so many further rows of each request. Known tokens stand where drafts would."""
+        """One step with a number of further rows of each request. Known tokens take the drafts' places."""
         slots, counts = list(rows), list(rows.values())
         computed = [sum(map(len, self.logits[s])) for s in slots]
         drafts = [n - 1 for n in counts]
@@ -74,7 +74,7 @@ class Requests:
             self.taps[slot].append(tapped)
 
     def _laid_out(self, plan: SchedulerOutput) -> PlacedRows:
-        """All drafts of the last step stood."""
+        """All drafts of the last step were accepted."""
         step = self._states.lay_out_rows(plan)
         slots, rows, drafts = (x.astype(np.int64) for x in (plan.slots, plan.num_rows, plan.num_drafts))
         states = StateRows(slots, rows, drafts, self._pending[slots])

@@ -1,4 +1,4 @@
-"""Two replicas deployed by a Serve config, as `serve deploy` does it: for tests that update or kill them."""
+"""Two replicas deployed by a Serve config, as with `serve deploy`, for tests that update or kill them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Cluster:
         return {s.labels["replica"]: s.value for s in tokens.samples if s.name.endswith("_total")}
 
     def ask(self) -> str:
-        """Return the text of a stream, or what went wrong with it."""
+        """Return the text of a stream, or its error."""
         try:
             answer = httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60)
         except httpx.HTTPError as error:

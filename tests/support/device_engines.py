@@ -67,8 +67,8 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
 
 
 def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts: np.ndarray) -> None:
-    """Of as many rows of each request at most: those of rejected drafts say nothing, nor do those that the
-    device has cut, unknown to its host."""
+    """Compare the common rows of each request: rows of rejected drafts have no meaning, and the device trims
+    some without the host's knowledge."""
     assert (ours is None) == (theirs is None)
     if ours is None or theirs is None:
         return
@@ -85,7 +85,7 @@ def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts
 
 @dataclass
 class Twins:
-    """The device's runner and the host's, which run the same steps: what they bring is the same."""
+    """Runs the same steps on the device's and the host's runner and compares the results."""
 
     device: GpuModelRunner
     host: CpuModelRunner
@@ -113,7 +113,7 @@ class Twins:
         writes_context: bool = True,
         **how: Any,
     ) -> StepResult:
-        """A step of slots 0, 1, ..; the device is not told where those stand that it knows."""
+        """A step of slots 0, 1, ..; the device is not given positions that it tracks itself."""
         slots = list(range(len(rows)))
         plan = self.steps.plan(slots, computed, rows, drafts, **how)
         plan = replace(plan, trim=trim, writes_context=writes_context)
@@ -142,5 +142,5 @@ class Twins:
         return result
 
     def computed(self) -> list[int]:
-        """Of requests that lack their newest token alone."""
+        """A step of requests that lack only their newest token."""
         return [len(known) - 1 for known in self.known]

@@ -1,4 +1,4 @@
-"""Where kernels' tests run, said in one place: the environment variable MANTA_TEST_DEVICE.
+"""Where kernel tests run: the environment variable MANTA_TEST_DEVICE.
 
     interpret   Triton's interpreter on the CPU (the default); its bf16 products are broken, so no bf16
     cuda        a GPU: every dtype
@@ -41,7 +41,7 @@ Watch = Callable[[str, Mapping[str, object], Callable[[], object]], object]
 
 
 def watch_launches(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    """Call `watch` in the place of every launch."""
+    """Call `watch` in place of every launch."""
     from triton import JITFunction
     from triton.runtime.interpreter import GridExecutor
 

@@ -49,7 +49,7 @@ def speculators(*, layer: dict | None = None, **changes) -> dict:
 
 
 def assistant(**changes) -> dict:
-    """transformers' own: z-lab's keys at the top, all sliding layers bidirectional."""
+    """transformers' own format: z-lab's keys at the top, all sliding layers bidirectional."""
     top = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     keys = {"mask_token_id": 90, "target_layer_ids": [1, 3, 4], "block_size": 16}
     sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
@@ -169,7 +169,7 @@ def write(
     tensors: dict[str, torch.Tensor] | None = None,
     mask_embedding: torch.Tensor | None = None,
 ) -> Path:
-    """A checkpoint folder."""
+    """Write a checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_tensors(config) if tensors is None else tensors, folder / "model.safetensors")

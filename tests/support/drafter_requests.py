@@ -28,7 +28,7 @@ def i32(values) -> np.ndarray:
 
 
 def plan_of(slots, computed, rows, drafts, *, admitted=(), pages=(), samples=None) -> SchedulerOutput:
-    """A step; `pages` are (slot, index, id)."""
+    """Make a step; `pages` are (slot, index, id)."""
     where = np.array(list(pages), dtype=np.int32).reshape(-1, 3)
     return SchedulerOutput(
         step=0,
@@ -47,7 +47,7 @@ def plan_of(slots, computed, rows, drafts, *, admitted=(), pages=(), samples=Non
 
 @dataclass
 class Pair:
-    """A drafter of ours, and the oracle on the same weights."""
+    """Our drafter, and the oracle on the same weights."""
 
     ours: DFlashDrafter
     oracle: Oracle
@@ -92,7 +92,7 @@ class Requests:
         self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
         self.states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
         self.proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
-        self.proposer.cache.kv.normal_()  # what earlier requests left behind
+        self.proposer.cache.kv.normal_()  # content of earlier requests
         order = iter(rng.permutation(NUM_PAGES).tolist())
         pages = [(s, i, next(order)) for s, n in enumerate(lengths) for i in range(-(-(n + 16) // PAGE_SIZE))]
         admitted = [AdmittedRequest(s, str(s), i32([]), p) for s, p in enumerate(params or ())]
@@ -109,11 +109,11 @@ class Requests:
         self.proposer.inject(taps, rows, rows.counts_R)
 
     def plan(self, drafts: list[int]) -> SchedulerOutput:
-        """A step of so many drafts each."""
+        """A step with a number of drafts each."""
         return plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
 
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
-        """Logits per request for so many drafts each."""
+        """Logits per request for a number of drafts each."""
         who, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
         block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)

@@ -20,7 +20,7 @@ BLOCK = {
     "head_dim": 16,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 32,  # shorter than what is served, as published ones'
+    "max_position_embeddings": 32,  # shorter than the served length, as in published files
     "hidden_act": "silu",
     "attention_bias": False,
     "tie_word_embeddings": False,
@@ -36,7 +36,7 @@ def sglang(**changes) -> dict:
 
 
 def speculators(*, layer: dict | None = None, **changes) -> dict:
-    """The same in Speculators' format: the block is nested, taps are what enters these blocks."""
+    """The same in Speculators' format: the block is nested, taps are inputs of these blocks."""
     return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3Speculator"],
@@ -102,7 +102,7 @@ def random_tensors(config: dict, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def write(folder: Path, config: dict, tensors: dict[str, torch.Tensor] | None = None) -> Path:
-    """A checkpoint folder."""
+    """Write a checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_tensors(config) if tensors is None else tensors, folder / "model.safetensors")

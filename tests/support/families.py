@@ -1,4 +1,4 @@
-"""A row per family: the tiny random model that transformers builds of it. What one must do, all must.
+"""A row per family: the tiny random model that transformers builds of it. Every test runs on all rows.
 
 Shapes are as small as they can be with every feature at work: windows shorter than the prompts, two kinds of
 layers where a family has two, biases and norms off their defaults (`tiny.make_tiny_target` adds noise), a
@@ -16,12 +16,12 @@ import transformers
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """A family's classes in transformers, and what its configuration says beside the common shape.
+    """A family's classes in transformers, and its changes of the common config.
 
     Attributes:
-        changes: keys of the configuration; None leaves a common key out.
-        lean: whether the short grid of losslessness has but one cell of each kind for it.
-        composed: whether it is made of parts that other rows have: ranks and the short grid pass it over.
+        changes: keys of the config; None removes a common key.
+        lean: whether the short losslessness grid has only one cell of each kind for it.
+        composed: whether it consists of parts of other rows: tests of ranks and the short grid skip it.
     """
 
     config: Callable[..., transformers.PretrainedConfig]
@@ -32,7 +32,7 @@ class TinyFamily:
 
 
 def _muse_glimmer(**text: Any) -> transformers.PretrainedConfig:
-    """Its text part, beside an eye that nothing looks through."""
+    """Its text part, with an unused vision part."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4}
     ends = {key: text.pop(key) for key in ("tie_word_embeddings", "dtype")}

@@ -1,4 +1,4 @@
-"""A gateway and its replicas in one process, on real sockets, with real engines; without Ray."""
+"""A gateway and its replicas in one process, with real sockets and engines; without Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manta.cluster.step.executor import Executor
 
 
 class LocalDirectory:
-    """The directory without an actor around it."""
+    """The registry without its actor."""
 
     def __init__(self) -> None:
         self.directory = Directory()
@@ -41,7 +41,7 @@ class LocalDirectory:
 
 
 class StandReplica:
-    """An engine with a door."""
+    """An engine with a replica's endpoint."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class GatewayStand:
     """Replicas of the given models behind a gateway, on an event loop in a thread.
 
     Args:
-        models: a replica for each; those of one name are replicas of one model.
-        makers: executors of the replicas, where they are not to be the real ones.
-        floor_s: no shorter step is too long.
+        models: a replica for each; entries of one name are replicas of one model.
+        makers: executors of the replicas instead of real ones.
+        floor_s: the shortest step that counts as stalled.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class GatewayStand:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin something on the stand's loop."""
+        """Start a task on the stand's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Do something there to its end."""
+        """Run a task there to its end."""
         return self.start(work).result(240)
 
     def __enter__(self) -> GatewayStand:

@@ -49,7 +49,7 @@ GPT_OSS_20B = {
 
 
 def publish(saved: Path, folder: Path) -> Path:
-    """A checkpoint of transformers in the Hub's form: experts packed (at random), bf16, two shards."""
+    """A transformers checkpoint in the Hub's form: experts packed (at random), bf16, two shards."""
     generator = torch.Generator().manual_seed(3)
 
     def some_bytes(low: int, high: int, *shape: int) -> torch.Tensor:

@@ -22,10 +22,10 @@ WAIT_S = 90.0
 
 
 class Replica(ThreadingHTTPServer):
-    """Answers what it is told to, with its name.
+    """A replica with scripted answers that contain its name.
 
     Attributes:
-        reads: bodies of requests; else it answers at once, and closes.
+        reads: whether it reads bodies; else it answers immediately and closes.
     """
 
     daemon_threads = True
@@ -75,7 +75,7 @@ class Replica(ThreadingHTTPServer):
 def serves_configuration(
     folder: Path, port: int, replicas: list[Replica], head_time_s: int | None = None
 ) -> Path:
-    """What Serve's manager would write for `replicas`."""
+    """The configuration that Serve's manager would write for `replicas`."""
     from ray.serve._private import haproxy
     from ray.serve.config import HTTPOptions
 
@@ -107,7 +107,7 @@ def serves_configuration(
 
 
 class Front:
-    """A server's HAProxy: as Serve's manager starts it."""
+    """A server's HAProxy, started as by Serve's manager."""
 
     def __init__(
         self, folder: HAProxyFolder, head_time_s: int | None = None, environment: dict[str, str] | None = None
@@ -127,10 +127,10 @@ class Front:
             command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
         with (self.folder.path / "log").open("ab") as log:
             self.processes.append(subprocess.Popen(command, stderr=log, env=self._environment))
-        until(lambda: self.told_pid() == self.processes[-1].pid)
+        until(lambda: self.reported_pid() == self.processes[-1].pid)
 
-    def told_pid(self) -> int:
-        """What Serve's manager reads on the admin socket."""
+    def reported_pid(self) -> int:
+        """What Serve's manager reads from the admin socket."""
         try:
             said = ask_haproxy(self._node / "admin.sock", b"show info\n").decode()
         except OSError:

@@ -1,4 +1,4 @@
-"""As much of a Hugging Face hub as readers of a dataset or model ask: names, folders, ranges of files."""
+"""A stand-in for the parts of a Hugging Face hub that readers use: names, folders, ranges of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REVISION = "c" * 40
 
 @contextmanager
 def hub_with(dataset: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """The address of a hub with one dataset of files in folders, one deep (`HF_ENDPOINT`)."""
+    """The address of a hub with one dataset of files in folders, one level deep (`HF_ENDPOINT`)."""
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -48,7 +48,7 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
     """The address of a hub with one model.
 
     Args:
-        sent: gets the bytes that went out of each file, and the revisions that were asked for, as @NAME.
+        sent: gets the bytes sent of each file, and the requested revisions as @NAME.
     """
 
     class Hub(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where a version errs and quickened where it does the same again and again.
+"""Triton's interpreter, with fixes for some versions and caches for repeated work.
 
 What kernels compute in it is untouched, but for the order of a product's sums. `devices.py` calls this before
 any kernel is imported.
@@ -22,7 +22,7 @@ def prepare() -> None:
     _multiply_row_by_row()
     _patch_the_language_once_a_launch()
     _look_up_kinds_of_numbers_once()
-    _check_no_overflow_that_nobody_is_told_of()
+    _check_no_silent_overflow()
 
 
 def _read_bounds_of_one_element() -> None:
@@ -41,7 +41,7 @@ def _read_bounds_of_one_element() -> None:
 
 
 def _multiply_row_by_row() -> None:
-    """A tile's product, of each row by itself, as a tensor core's sums are: the same wherever the row stands.
+    """A tile's product, row by row, as in a tensor core: a row's sums do not depend on its position.
 
     NumPy's BLAS sums a matrix's last rows in another order than the others, on a CPU without AVX-512.
     """
@@ -77,7 +77,7 @@ def _patch_the_language_once_a_launch() -> None:
 
 
 def _look_up_kinds_of_numbers_once() -> None:
-    """NumPy's kind of Triton's, by a table that is otherwise built anew for each value."""
+    """NumPy's dtype of Triton's, from a table that is otherwise rebuilt for each value."""
     numpy_kind = functools.lru_cache(maxsize=64)(interpreter._get_np_dtype)
     address = np.dtype(np.uint64)
 
@@ -88,8 +88,8 @@ def _look_up_kinds_of_numbers_once() -> None:
     interpreter._get_np_dtype = look_up
 
 
-def _check_no_overflow_that_nobody_is_told_of() -> None:
-    """Each sum of integers is made again in 64 bits and compared, for an assertion of debugging alone."""
+def _check_no_silent_overflow() -> None:
+    """Each sum of integers is recomputed in 64 bits and compared, for a debug assertion only."""
     options = interpreter.interpreter_builder.options
     assert not options.debug, "where overflow is told, it must be looked for"
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

@@ -1,4 +1,4 @@
-"""How long an event loop stands still, and what holds it: `LoopProbe`.
+"""How long an event loop is blocked, and by which calls: `LoopProbe`.
 
 A task on the loop takes note of how late its turns come; a thread looks, while one is late, at where the
 loop's thread is. Others' work on a busy machine is not counted: a pause is never longer than the CPU time
@@ -21,12 +21,12 @@ LATE_S = 0.015  # Python gives a thread its turn after 5 ms
 
 @dataclass
 class Pauses:
-    """Of a loop since it was last asked, in seconds.
+    """Pauses of a loop since the last call, in seconds.
 
     Attributes:
-        longest_s: between two turns, less what is due.
-        total_s: of all that were longer than LATE_S.
-        held_by: where the loop's thread was in those, and in how many looks.
+        longest_s: the longest time between two turns, without the intended wait.
+        total_s: the sum of all longer than LATE_S.
+        held_by: where the loop's thread was in those, and in how many samples.
     """
 
     longest_s: float = 0.0
@@ -35,7 +35,7 @@ class Pauses:
 
 
 class LoopProbe:
-    """Of the loop that is running. End it with `close`."""
+    """Watch the running loop. End it with `close`."""
 
     def __init__(self) -> None:
         self._pauses = Pauses()
@@ -47,7 +47,7 @@ class LoopProbe:
         self._looker.start()
 
     def take(self) -> Pauses:
-        """What was found since the last call; from the loop."""
+        """The measurements since the last call; call it from the loop."""
         found, self._pauses = self._pauses, Pauses()
         return found
 

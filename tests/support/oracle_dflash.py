@@ -1,4 +1,4 @@
-"""A short, unbatched DFlash of our own, straight from the published mathematics: the oracle of the tests.
+"""A short, unbatched DFlash from the published mathematics: the oracle of the tests.
 
 It uses nothing of the product: dense tensors, one request, loops where a formula has an index, its own
 reading of the raw config.json. Slow and plain on purpose.
@@ -73,7 +73,7 @@ class Oracle:
         return self._norm(taps.flatten(1) @ self.tensors[fc].T, norm)
 
     def logits(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
-        """Logits [num_masks, V] of the slots behind an anchor at T, given taps of positions 0..T-1."""
+        """Logits [num_masks, V] of the slots after an anchor at T, given taps of positions 0..T-1."""
         return self._head(self.hidden(taps, anchor, num_masks))
 
     def drafts(
@@ -120,7 +120,7 @@ class Oracle:
         return (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{at}.mlp.down_proj.weight"].T
 
     def _around(self, name: str, u: torch.Tensor, sublayer) -> torch.Tensor:
-        """The sublayer, between two convolutions if there are any; both have kernels by u."""
+        """The sublayer, between two convolutions if there are any; both get their kernels from u."""
         if f"{name}.base_kernel" not in self.tensors:
             return sublayer(u)
         base = self.tensors[f"{name}.base_kernel"]
@@ -229,7 +229,7 @@ class Oracle:
 
 @dataclass
 class Step:
-    """What one verified block was: its anchor's position, the drafts, and how many stood."""
+    """One verified block: its anchor's position, the drafts, and the number of accepted ones."""
 
     position: int
     drafts: list[int]
@@ -238,7 +238,8 @@ class Step:
 
 @torch.no_grad()
 def decode(target, oracle: Oracle, prompt: list[int], num_tokens: int, block: int, choose=None):
-    """DFlash decoding of one request; `target` is a transformers causal LM, run anew over all tokens.
+    """DFlash decoding of one request; `target` is a transformers causal LM, run over all tokens in every
+    step.
 
     Args:
         choose: (logits [V], absolute position) -> token; greedy if absent.

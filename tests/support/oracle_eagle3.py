@@ -1,7 +1,7 @@
-"""A short, unbatched EAGLE-3 of our own, straight from the published code: the oracle of the tests.
+"""A short, unbatched EAGLE-3 from the published code: the oracle of the tests.
 
 It uses nothing of the product: dense tensors, one request, no cache, its own reading of the raw config.json.
-Positions are the published ones: the row of (token i + 1, feature of i) stands at i. Slow and plain.
+Positions are the published ones: the row of (token i + 1, feature of i) is at i. Slow and simple.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Eagle3Oracle:
         return list(beside or (2, num_layers // 2, num_layers - 3))  # vLLM's: what enters block i
 
     def chain(self, taps: torch.Tensor, tokens: list[int], num: int, choose) -> tuple[list[int], list]:
-        """Drafts behind `tokens` (n + 1), given taps [n, m, H] of all but the last; and each one's logits.
+        """Drafts after `tokens` (n + 1), given taps [n, m, H] of all but the last; and each one's logits.
 
         Args:
             choose: (logits [V], absolute position) -> token.
@@ -60,7 +60,7 @@ class Eagle3Oracle:
         raise KeyError(name)
 
     def _layer(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Residual behind the layer [T, H] of rows (token, hidden)."""
+        """Residual after the layer [T, H] of rows (token, hidden)."""
         rows = self.tensors.get("embed_tokens.weight", self.embedding).to(hidden.dtype)
         token = self._norm(rows[ids], "layers.0.input_layernorm.weight")
         normed = self._norm(hidden, "layers.0.hidden_norm.weight")
@@ -116,7 +116,7 @@ class Eagle3Oracle:
 
 @torch.no_grad()
 def chains(target, oracle: Eagle3Oracle, tokens: list[int], anchors: list[int], num: int, choose) -> dict:
-    """Drafts and logits of a chain behind each of these positions of a sequence, by position."""
+    """Drafts and logits of a chain after each of these positions of a sequence, by position."""
     out = target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     indices = oracle.tap_indices(target.config.num_hidden_layers)
     taps = torch.stack([out.hidden_states[i][0] for i in indices], dim=1).to(oracle.embedding.dtype)

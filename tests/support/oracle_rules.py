@@ -1,4 +1,4 @@
-"""Sampling written down once more, in plain Python: rules, then temperature and keyed noise, token by token.
+"""Sampling in plain Python: rules, then temperature and keyed noise, token by token.
 
 No blocks, no pages, no slots: transformers' logits of the whole sequence, and loops over the vocabulary.
 """
@@ -17,7 +17,7 @@ from manta.drafter.step.inputs.gumbel_noise import negative_gumbel, noise_keys
 def ruled(
     logits: Sequence[float], prompt: list[int], output: list[int], params: SamplingParams
 ) -> list[float]:
-    """The logits of the token behind `prompt + output`, by vLLM's rules and in their order."""
+    """The logits of the token after `prompt + output`, by vLLM's rules and in their order."""
     found = list(logits)
     banned = {w[-1] for w in params.bad_words_token_ids if list(w[:-1]) == output[len(output) + 1 - len(w) :]}
     for token in range(len(found)):
@@ -36,7 +36,7 @@ def ruled(
 
 
 def _end_of_reasoning(prompt: list[int], output: list[int], params: SamplingParams) -> int | None:
-    """The only token that may follow, where the budget of reasoning is spent."""
+    """The only allowed token, if the thinking budget is used up."""
     start, end = list(params.reasoning_start_token_ids), list(params.reasoning_end_token_ids)
     if params.thinking_token_budget is None:
         return None
@@ -55,7 +55,7 @@ def _end_of_reasoning(prompt: list[int], output: list[int], params: SamplingPara
 def generate(
     logits_of: Callable[[list[int]], torch.Tensor], prompt: list[int], params: SamplingParams
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """The tokens, and the raw log probabilities [V] in each of their places."""
+    """The tokens, and the raw log probabilities [V] at each of their positions."""
     output: list[int] = []
     logprobs: list[torch.Tensor] = []
     assert params.seed is not None and params.max_tokens is not None

@@ -1,4 +1,4 @@
-"""Another executor, all of whose calls go through: what tests of deaths and counts add to."""
+"""An executor that forwards all calls to another; tests of deaths and counts extend it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 
 class PassingExecutor:
-    """Args: inner: to which all is passed on."""
+    """Args: inner: the executor that gets all calls."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""A server in a process of its own whose event loop is watched: `ProbedServer`; the process is `main`.
+"""A server in its own process with a watched event loop: `ProbedServer`; the process is `main`.
 
 The application, the engine and the tokenizer are the real ones; only the executor computes nothing, so that
 what holds the loop is the front's work, and a request of a thousand prompts ends while one waits. Used by
@@ -42,10 +42,10 @@ TOP = 20
 
 @dataclass(frozen=True)
 class Found:
-    """What the server says of itself. Pauses (ms) are of its loop, since it was last asked.
+    """The server's state. Pauses (ms) are those of its loop since the last call.
 
     Attributes:
-        held_by: where the loop stood still, most often first.
+        held_by: where the loop was blocked, most frequent first.
         tasks, threads: of its process.
         rss_bytes: its resident memory, after a collection.
         running, waiting: requests; `kv_usage` is the share of pages that they hold.
@@ -61,7 +61,7 @@ class Found:
     kv_usage: float
 
     def busy(self, tasks: int | None) -> bool:
-        """Whether there is a request, a page in use, or a task more than so many."""
+        """Whether there is a request, a page in use, or a task more than a number."""
         return bool(self.running or self.waiting or self.kv_usage or self.tasks > (tasks or self.tasks))
 
 
@@ -125,7 +125,7 @@ class ProbedServer:
 
 
 class WithLogprobs(PassingExecutor):
-    """Some log probabilities for whoever asks."""
+    """Log probabilities of a test's answer."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -169,15 +169,15 @@ def make_executor(config: EngineConfig) -> Executor:
     return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep))
 
 
-def keep_little(listener: socket.socket) -> None:
-    """Have the system keep little of what the clients of its connections do not read."""
+def shrink_send_buffer(listener: socket.socket) -> None:
+    """Limit the system's buffers for clients that do not read."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
 
 
 async def serve(
     model: str, settings: dict[str, Any], engine_settings: dict[str, Any], keeps_little: bool
 ) -> None:
-    """Until stdin ends; each line there is answered with what `Found` holds."""
+    """Run until stdin ends; each line there is answered with the contents of `Found`."""
     many = {"max_num_seqs": 256, "max_num_batched_tokens": 1 << 16, "enable_prefix_caching": False}
     engine = AsyncEngine(EngineConfig.from_dict({"model": model, **many, **engine_settings}), make_executor)
     await engine.start()
@@ -189,7 +189,7 @@ async def serve(
     while not server.started:
         await asyncio.sleep(0.01)
     if keeps_little:
-        keep_little(socket.socket(fileno=os.dup(server.servers[0].sockets[0].fileno())))
+        shrink_send_buffer(socket.socket(fileno=os.dup(server.servers[0].sockets[0].fileno())))
     spare_streams()
     probe = LoopProbe()
     loop = asyncio.get_running_loop()

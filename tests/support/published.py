@@ -1,4 +1,4 @@
-"""Published targets and their drafters, as docs/families.md tells of them: facts from outside, and its table.
+"""Published targets and their drafters, as in docs/families.md: facts, and the table made of them.
 
 Configurations are in published_configs.json, written by hand from model cards and third parties' readings: no
 published file was at hand. `python tests/support/published.py` writes the table again;
@@ -192,7 +192,7 @@ TARGETS = (
 
 @cache
 def spec_of(name: str) -> ModelSpec | None:
-    """As its family reads its configuration; None where the family is not served."""
+    """The spec as the family reads its config; None if the family is not served."""
     if CONFIGS[name]["architectures"][0] not in FAMILIES:
         return None
     with TemporaryDirectory() as folder:
@@ -201,7 +201,7 @@ def spec_of(name: str) -> ModelSpec | None:
 
 
 def num_params(spec: ModelSpec) -> int:
-    """Of all tensors that the family reads."""
+    """Bytes of all tensors that the family reads."""
     # Of packed weights: two in a byte, eight in a word.
     per_element = {"_blocks": 2, "_scales": 0, "_packed": 8, "t_scale": 0}
     return sum(
@@ -245,8 +245,8 @@ def fewest_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
 
 
 def table() -> Iterator[str]:
-    """Of targets whose family is served, and of those that wait for theirs."""
-    yield "| target | told in | parameters | weights GB | K/V KB of a token | drafter | its GB; KB | H200s |"
+    """Rows of targets whose family is served, and of those that are not."""
+    yield "| target | family | parameters | weights GB | K/V KB of a token | drafter | its GB; KB | H200s |"
     yield "|---|---|---|---|---|---|---|---|"
     for target in TARGETS:
         spec = spec_of(target.name)
@@ -285,12 +285,12 @@ def _drafter(target: Target, pair: ModelPair) -> tuple[str, str]:
 
 
 def with_table(text: str) -> str:
-    """The guide with its table made anew."""
+    """The guide with its table written again."""
     return replace_between(text, BEGIN, END, table())
 
 
 def replace_between(text: str, begin: str, end: str, lines: Iterable[str]) -> str:
-    """Return a text with other lines between two marks."""
+    """Return a text with the lines between two marks replaced."""
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
     return "\n".join([f"{head}{begin}", "", *lines, "", f"{end}{tail}"])

@@ -9,7 +9,7 @@ from manta.cluster.step.scheduler_output import FloatArray, SchedulerOutput, Tri
 
 
 class RandomPolicy(DraftLengthPolicy):
-    """Whatever comes to mind."""
+    """A policy with random decisions."""
 
     random = np.random.default_rng(0)
 

@@ -58,7 +58,7 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
 
 
 def step(engine: EngineCore, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
-    """One step, with aborts before it and while it (and the next ones) are in flight."""
+    """Run one step, with aborts before it and while it (and the next ones) are in flight."""
 
     def leave(in_flight: bool) -> None:
         for request_id, arrival in leaving.items():

@@ -1,4 +1,4 @@
-"""Chat templates with the rules of published ones about roles, in short.
+"""Chat templates with the role rules of published ones, shortened.
 
 By kind: which roles are refused, which are left out silently, and where.
 """

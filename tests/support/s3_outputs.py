@@ -1,4 +1,4 @@
-"""A real S3 server (moto) in a process of its own, and outputs in it."""
+"""A real S3 server (moto) in its own process, and outputs in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The address of a server that lives for as long as this."""
+    """The address of a server that lives as long as this context."""
     os.environ.update(CREDENTIALS)
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(

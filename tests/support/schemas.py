@@ -1,4 +1,4 @@
-"""JSON schemas of all keyword kinds: those an answer can be held to, by what they say, and those it cannot.
+"""JSON schemas of all keyword kinds: supported ones and unsupported ones.
 
 Small ones, so that a model that chooses at random comes to an end.
 """

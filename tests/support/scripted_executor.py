@@ -1,4 +1,4 @@
-"""An executor that says what a test has written: real steps, but of their tokens only the number counts."""
+"""An executor with scripted results: real steps, of whose tokens only the number counts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from passing_executor import PassingExecutor
 
 
 class ScriptedExecutor(PassingExecutor):
-    """For one request at a time.
+    """Runs one request at a time.
 
     Attributes:
-        script: token ids of the answer to whatever is asked next, its end token included; empty, and the
-            model speaks for itself.
+        script: token ids of the next answer, including its end token; empty: the model's own tokens.
     """
 
     def __init__(self, config: EngineConfig) -> None:

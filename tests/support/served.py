@@ -1,7 +1,7 @@
-"""A real server with a Ray of its own, to be killed piece by piece: `manta serve` on one node or several.
+"""A real server with its own Ray, whose processes tests kill: `manta serve` on one node or several.
 
-Its processes are told from others on the machine by a folder that all of them have in their environment.
-What they are, their commands say; what Ray still holds, its books. Called by `serving_chaos.py` and tests.
+Its processes are identified by a folder that all of them have in their environment. Their commands show their
+roles, and Ray's tables what it still holds. Called by `serving_chaos.py` and tests.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Served:
         settings: as under `args:` in ray_config.yaml.
         replicas: of the engine.
         nodes: CPUs of each further node of the cluster; the head then has none.
-        storage: the head's books are kept on the disk, so that a GCS that is killed can come back.
-        cpus: in Ray's books, of a single node.
-        key: the API key with which the server is asked, where it wants one.
+        storage: the head's tables are on disk, so that a killed GCS can be restarted.
+        cpus: declared to Ray, of a single node.
+        key: the API key of requests, if the server needs one.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class Served:
             raise
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of this server that play a role, in the order of their start."""
+        """Living processes of this server with a role, in the order of their start."""
         return sorted(pid for pid, command in self.processes() if plays(command, role))
 
     def processes(self) -> list[tuple[int, str]]:
-        """All of this server, but those of the test itself."""
+        """All processes of this server, except those of the test itself."""
         return [(pid, command) for pid, command in processes(str(self.folder)) if pid != os.getpid()]
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
     def restart_gcs(self) -> None:
-        """As whoever watches over the head would."""
+        """Restart the head's GCS, as an operator would."""
         head = self.cluster.head_node
         with environment(self._environment):
             head.kill_gcs_server(check_alive=False)
@@ -125,14 +125,14 @@ class Served:
         return False
 
     def health(self) -> int:
-        """Return the status of /health, 0 where nothing listens."""
+        """Return the status of /health, 0 if nothing listens."""
         try:
             return httpx.get(f"{self.url}/health", timeout=5.0).status_code
         except httpx.HTTPError:
             return 0
 
     def replicas_up(self) -> int:
-        """Of those behind a gateway, as it knows them."""
+        """The replicas behind a gateway, from its registry."""
         with contextlib.suppress(Exception):
             told = httpx.get(f"{self.url}/metrics", timeout=10).text
             (ups,) = (
@@ -144,7 +144,7 @@ class Served:
         return 0
 
     def end(self) -> list[str]:
-        """End it as a user would; what is left of it, in words."""
+        """End it as a user would; return a description of what is left."""
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,7 +159,7 @@ class Served:
         return left
 
     def close(self) -> None:
-        """End all that still lives, and remove the folder."""
+        """End all living processes, and remove the folder."""
         self._stop_nodes()
         for pid, _ in self.processes():
             with contextlib.suppress(ProcessLookupError):
@@ -183,7 +183,7 @@ class Served:
         ]
 
     def _start_nodes(self, nodes: tuple[int, ...], *, storage: bool) -> None:
-        """A head without CPUs, and nodes where replicas may live."""
+        """A head without CPUs, and nodes for replicas."""
         from ray.cluster_utils import Cluster
 
         self._environment.pop("RAY_OVERRIDE_RESOURCES")
@@ -252,7 +252,7 @@ def plays(command: str, role: str) -> bool:
 
 
 def processes(mark: str) -> list[tuple[int, str]]:
-    """Living processes that speak of a path, in their command or their environment: number and command."""
+    """Living processes that name a path in their command or environment: number and command."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -283,7 +283,7 @@ def forgotten_since(before: set[str]) -> set[str]:
 
 @contextlib.contextmanager
 def environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """This process's, changed for a while: what it starts inherits it."""
+    """This process's environment, changed temporarily: processes that it starts inherit it."""
     before = dict(os.environ)
     os.environ.update(wanted)
     try:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, to be killed: python served_process.py '<settings of engine and front>'.
+"""A server in its own process, to be killed: python served_process.py '<engine and server settings>'.
 
 Prints its address when it answers.
 """

@@ -1,6 +1,6 @@
-"""An engine that computes nothing behind the real HTTP front: long loads at once, and a policy that learns.
+"""An engine that computes nothing behind the real HTTP server: large loads, and a learning policy.
 
-Its texts are noise and its seconds are told, not spent; all that counts, decides and shows is the product's.
+Its texts are noise and its seconds are reported, not spent; all counting and deciding is the product's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COST = LinearCost(verify_floor_s=4e-3, verify_row_s=1e-4, draft_floor_s=1e-3, dr
 
 
 def simulated(config: EngineConfig) -> SimulatedExecutor:
-    """For `LiveServer(make=...)`."""
+    """Make an engine for `LiveServer(make=...)`."""
     info = ExecutorInfo(
         num_pages=(config.num_pages or 64,),
         page_size=16,

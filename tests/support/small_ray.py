@@ -1,4 +1,4 @@
-"""A Ray of a test's own."""
+"""A Ray cluster for one test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def small_ray(num_cpus: int | None, **settings: Any) -> Iterator[Any]:  # Any: Ray's settings and context
-    """A small cluster; what `ray.init` gives. Its CPUs are entries in a book, not cores."""
+    """A small cluster; yields the result of `ray.init`. Its CPUs are declared, not cores."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it

@@ -1,4 +1,4 @@
-"""As much of an engine as a keeper of receipts asks; run as a script it spends until it is killed."""
+"""The parts of an engine that receipts read; as a script it runs until it is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOME = Usage(tokens=30, steps=10, engine_s=2.0, compared_s=1.5, plain_s=3.0, age
 
 @dataclass
 class SpendingEngine:
-    """Two GPUs."""
+    """An engine with two GPUs."""
 
     sums: dict[UsageAccount, Usage] = field(default_factory=dict)
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="m", tensor_parallel_size=2))
@@ -37,7 +37,7 @@ class SpendingEngine:
 def keeper(
     engine: SpendingEngine, folder: Path, labels: int = 8, clock: list[float] | None = None
 ) -> ReceiptKeeper:
-    """Whose clock stands at the last of the times."""
+    """An engine whose clock is at the last of the times."""
     times = clock or [NOON]
     return ReceiptKeeper(engine, folder, "m", labels, lambda: times[-1])  # type: ignore[arg-type]
 

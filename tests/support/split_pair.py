@@ -26,7 +26,7 @@ from steps import settings
 
 
 class Listener(GpuDrafterSession):
-    """A seat; its drafts are kept in `said`."""
+    """A drafter session that records its drafts in `said`."""
 
     said: list[torch.Tensor]
 
@@ -37,7 +37,7 @@ class Listener(GpuDrafterSession):
 
 
 class Pair:
-    """Target and drafter, loaded as their workers load them; they speak over a real link."""
+    """Target and drafter, loaded as their workers load them; they communicate over a real link."""
 
     def __init__(self, target: Path, spec: dict[str, object], **small: object) -> None:
         spec = {**spec, "placement": "split"}
@@ -73,7 +73,7 @@ class Pair:
         return result
 
     def settle(self) -> None:
-        """Until the drafter has taken in what it was told."""
+        """Wait until the drafter has processed what it was sent."""
         link = self.remote.link
         assert link is not None
 

@@ -1,8 +1,8 @@
-"""What a real memory of recurrent states would hold, for `cluster_checker.CheckingExecutor`, which checks it.
+"""A model of the memory of recurrent states, checked by `cluster_checker.CheckingExecutor`.
 
-Each state holds the tokens that it has seen, salt included, and behind them the rows whose records lie beside
-it: drafts, right or wrong. A state that was given to two, saved where it was not passed, or read by somebody
-whose beginning is another shows up as wrong tokens.
+Each state holds the tokens that it has seen, including the salt, and after them the rows of its records:
+drafts, right or wrong. A state with two owners, saved at a position that was not passed, or read with another
+prefix gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from manta.cluster.step.scheduler_output import SchedulerOutput
 
 @dataclass(frozen=True)
 class Held:
-    """Tokens in a state, and rows beside it."""
+    """Tokens in a state, and records saved with it."""
 
     salt: str | None
     tokens: tuple[int, ...]
     records: tuple[int, ...] = ()
 
-    def is_behind(self, tokens: list[int], salt: str | None) -> bool:
-        """Whether the state behind exactly these tokens can be made of it."""
+    def leads_to(self, tokens: list[int], salt: str | None) -> bool:
+        """Whether the state after exactly these tokens can be made of it."""
         seen = self.tokens + self.records
         behind = len(self.tokens) <= len(tokens) <= len(seen)
         return self.salt == salt and behind and seen[: len(tokens)] == tuple(tokens)
 
 
 class StateChecker:
-    """Of one executor. `num_saved` and `num_loaded` count what a test wants to have seen."""
+    """The states of one executor. `num_saved` and `num_loaded` count events for tests."""
 
     def __init__(self, num_states: int) -> None:
         self._num_states = num_states
@@ -46,7 +46,7 @@ class StateChecker:
             begins[entry.state] = Held(salt, ())
             if entry.source is not None:
                 tokens = request.token_ids[: entry.num_tokens].tolist()
-                assert self._held[entry.source].is_behind(tokens, salt), "a source holds something else"
+                assert self._held[entry.source].leads_to(tokens, salt), "a source holds something else"
                 begins[entry.state] = self._held[entry.source]
                 self.num_loaded += 1
             self._state_of[request.slot] = entry.state
@@ -62,13 +62,13 @@ class StateChecker:
             assert all(0 <= state < self._num_states for state in asked)
 
     def run(self, slot: int, first: int, tokens: list[int], drafts: list[int], salt: str | None) -> None:
-        """A pass over `tokens[first:]` and drafts, of which as many as stand are right."""
+        """A pass over `tokens[first:]` and drafts, of which a number is right."""
         state = self._state_of[slot]
-        assert self._held[state].is_behind(tokens[:first], salt), "a state has seen something else"
+        assert self._held[state].leads_to(tokens[:first], salt), "a state has seen something else"
         self._held[state] = Held(salt, tuple(tokens), tuple(drafts))
 
     def save(self, plan: SchedulerOutput, first_R: list[int], computed_R: list[int]) -> None:
-        """Behind the pass, where it has passed what is asked for."""
+        """Save the requested positions that the pass has passed."""
         if plan.saves is None:
             return
         columns = (plan.saves.requests, plan.saves.positions, plan.saves.states)

@@ -1,4 +1,4 @@
-"""Hand-made steps for tests below the scheduler: plans over scattered pages, for one runner."""
+"""Plans made by hand for tests below the scheduler, over scattered pages, for one runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
 def settings(target: Path, drafter: Path | None = None, **changes: object) -> EngineConfig:
-    """Small, in fp32, on one thread, with all drafts in every step."""
+    """A small config in fp32, on one thread, with all drafts in every step."""
     spec = {"speculative_config": {"model": str(drafter), "adaptive": False}} if drafter else {}
     small = {"max_num_seqs": 4, "max_model_len": 128, "num_threads": 1}
     fixed = {"model": str(target), "dtype": "float32", "skip_tokenizer_init": True}
@@ -34,7 +34,7 @@ def open_runner(
 class Steps:
     """Plans one after the other; slot s has pages s, s + stride, s + 2 stride, ... (never consecutive).
 
-    Every page group has such pages for all slots, behind those of the groups before it.
+    Every page group has such pages for all slots, after those of the groups before it.
     """
 
     num_slots: int
@@ -44,7 +44,7 @@ class Steps:
     _count: int = field(default=0, init=False)
 
     def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:
-        """With the state of its slot's number, where there are any."""
+        """Add the state with its slot's number, if there are states."""
         state = StateEntry(slot, None, 0)
         return AdmittedRequest(slot, f"r{slot}", np.array(tokens, np.int32), sampling, state)
 

@@ -1,4 +1,4 @@
-"""A tiny random pair that reads and writes text, and a live HTTP server on top of an engine."""
+"""A tiny random pair with a tokenizer, and a live HTTP server over an engine."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ NOT_A_NUMBER = "\x01"  # one token, which a broken pair cannot read
 
 
 def make_pair_with_nan(folder: Path) -> tuple[Path, Path]:
-    """A pair whose target computes NaN behind NOT_A_NUMBER, and never says it by itself."""
-    target, drafter = make_text_pair(folder, family="llama")  # whose head is a matrix of its own
+    """A pair whose target computes NaN after NOT_A_NUMBER, which it never generates itself."""
+    target, drafter = make_text_pair(folder, family="llama")  # its head is a separate matrix
     (token_id,) = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json")).encode(NOT_A_NUMBER).ids
     weights = load_file(target / "model.safetensors")
     weights["model.embed_tokens.weight"][token_id] = math.nan
@@ -68,7 +68,7 @@ def make_pair_with_nan(folder: Path) -> tuple[Path, Path]:
 
 
 class LiveServer:
-    """The application on a free loopback port; its event loop (`loop`) and uvicorn live in a thread."""
+    """The application on a free loopback port; its event loop (`loop`) and uvicorn run in a thread."""
 
     loop: asyncio.AbstractEventLoop
 

@@ -13,7 +13,7 @@ from tiny import TINY_VOCAB
 
 
 class ThreadRanks:
-    """A meeting point of threads that play ranks."""
+    """A rendezvous of threads that act as ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -21,7 +21,7 @@ class ThreadRanks:
         self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
 
     def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor; returns when all have taken it."""
+        """All ranks' tensors; returns when every rank has read them."""
         self._shown[rank] = tensor.clone()
         self._barrier.wait()
         everybody = [t.clone() for t in self._shown]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made with transformers: oracles that other people wrote."""
+"""Tiny random checkpoints made with transformers, which serves as the oracle."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def make_tiny_target(
 
 
 def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
-    """What transformers makes of a checkpoint folder; its Auto classes do not know all that have eyes."""
+    """transformers' model of a checkpoint folder; its Auto classes lack some multimodal ones."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **how)
 
 
 def tiny_training_config() -> Qwen3Config:
-    """The shape of the random targets that training is tested on: 64 tokens, 6 layers of width 32."""
+    """The shape of the random targets in tests of training: 64 tokens, 6 layers of width 32."""
     return Qwen3Config(
         vocab_size=64,
         hidden_size=32,
@@ -197,7 +197,7 @@ def _convolution_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor
 
 
 def changed(folder: Path, copy: Path, **changes: object) -> Path:
-    """A checkpoint with other values in its config.json; None takes a key away."""
+    """A checkpoint with changed values in its config.json; None removes a key."""
     shutil.copytree(folder, copy)
     keys = json.loads((copy / "config.json").read_text()) | changes
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))

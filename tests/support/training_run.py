@@ -1,4 +1,4 @@
-"""A small training run as a process: to be killed, or to be one of two workers.
+"""A small training run as a process: to be killed, or one of two workers.
 
 training_run.py run TARGET FOLDER STEPS
 training_run.py worker FOLDER RANK PORT     worker 0 opens a port, and prints it
@@ -40,7 +40,7 @@ DATA = "data.npz"
 
 
 def run(target: Path, folder: Path, length: Length) -> Trained:
-    """On the data beside the target; a snapshot after each step."""
+    """Train on the data next to the target, with a snapshot after each step."""
     data = Continuations.load(target / DATA)
     return train(
         target,
@@ -63,7 +63,7 @@ class _NoReader:
 def weights_after_some_steps(
     folder: Path, parts: tuple[int, ...], workers: process_group.ProcessGroupCommunicator | None = None
 ) -> dict[str, torch.Tensor]:
-    """Of a drafter whose loss is the mean over parts of a batch that is made up."""
+    """Gradients of a drafter whose loss is the mean over parts of a synthetic batch."""
     torch.manual_seed(0)
     drafter = TrainableDrafter(small_config())
     optimizer = HybridOptimizer(drafter, 1e-2, 1e-2, 0.0)

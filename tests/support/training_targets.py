@@ -1,4 +1,4 @@
-"""Small random targets and drafters' shapes that training is tested on."""
+"""Small random targets and drafter shapes for tests of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def random_target() -> Qwen3ForCausalLM:
-    """In fp32, with weights that bf16 holds."""
+    """A target in fp32, with weights that bf16 can represent."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(tiny_training_config()).bfloat16().float()
 
@@ -31,7 +31,7 @@ def write_target(folder: Path) -> Path:
 
 
 def continuations(count: int = 12, vocab_size: int = 60) -> Continuations:
-    """Random ones, of several lengths."""
+    """Random sequences of several lengths."""
     random = np.random.default_rng(0)
     return Continuations.of_pairs(
         (
@@ -43,7 +43,7 @@ def continuations(count: int = 12, vocab_size: int = 60) -> Continuations:
 
 
 def small_config(**changes: Any) -> DrafterConfig:  # Any: fields by name
-    """Of a drafter of two layers for a target of width 32."""
+    """The shape of a drafter of two layers for a target of width 32."""
     fields: dict[str, Any] = {
         "file": "a test",
         "layout": "z-lab",

@@ -1,9 +1,9 @@
-"""What makes a host wait for its device, found where it would happen: `counting_waits()`.
+"""Detect operations that make the host wait for its device: `counting_waits()`.
 
-On a GPU PyTorch itself tells (`torch.cuda.set_sync_debug_mode`). On a CPU, where kernels run in Triton's
-interpreter, all memory is the host's, so a device is made believe: its memory is what was there before, and
-what operators make. Then whatever asks for a value (`item`, `nonzero`, `tolist`, ...) waits, and so does an
-operator that is given other memory: an array that was just made would be copied to the device, unpinned.
+On a GPU PyTorch detects them (`torch.cuda.set_sync_debug_mode`). On a CPU, where kernels run in Triton's
+interpreter, a device is simulated: its memory is what existed before, and the results of operators. Then
+everything that reads a value (`item`, `nonzero`, `tolist`, ...) waits, and so does an operator with other
+memory as input: a new array would be copied to the device, unpinned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ASKING_OPERATORS = {f"aten::{name}" for name in ("_local_scalar_dense", "nonzer
 
 
 class _Counter:
-    """What was found so far; nothing is while a kernel is interpreted, which reads all it likes."""
+    """The findings so far; nothing is recorded while a kernel is interpreted, which may read anything."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []
@@ -57,12 +57,12 @@ class _Counter:
             self.found(f"{name} of memory that is neither the device's nor pinned")
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are on the device."""
+        """Mark these as being on the device."""
         self._kept.update((x.untyped_storage().data_ptr(), x) for x in _strided(tensors))
 
 
 def _strided(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Without weights that a CPU's products have packed."""
+    """Omit weights that a CPU's products have packed."""
     return [x for x in tensors if x.layout is torch.strided]
 
 
@@ -92,7 +92,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def counting_waits() -> Iterator[list[str]]:
-    """Names of what would wait, as they are found; on a GPU the first one is an error."""
+    """Names of operations that would wait, as they are found; on a GPU the first one is an error."""
     if ON_GPU:
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,13 +1,13 @@
-"""A real server under clients that mean no good: `make abuse`. Ends with 1 if it minds.
+"""A real server under hostile clients: `make abuse`. Exits with 1 if the server misbehaves.
 
     python tests/trials abuse [-o FILE]     FILE: JSON for the figures
 
-Nonsense gets an error in OpenAI's shape; what schemathesis makes up gets no 500 and no status that the
-OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, four times over, leave
-no request, page, task or thread behind, and no more memory than after the third time. Requests that are as
-long as can be hold up a stream beside them for BAR_MS at most. Servers of the shipped pair, with a gateway or
-without, get hostile requests and grammars beside another key's stream, and connections that are held
-(`abuse_hostile.py`). A short form is `test_abuse.py`.
+Nonsense gets an error in OpenAI's form; schemathesis' requests get no 500 and no status that the OpenAPI
+document lacks. Slow readers, 1,000 silent streams and 300 disconnects, four times, leave no request, page,
+task or thread behind, and no more memory than after the third time. The longest possible requests delay a
+parallel stream by at most BAR_MS. Servers of the shipped pair, with and without a gateway, get hostile
+requests and grammars during another key's stream, and held connections (`abuse_hostile.py`). A short form is
+`test_abuse.py`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ ATTACKS: Mapping[str, Attack] = {
 }
 
 
-def _told(measured: Iterable[Measured]) -> Iterator[Measured]:
-    """Each as it comes: some take long."""
+def _printed(measured: Iterable[Measured]) -> Iterator[Measured]:
+    """Yield results as they come: some take long."""
     for each in measured:
         print(f"{each.name}: {each.status} after {each.seconds} s", flush=True)
         yield each
 
 
 def refuse_nonsense(port: int) -> list[str]:
-    """What is wrong with the answers to nonsense; nothing should be."""
+    """Errors in the answers to nonsense; there should be none."""
     said: list[str] = []
     for name, path, body, headers in nonsense():
         answer = ask(port, path, body, headers)
@@ -76,7 +76,7 @@ def suffer(
     growth_bytes: int,
     settled: int = 1,
 ) -> Iterator[tuple[str, Found, list[str]]]:
-    """Each attack, so many times: its name, how the server is after it, and what is wrong with that."""
+    """Run each attack a number of times: its name, the server's state after it, and errors."""
     before = server.rest()
     for repetition in range(repetitions):
         for name, attack in attacks.items():
@@ -93,7 +93,7 @@ def suffer(
 
 
 def _with_memory(before: Found, after: Found) -> Found:
-    """What the first time has made is there to stay: pools of threads, and of memory."""
+    """Allocations of the first round are permanent: pools of threads, and of memory."""
     grown = {
         "rss_bytes": max(before.rss_bytes, after.rss_bytes),
         "threads": max(before.threads, after.threads),
@@ -119,7 +119,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server inherits it
     wrong: list[str] = []
     with ProbedServer(MODEL) as server:
-        measured = list(_told(measure(server)))
+        measured = list(_printed(measure(server)))
         wrong += [
             f"{m.name}: the loop stood still for {m.pause_ms} ms" for m in measured if m.pause_ms > BAR_MS
         ]

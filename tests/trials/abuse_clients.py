@@ -1,4 +1,4 @@
-"""Clients that do a server no good: nonsense, silence, slow reading, leaving.
+"""Hostile clients: nonsense, silence, slow reading, disconnects.
 
 Each attack returns when it is over; what it left in the server is for the caller to see. Blocking sockets for
 one request, asyncio's for many. Used by `abuse.py` and `test_abuse.py`.
@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-LONG_TOKENS = 100_000  # nobody waits for so many
+LONG_TOKENS = 100_000  # more than any test waits for
 TIMEOUT_S = 120.0
 PHASES = ("head", "body", "asked", "first event", "middle", "whole answer", "reset")
 
@@ -40,7 +40,7 @@ class Answer:
 
 
 def nonsense() -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
-    """Requests that make no sense: a name, the path, the body and further headers."""
+    """Nonsense requests: a name, the path, the body and further headers."""
     chat, text = "/v1/chat/completions", "/v1/completions"
     deep = 10_000
     bodies = {
@@ -83,7 +83,7 @@ def nonsense() -> Iterator[tuple[str, str, bytes, dict[str, str]]]:
 
 
 def ask(port: int, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Answer:
-    """One request, whole; a server that answers before it has read all may close."""
+    """Send one whole request; a server that answers before it has read all may close."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         with suppress(ConnectionError):
             connection.sendall(_head(path, len(body), headers or {}) + body)
@@ -96,7 +96,7 @@ def ask(port: int, path: str, body: bytes, headers: Mapping[str, str] | None = N
 
 
 async def leave(port: int, count: int, at_once: int = 50) -> None:
-    """So many requests whose clients go, in each phase of a request."""
+    """A number of requests whose clients disconnect, in each phase of a request."""
     phases = list(islice(cycle(PHASES), count))
     for at in range(0, count, at_once):
         await asyncio.gather(*(_leave(port, phase) for phase in phases[at : at + at_once]))
@@ -117,7 +117,7 @@ async def read_slowly(port: int, slow: int, others: int, tokens: int) -> None:
 
 
 async def be_silent(port: int, count: int) -> None:
-    """Streams that are opened, and not looked at; the server answers others meanwhile."""
+    """Streams that are opened and not read; the server answers others meanwhile."""
     body = {"prompt": "x", "max_tokens": LONG_TOKENS, "stream": True, "ignore_eos": True}
     silent = [await _connect(port) for _ in range(count)]
     for _, writer in silent:
@@ -178,7 +178,7 @@ async def _get(port: int, path: str) -> int:
 
 
 async def _connect(port: int, *, small: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Args: small: the system takes little for a client that does not read."""
+    """Args: small: a small receive buffer for a client that does not read."""
     connection = socket.socket()
     if small:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

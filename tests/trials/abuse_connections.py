@@ -1,12 +1,12 @@
-"""Clients that hold connections of a server: idle ones, and heads and bodies that do not end.
+"""Clients that hold connections: idle ones, and unfinished headers and bodies.
 
-Each trial opens its connections to a port on loopback, asks a probe and a small request meanwhile, closes
-what it opened and returns what it saw as a `Held`. None takes much longer than a minute. Called by hand
+Each trial opens connections to a port on loopback, sends a probe and a small request meanwhile, closes the
+connections and returns its results as a `Held`. None takes much longer than a minute. Called by hand
 (`python tests/trials abuse_connections PORT`) and by `abuse.py`:
 
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
     slow_heads(port, 500)                   likewise; all of them are closed within 15 s
-    unfinished_bodies(port, 30, 31)         of 31 MB each: likewise; closed 20 s behind their last byte
+    unfinished_bodies(port, 30, 31)         of 31 MB each: likewise; closed 20 s after their last byte
     trickled_bodies(port, 50, seconds=30)   a byte a second: 408 after 20 s and 1 s more for each 32 KiB
 """
 
@@ -32,7 +32,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class Held:
-    """What a server did while connections were held.
+    """The server's behavior while connections were held.
 
     Attributes:
         opened: connections that were accepted.
@@ -40,7 +40,7 @@ class Held:
         small: status of a small request from another address meanwhile, and `small_s`.
         answers: statuses that the held connections got in the end; 0: closed without one.
         open_s: how long the last of them stayed open; None: some still were after CLOSED_S.
-        silent_s: the longest that one stayed open behind the last byte that it sent.
+        silent_s: the longest time that one stayed open after its last byte.
     """
 
     opened: int = 0
@@ -54,22 +54,22 @@ class Held:
 
 
 def idle_connections(port: int, count: int, probe_port: int | None = None) -> Held:
-    """Connections that have asked HAProxy once and then say nothing, as long as they are kept alive."""
+    """Connections that sent HAProxy one request and are then silent, as long as they are kept alive."""
     return _hold(port, count, b"GET /-/healthz HTTP/1.1\r\nHost: x\r\n\r\n", probe_port=probe_port)
 
 
 def silent_connections(port: int, count: int, probe_port: int | None = None) -> Held:
-    """Connections that never say anything."""
+    """Connections that never send anything."""
     return _hold(port, count, b"", probe_port=probe_port)
 
 
 def slow_heads(port: int, count: int, probe_port: int | None = None) -> Held:
-    """Heads without an end."""
+    """Unfinished headers."""
     return _hold(port, count, ROUTE + b"X-Never: ends", probe_port=probe_port)
 
 
 def unfinished_bodies(port: int, count: int, megabytes: int, probe_port: int | None = None) -> Held:
-    """Bodies of so many megabytes of which the last byte does not come."""
+    """Bodies of a number of megabytes whose last byte does not come."""
     size = megabytes * 1_000_000
     head = ROUTE + f"Content-Length: {size}\r\n\r\n".encode()
     body = b'{"prompt": "' + b"x" * (size - 13)
@@ -152,7 +152,7 @@ class _Client:
         self.closed_s: float | None = None
 
     async def until_closed(self, sent: bytes, num_trickled: int) -> int:
-        """Send, then a byte each second; return the last status that the server said, or 0."""
+        """Send, then a byte each second; return the server's last status, or 0."""
         sending = asyncio.create_task(self._send(sent, num_trickled))
         said = b""
         with suppress(OSError):
@@ -178,7 +178,7 @@ class _Client:
 
 
 async def _ask(port: int, head: bytes, body: bytes = b"") -> tuple[int, float]:
-    """Status of one request on a connection of its own, and the seconds that it took."""
+    """Status of one request on its own connection, and its seconds."""
     began_s, line = time.monotonic(), b""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(ANSWER_S):

@@ -1,8 +1,8 @@
-"""Hostile grammars: `HOSTILE`, tuples of a name, a route and a body, each with what the server may answer.
+"""Hostile grammars: `HOSTILE`, tuples of a name, a route, a body, and the allowed statuses.
 
 They overflow stacks, take seconds to compile or gigabytes of memory, compile fast and fail or explode at a
-later token, or force long texts. None may end a process, pause a stream beside it, or be a 500. `SHORT` names
-one of each kind. Used by `abuse.py` and `test_hostile_grammars.py`.
+later token, or force long texts. None may end a process, pause a parallel stream, or cause a 500. `SHORT`
+names one of each kind. Used by `abuse.py` and `test_hostile_grammars.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATUSES = (200, 400, 413)  # answered, or refused by name
 
 
 def chain(length: int, keyword: str | None) -> Json:
-    """Definitions that refer to each other, one behind the other."""
+    """A chain of definitions that refer to each other."""
     definitions: dict[str, Json] = {}
     for i in range(length):
         reference = {"$ref": f"#/$defs/d{i + 1}"}
@@ -46,13 +46,13 @@ def nested(depth: int, kind: str) -> Json:
 
 
 def doubled(times: int, name: str) -> str:
-    """A text of 4 characters, doubled so often by rules (`name` in lower case) or terminals."""
+    """A text of 4 characters, doubled a number of times by rules (`name` in lower case) or terminals."""
     rules = "\n".join(f"{name}{i + 1}: {name}{i} {name}{i}" for i in range(times))
     return f'start: {name}{times}\n{name}0: "abcd"\n{rules}'
 
 
 def refers_to_itself(times: int) -> Json:
-    """A property of branches that are all the same property: so many to the power of 8 branches."""
+    """A property of branches that are all the same property: a number to the power of 8 branches."""
     branches = {"anyOf": [{"$ref": "#/$defs/a"}] * times}
     return {"type": "object", "properties": {"x": branches}, "$defs": {"a": branches}}
 
@@ -80,7 +80,7 @@ def _tags(schema: Json) -> Json:
 
 
 def _ends(elements: int, chars: int) -> Json:
-    """Alternatives of a tag whose end is long: it is written behind each."""
+    """Alternatives of a tag whose end is long: it is written after each."""
     content = {"type": "or", "elements": [{"type": "regex", "pattern": "a"}] * elements}
     form = {"type": "tag", "begin": "<f>", "content": content, "end": "x" * chars}
     return {"response_format": {"type": "structural_tag", "format": form}}

@@ -1,4 +1,4 @@
-"""Hostile requests to a real `manta serve` on Ray, each beside another tenant's stream: `HOSTILE`, `attack`.
+"""Hostile requests to a real `manta serve`, each during another tenant's stream: `HOSTILE`, `attack`.
 
 Each request lists the statuses that are right for it. Beside the status, `attack` checks that an error has
 OpenAI's shape and a bounded body, that the stream of another key never pauses longer than BAR_S, that the
@@ -32,12 +32,12 @@ MAX_ERROR_BYTES = 8192
 GROWTH_BYTES = 24 << 20
 ROUNDS = 3
 TIMEOUT_S = 60.0
-SILENT_S = 25.0  # that a connection may stay open behind its last byte: 20 s, and time to notice
+SILENT_S = 25.0  # a connection may stay open this long after its last byte: 20 s, and time to notice
 KEYS = ("abuser-key", "reader-key")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REFUSED = range(400, 500)
-ANSWERED = (200, *REFUSED)  # either is right, as long as the answer comes
+ANSWERED = (200, *REFUSED)  # any of these is right, if there is an answer
 USER = [{"role": "user", "content": "hi"}]
 ESCAPES = "x\r\n\x1b[31mINJECTED\x00"
 
@@ -112,7 +112,7 @@ def _nested(depth: int, opening: str, inner: str, closing: str) -> str:
 
 
 def _cycle(depth: int) -> dict[str, Any]:
-    """A schema whose definitions refer to each other in a circle, without anything between."""
+    """A schema whose definitions refer to each other in a circle."""
     names = [f"d{i}" for i in range(depth)]
     following = [*names[1:], names[0]]
     refs = {name: {"$ref": f"#/$defs/{after}"} for name, after in zip(names, following, strict=True)}
@@ -373,8 +373,8 @@ GRAMMARS: tuple[Hostile, ...] = tuple(
 
 
 def run_hostile(port: int, requests: Collection[Hostile] = HOSTILE) -> Iterator[Outcome]:
-    """Send each request beside a stream of another key, and yield how it went."""
-    with stream_beside(port) as gaps:
+    """Send each request during a stream of another key, and yield the result."""
+    with parallel_stream(port) as gaps:
         for each in requests:
             content = each.make()
             gaps.take()
@@ -388,7 +388,7 @@ def run_hostile(port: int, requests: Collection[Hostile] = HOSTILE) -> Iterator[
 
 
 def send(port: int, content: bytes) -> Answer:
-    """Send bytes and read to the end; status 0 where the server closes without an answer."""
+    """Send bytes and read to the end; status 0 if the server closes without an answer."""
     raw = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         with suppress(ConnectionError):
@@ -429,7 +429,7 @@ class _Gaps:
             self._last_s = now_s
 
     def end(self) -> None:
-        """The stream has ended; what lies before the next one's first event is no pause."""
+        """The stream has ended; the time before the next one's first event is no pause."""
         with self._lock:
             self._last_s = None
 
@@ -442,8 +442,8 @@ class _Gaps:
 
 
 @contextmanager
-def stream_beside(port: int) -> Iterator[_Gaps]:
-    """A tenant who streams one answer after another; a stream that breaks is an error at the end."""
+def parallel_stream(port: int) -> Iterator[_Gaps]:
+    """A tenant that streams one answer after another; a broken stream is an error at the end."""
     gaps, left, failures = _Gaps(), threading.Event(), list[str]()
     body = {"prompt": "def f(", "max_tokens": 1000, "stream": True, "ignore_eos": True}
     body |= {"speculative": False}  # an event for each token
@@ -503,7 +503,7 @@ def memory_bytes(served: Served) -> int:
 
 
 def attack(served: Served, requests: Collection[Hostile] = HOSTILE) -> tuple[list[Outcome], list[str]]:
-    """Send all requests ROUNDS times. Returns the outcomes with the longest pauses, and what is wrong."""
+    """Send all requests ROUNDS times. Return the outcomes with the longest pauses, and the errors."""
     before = served.pids("replica")
     worst, memories, wrong = dict[str, Outcome](), list[int](), list[str]()
     for _ in range(ROUNDS):
@@ -521,7 +521,7 @@ def attack(served: Served, requests: Collection[Hostile] = HOSTILE) -> tuple[lis
 
 
 def hold_connections(port: int) -> Iterator[tuple[str, Held, str | None]]:
-    """Hold idle and unfinished connections of a server without keys; yields what it did and what is wrong."""
+    """Hold idle and unfinished connections of a server without keys; yield the results and errors."""
     trials: Mapping[str, Callable[[], Held]] = {
         "4,150 idle connections": lambda: idle_connections(port, 4150),
         "500 slow heads": lambda: slow_heads(port, 500),
@@ -539,7 +539,7 @@ def hold_connections(port: int) -> Iterator[tuple[str, Held, str | None]]:
 
 
 def run() -> tuple[dict[str, Any], list[str]]:
-    """All trials on real servers. Returns figures for JSON (Any), and what is wrong."""
+    """Run all trials on real servers. Return figures for JSON (Any), and the errors."""
     figures: dict[str, Any] = {}
     wrong: list[str] = []
     for place, settings in {"a replica": {}, "a gateway": {"replicas": "1:1"}}.items():

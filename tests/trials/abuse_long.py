@@ -1,7 +1,7 @@
-"""Requests that are as much work as one request can be, each beside a stream: `LONG`, `measure`.
+"""The longest possible requests, each during a stream: `LONG`, `measure`.
 
-Each is refused, or served without holding up others. What is told is the longest pause of the server's loop,
-and the longest wait of the stream for its next token. Used by `abuse.py`.
+Each is refused, or served without delaying others. Results are the longest pause of the server's loop, and
+the stream's longest wait for its next token. Used by `abuse.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _numbers(count: int) -> Body:
 
 @dataclass(frozen=True)
 class Measured:
-    """One request: `pause_ms` of the loop, `wait_ms` of the stream beside it; `held_by` says by what."""
+    """One request: `pause_ms` of the loop, `wait_ms` of the parallel stream; `held_by` names the cause."""
 
     name: str
     megabytes: float
@@ -106,7 +106,7 @@ class Measured:
 
 
 def measure(server: ProbedServer) -> Iterator[Measured]:
-    """Send each of LONG beside a stream."""
+    """Send each of LONG during a stream."""
     with _stream(server.url) as times_s, httpx.Client(base_url=server.url, timeout=300) as http:
         for name, (path, make) in LONG.items():
             content = orjson.dumps(make())
@@ -129,7 +129,7 @@ def _post(http: httpx.Client, path: str, content: bytes) -> int:
 
 @contextmanager
 def _stream(url: str) -> Iterator[list[float]]:
-    """When its tokens came."""
+    """The times of a stream's tokens."""
     times_s: list[float] = []
     left = threading.Event()
 

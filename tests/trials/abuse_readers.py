@@ -1,4 +1,4 @@
-"""Clients that ask for long answers and do not read them, for a while or ever.
+"""Clients that request long answers and do not read them, for a while or at all.
 
 Each attack returns when it is over; what it left in the server is for the caller to see. Blocking sockets:
 what such a client has is what the system keeps for it. Used by `abuse.py` and `test_slow_readers.py`.
@@ -36,7 +36,7 @@ class Reader:
 
     Args:
         body: sent with `ignore_eos`, so that it is long.
-        headers: beside those of every request.
+        headers: in addition to those of every request.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reader:
         self._socket.sendall(head.encode() + b"\r\n" + content)
 
     def read(self, most: int = 1 << 30) -> bytes:
-        """Read so many bytes, or until the server closes, at the answer's end or before it."""
+        """Read a number of bytes, or until the server closes, at the answer's end or before it."""
         found = bytearray()
         with suppress(ConnectionError):
             while len(found) < most and (piece := self._socket.recv(1 << 16)):
@@ -73,7 +73,7 @@ class Reader:
 def never_read(
     port: int, hold_s: float, each: int = 1, streams: Sequence[tuple[str, Json]] = STREAMS
 ) -> None:
-    """So many of each stream, of which nothing is read for a while, then something of every second one."""
+    """A number of each stream, unread for a while, then partly read for every second one."""
     readers = [Reader(port, path, body) for path, body in streams for _ in range(each)]
     time.sleep(hold_s)
     for i, reader in enumerate(readers):
@@ -83,8 +83,8 @@ def never_read(
         reader.close()
 
 
-def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 400) -> None:
-    """So many whole answers of 64 completions, of which nothing is read; the server must have cut them off.
+def never_read_complete_answers(port: int, hold_s: float, count: int = 4, tokens: int = 400) -> None:
+    """A number of complete answers of 64 completions, unread; the server must have disconnected them.
 
     Args:
         hold_s: longer than answers take to be made, and `reader_timeout`.
@@ -105,8 +105,11 @@ def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 400
 
 
 async def stop_reading(port: int, hold_s: float, each: int = 1) -> None:
-    """`never_read` and `never_read_whole` beside each other, as an attack of `abuse.py`: of a server whose
-    `reader_timeout` is half of `hold_s` at most."""
+    """Run `never_read` and `never_read_complete_answers` concurrently, as an attack of `abuse.py`.
+
+    The server's `reader_timeout` must be at most half of `hold_s`.
+    """
     await asyncio.gather(
-        asyncio.to_thread(never_read, port, hold_s, each), asyncio.to_thread(never_read_whole, port, hold_s)
+        asyncio.to_thread(never_read, port, hold_s, each),
+        asyncio.to_thread(never_read_complete_answers, port, hold_s),
     )

@@ -1,7 +1,7 @@
-"""One key against another on a running server: what it must not see, take, or put on somebody else's account.
+"""One key against another on a running server: what it must not see, take or charge to another.
 
-`abuse.py` asks a server with the keys and settings of `SETTINGS` and a `batch_storage`, whose prefix
-cache is on. `test_tenancy.py` says in detail what is right; here a stranger tries many ways.
+`abuse.py` runs it on a server with the keys and settings of `SETTINGS`, a `batch_storage` and a prefix cache.
+`test_tenancy.py` tests the rules in detail; here a foreign key tries many ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ask = Callable[..., httpx.Response]
 
 
 def refuse_strangers(url: str) -> Iterator[str]:
-    """What a stranger gets that it must not; nothing should be."""
+    """What a foreign key gets although it must not; there should be nothing."""
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def ask(key: str | None, method: str, path: str, **more: Any) -> httpx.Response:
@@ -88,7 +88,7 @@ def _looks(ask: Ask, file_id: str, batch_id: str, new: dict[str, Any]) -> Iterat
 
 
 def _prompts(ask: Ask) -> Iterator[str]:
-    """Whether a beginning is told to have been sent by another."""
+    """Whether a prefix is reported as sent by another key."""
 
     def cached(key: str, **more: Any) -> int:
         answer = ask(key, "POST", "/v1/completions", json={"prompt": MARKER, "max_tokens": 1, **more})
@@ -105,7 +105,7 @@ def _prompts(ask: Ask) -> Iterator[str]:
 
 
 def _labels(ask: Ask) -> Iterator[str]:
-    """What names of a client's own become in metrics; the stranger's key has a tenant."""
+    """The labels of client-chosen names in metrics; the foreign key has a tenant."""
     for i in range(100):
         odd = ODD_TENANTS[i] if i < len(ODD_TENANTS) else f"t{i}"
         told = {"metadata": {"tenant": f"m{i}", "category": f"c{i}"}, "user": f"u{i}"}

@@ -1,13 +1,13 @@
-"""Measures how well speculation works from the first token, and how long `manta serve` takes to be ready.
+"""Measure speculation from the first token on, and how long `manta serve` takes to be ready.
 
     python tests/trials first_request docs/benchmarks/first-request-cpu.json  (20 minutes, on an idle machine)
 
 For each interface (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes
 answer a prompt as their first request, then a dozen others, and the first one again. Each process begins
-with another prompt, because texts differ: of some the drafter predicts nearly every token. `off` is plain
-decoding; `fresh` has no cache, `kept` that of an undisturbed earlier process, `stale` the same with drafting
-ten times as expensive and drafts that are hardly ever accepted, as a busy machine or other text would leave
-it. The speed-up of a request is the time that it takes in `off`, by the time that it takes in another state.
+with another prompt, because the drafter predicts some texts nearly completely. `off` is plain decoding;
+`fresh` has no cache, `kept` that of an undisturbed earlier process, `stale` the same with drafting ten times
+as expensive and drafts that are rarely accepted, as after a busy machine or other text. The speed-up of a
+request is its time in `off` divided by its time in another state.
 
 The bars: the first request has 0.9 of the steady acceptance length and of the steady speed-up; a server is
 ready within 10 s.
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 
 def read_prompts() -> list[str]:
-    """Prompts at which the shipped drafter is about as good as on average."""
+    """Prompts for which the shipped drafter is about as good as on average."""
     lines = map(json.loads, (MODELS / "prompts.jsonl").read_text().splitlines())
     texts = [line["prompt"] for line in lines if line.get("category") == "function_body"]
     return texts[: 1 + NUM_OTHERS]
@@ -67,7 +67,7 @@ def rotated(prompts: list[str], count: int) -> list[str]:
 
 
 def spoil(cache: Path) -> None:
-    """Write what a bad moment would have left into what is kept."""
+    """Write the measurements of a busy moment into the saved ones."""
     for file in cache.glob("*.json"):
         kept = json.loads(file.read_text())
         value = kept["value"]
@@ -80,7 +80,7 @@ def spoil(cache: Path) -> None:
 
 
 class Cache:
-    """The folder of what is kept between starts, brought into a state before each process."""
+    """The folder of saved measurements, brought into a state before each process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._good = folder / "cache", folder / "good"

@@ -1,9 +1,9 @@
-"""Plays what a new user does first: the commands of README and tutorial, as written, in a fresh clone.
+"""Run a new user's first commands: those of README and tutorial, as written, in a fresh clone.
 
     python tests/trials first_ten_minutes docs/benchmarks/first-ten-minutes.md     (on an idle machine)
 
-`make demo` makes the clone's environment. Every command runs on a terminal of its own; the table tells its
-seconds, the longest time in which it printed nothing, and its last line. Commands that need a hub, a bucket
+`make demo` makes the clone's environment. Every command runs on its own terminal; the table shows its
+seconds, the longest time without output, and its last line. Commands that need a hub, a bucket
 or a cluster are left out. Exit status 1: a command failed or was silent for more than five seconds.
 """
 
@@ -39,7 +39,7 @@ CHAT = "Write a function that adds two numbers.\n\x04"
 
 @dataclass
 class Played:
-    """A command on its terminal, and what it printed."""
+    """A command on its terminal, and its output."""
 
     command: str
     process: subprocess.Popen[bytes]
@@ -52,7 +52,7 @@ class Played:
     _last_s: float = 0.0
 
     def read_until(self, word: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Until the command has printed this word, or has ended."""
+        """Wait until the command has printed this word, or has ended."""
         self._last_s = self._last_s or self.begin_s
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -93,7 +93,7 @@ class Played:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the commands of a page's bash and Python blocks, each as one whole word of bash."""
+    """Yield the commands of a page's bash and Python blocks, each as one string of bash."""
     for kind, block in BLOCK.findall(text):
         if kind == "python":
             yield f"python - <<'END'\n{block}END"

@@ -1,4 +1,4 @@
-"""Breaks the product in one place at a time and checks that a test fails: `make mutations`.
+"""Break the product in one place at a time and check that a test fails: `make mutations`.
 
 Each `Mutation` replaces one piece of code in a copy of the repository and runs the test files that should
 notice it, with `pytest -x`. A mutation is *found* when a test fails, and *missed* when all of them pass. The
@@ -124,7 +124,7 @@ MUTATIONS = (
         ("cluster_engine", "cluster_properties"),
     ),
     Mutation(
-        "lets a request enter without room for running requests to grow",
+        "admits a request without spare pages for running requests",
         "cluster/scheduler/request_queues.py",
         "return len(self.running) if sequence.request.background else self.num_online_running",
         "return 0",
@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     # Sampling and verification.
     Mutation(
-        "accepts drafts behind a rejected one",
+        "accepts drafts after a rejected one",
         "drafter/step/sampling/verification.py",
         "(chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)",
         "(chosen_RW[:, :-1] == drafts_RK)",
@@ -309,7 +309,7 @@ MUTATIONS = (
         _LEDGER,
     ),
     Mutation(
-        "writes a part for a job that has gone on without this engine",
+        "writes a part for a job that continued without this engine",
         "actors/batch/ledger/row_writer.py",
         "check_run(self._output, self._run)",
         "pass",
@@ -346,7 +346,7 @@ MUTATIONS = (
         ("batch_writer",),
     ),
     Mutation(
-        "counts a part beside the one that replaces it",
+        "counts a part in addition to the one that replaces it",
         "actors/batch/ledger/output_index.py",
         "if part not in replaced}",
         "if part not in replaced or True}",
@@ -361,7 +361,7 @@ MUTATIONS = (
         ("http_server",),
     ),
     Mutation(
-        "goes on generating for a client that has left",
+        "continues to generate for a disconnected client",
         "actors/http/wire/sse.py",
         "await cancel(working, gone)",
         "await cancel(gone)",
@@ -382,21 +382,21 @@ MUTATIONS = (
         ("http_requests",),
     ),
     Mutation(
-        "does not say when an overloaded server may be asked again",
+        "omits when to retry an overloaded server",
         "actors/http/wire/errors.py",
         "if retryable or status in (429, 503):",
         "if retryable:",
         ("http_requests", "http_request_gate"),
     ),
     Mutation(
-        "never frees the place of a request that has ended",
+        "never frees the slot of a request that has ended",
         "actors/http/middleware/request_gate.py",
         "self._num_whole -= 1",
         "self._num_whole -= 0",
         ("http_request_gate",),
     ),
     Mutation(
-        "reports a tool call for an answer that was cut short",
+        "reports a tool call for a truncated answer",
         "actors/http/generation/generation.py",
         'return "tool_calls" if called and finish_reason == "stop" else finish_reason',
         'return "tool_calls" if called else finish_reason',
@@ -449,7 +449,7 @@ MUTATIONS = (
 
 
 def misplaced(root: Path, mutations: Sequence[Mutation]) -> list[str]:
-    """Return a sentence for each mutation whose old text is not in its file exactly once."""
+    """Return a message for each mutation whose old text is not in its file exactly once."""
     found: list[str] = []
     for mutation in mutations:
         path = root / mutation.file

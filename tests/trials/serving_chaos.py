@@ -1,12 +1,12 @@
-"""What a death costs those who are being served: every piece of a real server killed under 32 streams.
+"""What a death costs clients: every process of a real server is killed under 32 streams.
 
     python tests/trials serving_chaos docs/operations-deaths      writes .md and .json (`make chaos`)
 
 Each setup starts a server, lets 32 streams run undisturbed for their texts, and then, death by death, runs
-them again and kills something with SIGKILL while all are open. Meanwhile a client asks again and again for
-one token. Told are: how the streams ended (whole with the same text, with an error event, cut, refused), how
-long the slowest waited for its next event, when a new request was answered again for good, what of that time
-went where (`serving_log.py`), and what is left behind. A short form is `test_serve_chaos.py`.
+them again and kills a process with SIGKILL while all are open. Meanwhile a client repeatedly requests one
+token. Results: how the streams ended (complete with the same text, with an error event, cut, refused), how
+long the slowest waited for its next event, when new requests were answered again permanently, the parts of
+that time (`serving_log.py`), and what is left behind. A short form is `test_serve_chaos.py`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PROXY_BAR_S = 3.0
 
 @dataclass(frozen=True)
 class Death:
-    """Something that is killed.
+    """A death: the processes to kill.
 
     Attributes:
-        victim: whom, of a server.
-        watch_s: look at least so long: some deaths are felt late.
-        revive: what somebody else brings back, as systemd or Kubernetes would; None: the server has to.
-        has_the_clients: their connections end in it, and so with it.
+        victim: returns the processes of a server.
+        watch_s: minimum time to watch, because some deaths have late effects.
+        revive: restarts the process, as systemd or Kubernetes would; None: the server must do so.
+        has_the_clients: clients' connections end in the process, and so with it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Setup:
-    """A server and what dies of it, in turn."""
+    """A server and the processes of it that are killed, in turn."""
 
     name: str
     deaths: tuple[Death, ...]
@@ -70,16 +70,16 @@ class Setup:
 
 @dataclass
 class Found:
-    """What a death cost. Times in seconds after it.
+    """The cost of a death. Times are seconds after it.
 
     Attributes:
-        same, other: streams that ended whole, with the undisturbed text or (never) with another.
-        errors: with an error event and [DONE]; `retryable` of them and of the refused said 503.
-        next_event_s: the longest that a stream waited for its next token, or its end.
+        same, other: streams that ended completely, with the undisturbed text or (never) with another.
+        errors: streams with an error event and [DONE]; `retryable` of them and of the refused got 503.
+        next_event_s: the longest time that a stream waited for its next token or its end.
         service_s: until a new request was answered and all later ones were; None: not within SETTLE_S.
-        refused_probes: new requests meanwhile that were not answered, by what they got.
-        left: behind, in words.
-        load_s: that the setup's server took to load its models.
+        refused_probes: new requests meanwhile without an answer, by status.
+        left: a description of what is left behind.
+        load_s: the server's time to load its models.
         has_the_clients: see `Death`.
         back: how a replica came back, by the server's own log.
     """
@@ -105,7 +105,7 @@ class Found:
 
     @property
     def held(self) -> bool:
-        """The bar: with replicas nobody notices; alone, a retryable error at once and service in time."""
+        """The bar: with replicas no client notices; alone, a retryable error at once, and service in time."""
         if self.other or self.late or self.left or self.service_s is None:
             return False
         if self.has_the_clients:
@@ -137,7 +137,7 @@ class Trial:
         self.texts = [stream.text for stream in undisturbed]
 
     def run(self, death: Death) -> Found:
-        """Kill; wait until all is said, and service is back or is not coming."""
+        """Kill; wait until all streams have ended, and service is back or will not return."""
         wait_for(lambda: self._cast() >= self._whole and self._all_answer(), SETTLE_S, "not all is back")
         before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
@@ -156,26 +156,26 @@ class Trial:
             time.sleep(0.1)
         settled = prober.settled(killed_s)
         probes = prober.stop()
-        left = self._left(victim, before, groups, shared) if settled else ["no service"]
+        left = self._leftovers(victim, before, groups, shared) if settled else ["no service"]
         back = read_return(self._served.folder, killed)
         return self._found(death, streams, probes, killed_s, left, back, settled=settled)
 
     def _all_answer(self) -> bool:
-        """That a replica's processes are there does not say that it has loaded."""
+        """A replica's processes may exist before it has loaded."""
         if self._setup.replicas == 1:
             return self._served.answers()
         return self._served.replicas_up() == self._setup.replicas
 
     def _cast(self) -> Counter[str]:
-        """How many processes of each kind there are: Ray's by their class, whatever they are doing."""
+        """The number of processes of each kind: Ray's by their class, whatever they are doing."""
         return Counter(
             command.split()[0].partition(".")[0] if command.startswith("ray::") else command.split()[0]
             for _, command in self._served.processes()
             if _lasts(command)
         )
 
-    def _left(self, victim: int, before: Counter[str], groups: list[str], shared: set[str]) -> list[str]:
-        """What there is more than before, once all has come to rest."""
+    def _leftovers(self, victim: int, before: Counter[str], groups: list[str], shared: set[str]) -> list[str]:
+        """The processes in excess of those before, once their number is stable."""
 
         def more() -> list[str]:
             held = len(self._served.groups()) - len(groups)
@@ -229,7 +229,7 @@ class Trial:
 
 
 def _lasts(command: str) -> bool:
-    """Whether Ray keeps such a process: idle workers come and go."""
+    """Whether Ray keeps such a process: idle workers start and end."""
     return not command.startswith("ray::IDLE") and "default_worker.py" not in command
 
 
@@ -241,7 +241,7 @@ def _alive(pid: int) -> bool:
 
 
 def any_of(role: str) -> Callable[[Served], int]:
-    """The oldest: it has streams."""
+    """The oldest one, which has streams."""
     return lambda served: served.pids(role)[0]
 
 
@@ -250,7 +250,7 @@ def raylet_of_a_replica(served: Served) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def bring_back_the_gcs(served: Served) -> None:
+def restart_the_gcs(served: Served) -> None:
     served.restart_gcs()
 
 
@@ -262,8 +262,8 @@ GATEWAY = Death("the gateway", any_of("gateway"), has_the_clients=True)
 HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
 RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
-GCS = Death("the head's GCS, for good", any_of("gcs"), watch_s=90.0)
-GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, revive=bring_back_the_gcs)
+GCS = Death("the head's GCS, permanently", any_of("gcs"), watch_s=90.0)
+GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, revive=restart_the_gcs)
 
 SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
@@ -271,7 +271,7 @@ SCHEDULE = (
     Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
     Setup("two replicas", (WORKER, REPLICA, GATEWAY, HAPROXY, CONTROLLER), replicas=2),
     Setup(
-        "two replicas, two nodes, books on disk",
+        "two replicas, two nodes, Ray's tables on disk",
         (GCS_BACK, RAYLET),
         replicas=2,
         nodes=(4, 4),
@@ -282,7 +282,7 @@ SCHEDULE = (
 
 
 def settings_of(setup: Setup, pair: tuple[Path, Path]) -> dict[str, Any]:
-    """Of the engine: small, and with room for all streams."""
+    """Engine settings: small, with slots for all streams."""
     placement = {"placement": "split"} if setup.split else {}
     return {
         "model": str(pair[0]),
@@ -327,7 +327,7 @@ COLUMNS = (
 
 
 def row(found: Found) -> str:
-    """Of the table, in Markdown."""
+    """The table's rows, in Markdown."""
     refused = ", ".join(f"{count} x {said}" for said, count in found.refused_probes.items())
     cells = [
         found.death,
@@ -349,15 +349,15 @@ def table(found: Sequence[Found]) -> str:
         "# What deaths cost",
         "",
         f"Written by `make chaos`: {STREAMS} streams are open when a process is killed with SIGKILL. *Next"
-        " event* is the longest that a stream waited for a token or its end, *service* the time until a new"
-        " request was answered and all later ones were; on the way there, by the server's log, the dead"
-        " engine was *noticed*, and a replica in its place *began*, had *loaded* and was *ready*. The bar:"
-        " with two replicas no request is lost; with one, every stream has an error at once that can be"
-        f" retried, and service is back within {BAR_S:g} s plus loading."
-        " HAProxy's death and the gateway's cut what goes through them; service is back within"
-        f" {PROXY_BAR_S:g} s. Nothing stays behind."
-        " A lone replica without a gateway has nobody who could tell its streams: they are cut at once, which"
-        " client libraries raise as an error of the connection (OpenAI's as `APIConnectionError`).",
+        " event* is the longest time that a stream waited for a token or its end, *service* the time until a"
+        " new request was answered and all later ones were. By the server's log, the dead engine was"
+        " *noticed* meanwhile, and its replacement *began*, had *loaded* and was *ready*. The bar:"
+        " with two replicas no request is lost; with one, every stream gets a retryable error"
+        f" immediately, and service is back within {BAR_S:g} s plus loading."
+        " The death of HAProxy or the gateway cuts its connections; service is back within"
+        f" {PROXY_BAR_S:g} s. Nothing is left behind."
+        " A single replica without a gateway has no process that could notify its streams: they are cut"
+        " at once, which client libraries raise as a connection error (OpenAI's as `APIConnectionError`).",
     ]
     for setup in dict.fromkeys(each.setup for each in found):
         rows = [each for each in found if each.setup == setup]

@@ -1,4 +1,4 @@
-"""Those who are served while something dies: streams that run together, and one who asks again and again.
+"""Load for tests of deaths: parallel streams, and a client that sends requests repeatedly.
 
 Called by `serving_chaos.py` and `test_serve_chaos.py`.
 """
@@ -20,7 +20,7 @@ SETTLED_PROBES = 20  # in a row that are answered: service is back
 
 
 class Load:
-    """Streams that run in a thread of their own."""
+    """Streams that run in their own thread."""
 
     def __init__(self, url: str, count: int, max_tokens: int) -> None:
         self.streams = [Stream(time.monotonic()) for _ in range(count)]
@@ -29,7 +29,7 @@ class Load:
         self._thread.start()
 
     def wait_for_tokens(self, events: int = 3, seconds: float = 120.0) -> None:
-        """Until every stream is under way."""
+        """Wait until every stream has started."""
         wait_for(
             lambda: all(len(s.token_times_s) >= events or s.end for s in self.streams),
             seconds,
@@ -64,7 +64,7 @@ class Probe:
 
 
 class Prober:
-    """Asks for one token again and again, each time on a new connection."""
+    """Requests one token repeatedly, each time on a new connection."""
 
     def __init__(self, url: str) -> None:
         self.probes: list[Probe] = []
@@ -74,7 +74,7 @@ class Prober:
         self._thread.start()
 
     def settled(self, since_s: float) -> bool:
-        """Whether the last ones, all asked after `since_s`, were answered."""
+        """Whether the last requests, all sent after `since_s`, were answered."""
         last = self.probes[-SETTLED_PROBES:]
         enough = len(last) == SETTLED_PROBES and last[0].begin_s > since_s
         return enough and all(probe.said == "200" for probe in last)

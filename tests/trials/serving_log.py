@@ -1,4 +1,4 @@
-"""What a killed server's own log tells of how it came back, in seconds after the blow.
+"""How a killed server recovered, from its own log, in seconds after the kill.
 
     killed ── noticed ── began ── loaded ── ready ── a client is answered
               the dead   the new replica's:
@@ -21,13 +21,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Return:
-    """None of each that the log does not tell.
+    """When a replica recovered; None if the log does not show it.
 
     Attributes:
         noticed_s: an engine was found to be dead.
-        began_s: a replica in its place had a process.
+        began_s: its replacement replica had a process.
         loaded_s: it had loaded its models.
-        ready_s: it had answered its first request, its own.
+        ready_s: it had answered its own first request.
     """
 
     noticed_s: float | None = None
@@ -37,7 +37,7 @@ class Return:
 
 
 def read_return(folder: Path, killed: float) -> Return:
-    """Args: Ray's folder; the time of the blow, in seconds since the epoch."""
+    """Args: Ray's folder; the time of the kill, in seconds since the epoch."""
     lines = sorted(_lines(folder, killed), key=lambda line: line["at_s"])
     dead = next((line for line in lines if line.get("message", "").startswith("the engine is dead")), None)
     noticed_s = None if dead is None else round(dead["at_s"], 2)
@@ -51,7 +51,7 @@ def read_return(folder: Path, killed: float) -> Return:
 
 
 def _lines(folder: Path, since: float) -> Iterator[Json]:
-    """Of all processes of ours, written since then; `at_s` seconds later."""
+    """Lines of all our processes written since then; `at_s` seconds later."""
     for file in {path.resolve() for path in folder.rglob("worker-*.err")}:
         for text in file.read_text(errors="replace").splitlines():
             try:

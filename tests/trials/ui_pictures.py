@@ -21,7 +21,7 @@ from PIL import Image
 from text_pair import LiveServer
 
 PROMPT = "def read_lines(path):\n    "
-# Name, width, height, colours, and the element that stands at the top.
+# Name, width, height, colors, and the element at the top.
 PICTURES: tuple[tuple[str, int, int, Literal["light", "dark"], str], ...] = (
     ("ui", 1180, 880, "light", "header"),
     ("ui-dark", 1180, 880, "dark", "header"),
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         with LiveServer(config, settings) as server, real_browser() as browser:
             ask_a_batch(server.url)
             browser.open(f"{server.url}/ui", 1280)
-            run(browser)  # the first request pays for what is compiled
+            run(browser)  # the first request includes compilation
             for name, width, height, scheme, top in PICTURES:
                 browser.look_like(width, height, scheme)
                 take(browser, folder / f"{name}.png", top)
@@ -57,7 +57,7 @@ def ask_a_batch(url: str) -> None:
 
 
 def take(browser: Browser, path: Path, top: str) -> None:
-    """What the page shows when an answer has come, and the figures of the second in which it did."""
+    """The page's content when an answer has arrived, and the metrics at that second."""
     run(browser)
     browser.run(f"document.querySelector('{top}').scrollIntoView()")
     time.sleep(2)  # the page looks at the metrics every second

@@ -1,8 +1,8 @@
-"""Exactly once, as a property: whoever dies between any two operations on the output, and whatever goes on.
+"""Exactly-once rows as a property: processes die between any two operations on the output.
 
-A driver and its writers work on an output that ends any of them at any operation, as SIGKILL does; writers
-that were given up go on writing; runs follow each other, some over a changed input. At the end every row
-stands once, and what was durable was never answered again.
+A driver and its writers work on an output that ends any of them at any operation, as SIGKILL does; abandoned
+writers continue to write; runs follow each other, some over a changed input. At the end every row is there
+once, and durable rows were never answered again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Done = TypeVar("Done")
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """Raised in place of the process's death."""
 
 
 @dataclass(frozen=True, slots=True)
 class MortalStorage(Storage):
-    """An output seen by one process: the process ends, or another comes between, before an operation."""
+    """An output as one process sees it: the process dies, or another runs, before an operation."""
 
     fate: list[Callable[[], None] | None] = field(default_factory=list, compare=False)
 
@@ -103,7 +103,7 @@ KILLS = st.none() | st.integers(0, 6) | st.integers(0, 30)
 
 @dataclass
 class Engine:
-    """A writer and the rows it was given and has not made durable."""
+    """A writer, and the rows that it was given and has not made durable."""
 
     name: str
     output: MortalStorage
@@ -112,7 +112,7 @@ class Engine:
 
 
 class Job(RuleBasedStateMachine):
-    """The driver's book of rows is a set; leases are its rules."""
+    """The driver tracks rows in a set; leases have their own tests."""
 
     format: Any = "jsonl"
     ordered = False
@@ -131,7 +131,7 @@ class Job(RuleBasedStateMachine):
         self.version = 0
         self.engines: list[Engine] = []
         self.zombies: list[Engine] = []
-        self.durable: set[int] = set()  # ids that the driver was told of
+        self.durable: set[int] = set()  # ids that were reported to the driver
         self.output = self.mortal()
         self.open(kill=None, retry=False)
 
@@ -139,7 +139,7 @@ class Job(RuleBasedStateMachine):
         return MortalStorage(self.storage.where, self.storage.filesystem, self.storage.root)
 
     def open(self, kill: int | None, *, retry: bool, force: bool = False) -> bool:
-        """The driver begins a run, unless it is killed at it."""
+        """The driver begins a run, unless it is killed meanwhile."""
         self.output = self.mortal()
         self.output.fate[:] = [] if kill is None else [None] * kill + [die]
         changed = {"name": "rows.jsonl", "size": 1000 + self.version, "modified": 1.0}
@@ -198,7 +198,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), kill=KILLS, what=st.sampled_from(["flush", "flush", "adopt", "close", "end_shard"]))
     def work(self, data: st.DataObject, kill: int | None, what: str) -> None:
-        """An engine writes; it may be killed at it."""
+        """An engine writes, and may be killed meanwhile."""
         engine = data.draw(st.sampled_from(self.engines))
         engine.output.fate[:] = [] if kill is None else [None] * kill + [die]
         try:
@@ -224,7 +224,7 @@ class Job(RuleBasedStateMachine):
         self.durable |= self.ids_of(rows)
 
     def mourn(self, engine: Engine) -> None:
-        """The driver gives an engine up: what it has not made durable is to be answered again."""
+        """The driver gives an engine up: its rows that are not durable are to be answered again."""
         self.ledger.refresh(engine.name)
         durable = set(rows_of(self.ledger.durable(engine.name)))
         self.durable |= {self.ids[row] for row in durable & engine.leased}
@@ -235,7 +235,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """An engine that lives is taken for dead."""
+        """A living engine is considered dead."""
         engine = data.draw(st.sampled_from(self.engines))
         self.engines.remove(engine)
         self.zombies.append(engine)
@@ -244,7 +244,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), pause=st.integers(0, 10))
     def pause(self, data: st.DataObject, pause: int) -> None:
-        """An engine stands still between two operations, is given up meanwhile, and goes on."""
+        """An engine pauses between two operations, is given up meanwhile, and continues."""
         engine = data.draw(st.sampled_from(self.engines))
         gone = [False]
 
@@ -284,7 +284,7 @@ class Job(RuleBasedStateMachine):
     def kill_driver(
         self, kill: int | None, retry: bool, change: str | None, haunting: bool, data: st.DataObject
     ) -> None:
-        """The driver dies, its engines with it or not, and the job is run again, until that succeeds."""
+        """The driver dies, with or without its engines, and the job is run again until it succeeds."""
         self.ledger.close()  # as the system does
         self.zombies += self.engines if haunting else []
         self.engines = []
@@ -305,7 +305,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: not self.ledger.complete and len(self.left) < NUM_ROWS // 2)
     @rule(kill=KILLS)
     def finish(self, kill: int | None) -> None:
-        """All that is left is answered, and the job ends, or is killed at it and ends in its next run."""
+        """All remaining rows are answered and the job ends, or is killed and ends in its next run."""
         if self.left and not self.engines:
             self.start_engine()
         if self.left:
@@ -331,7 +331,7 @@ class Job(RuleBasedStateMachine):
         assert self.ledger.complete
 
     def check(self) -> None:
-        """Every row once: in all files that look like results, and in those that the manifest names."""
+        """Check that every row is there once, in all result-like files and in those of the manifest."""
         names = parts(self.storage)
         assert sorted(numbers_in(self.storage, names)) == sorted(self.ids)
         assert sorted(part["file"] for part in manifest(self.storage)["parts"]) == names
@@ -359,7 +359,7 @@ class Job(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("local", [True, False], ids=["disk", "objects"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
-def test_every_row_stands_once_whoever_dies_and_what_was_durable_is_never_answered_again(
+def test_every_row_is_written_once_whatever_dies_and_durable_rows_are_not_answered_again(
     local: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "ROWS_PER_PART", 6)
@@ -374,7 +374,7 @@ def test_every_row_stands_once_whoever_dies_and_what_was_durable_is_never_answer
 
 
 class FreeLock:
-    """Nobody else is there: what keeps two jobs apart is `test_batch_lock.py`'s matter."""
+    """There is no other job: `test_batch_lock.py` tests that two jobs do not share an output."""
 
     held = True
 

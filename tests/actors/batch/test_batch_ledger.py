@@ -36,7 +36,7 @@ from pyarrow.dataset import dataset
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "openai"])
-def test_what_a_dead_writer_made_durable_is_adopted_and_the_job_ends_with_every_row_once(
+def test_durable_rows_of_a_dead_writer_are_adopted_and_every_row_is_written_once(
     format: Any, tmp_path: Path
 ) -> None:
     output = Storage.open(str(tmp_path / "out"), field="output")
@@ -68,7 +68,7 @@ def output(tmp_path: Path) -> Storage:
 def answer(
     output: Storage, job: JobSpec, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
 ) -> Ledger:
-    """A run that answers some rows and ends there; its ledger is closed."""
+    """A run that answers some rows and ends; its ledger is closed."""
     ledger = Ledger.open(output, job, **how)
     writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
     writer.add(results(rows, failed), shard=0 if job.form.ordered else None)
@@ -89,7 +89,7 @@ def texts(output: Storage) -> dict[str, str]:
     return {row["id"]: row["text"] for row in rows_in(output, parts(output))}
 
 
-def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_do(output: Storage) -> None:
+def test_a_finished_output_lists_its_parts_and_another_run_has_nothing_to_do(output: Storage) -> None:
     job = spec(6, about={"drafter": "one"})
     assert answer(output, job, range(6), failed=[2]).failed == ((2, 3),)
     finish(output, job)
@@ -109,7 +109,7 @@ def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_d
 
 
 def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
-    """Of one schema, though a column has no value in one file; DuckDB and Spark take the same names."""
+    """All files have one schema, even if a column has no value in one; DuckDB and Spark see it, too."""
     columns = pa.schema([*COLUMNS, ("note", pa.string())])
     job = spec(8, form("parquet", columns=columns))
     ledger = Ledger.open(output, job)
@@ -132,7 +132,7 @@ def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
 
 @pytest.mark.parametrize(("again", "left"), [([1, 3, 5], [5]), ([3, 5], [1, 5])])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_failed_rows_that_are_answered_later_leave_the_errors_and_the_figures(
+def test_failed_rows_that_are_answered_later_are_removed_from_errors_and_figures(
     again: list[int], left: list[int], ordered: bool, output: Storage
 ) -> None:
     job = spec(8, form(ordered=ordered))
@@ -158,7 +158,7 @@ def test_failed_rows_that_are_answered_later_leave_the_errors_and_the_figures(
 
 
 def check_figures(ledger: Ledger, failed: list[int]) -> None:
-    """Of eight rows, four a category; the odd ones are those that failed at first."""
+    """Eight rows, four per category; the odd ones failed at first."""
     figures = ledger.stats
     assert (figures.rows, figures.failed) == (8, len(failed))
     assert {kind: each.rows for kind, each in figures.errors.items()} == {"BadRequestError": len(failed)}
@@ -170,7 +170,7 @@ def check_figures(ledger: Ledger, failed: list[int]) -> None:
     assert sum(figures.output_lengths) == 8 - len(failed)
 
 
-def test_a_dead_writers_answer_to_a_row_that_had_failed_is_adopted(output: Storage) -> None:
+def test_a_dead_writers_answer_to_an_earlier_failed_row_is_adopted(output: Storage) -> None:
     job = spec(4)
     answer(output, job, range(4), failed=[1, 3])
     finish(output, job)
@@ -186,7 +186,7 @@ def test_a_dead_writers_answer_to_a_row_that_had_failed_is_adopted(output: Stora
     ledger.close()
 
 
-def test_what_dead_writers_have_left_is_counted_as_what_it_is(output: Storage) -> None:
+def test_rows_left_by_dead_writers_are_counted_correctly(output: Storage) -> None:
     job = spec(8)
     ledger = Ledger.open(output, job)
     died = RowWriter(output, job.form, run=ledger.run, shard=0, writer="died")
@@ -202,10 +202,10 @@ def test_what_dead_writers_have_left_is_counted_as_what_it_is(output: Storage) -
 
 @pytest.mark.parametrize("given", ["parquet", "jsonl"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_an_output_that_an_earlier_version_has_begun_is_gone_on_with(
+def test_an_output_of_an_earlier_version_is_continued(
     given: Any, ordered: bool, output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wrote no log probabilities, and its records said less of failed rows."""
+    """An earlier version wrote no log probabilities and less about failed rows."""
     job = spec(8, form(given, ordered=ordered))
     shard = 0 if ordered else None
     with monkeypatch.context() as earlier:
@@ -240,7 +240,7 @@ def test_an_output_that_an_earlier_version_has_begun_is_gone_on_with(
         assert pq.read_table(pa.BufferReader(output.read(name))).schema.names == job.form.written.names
 
 
-def test_rows_that_move_into_a_part_while_they_are_looked_for_are_found(
+def test_rows_that_move_into_a_part_during_a_scan_are_found(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec(4)
@@ -263,7 +263,7 @@ def test_rows_that_move_into_a_part_while_they_are_looked_for_are_found(
     assert ledger.durable("w") == ((0, 4),)
 
 
-def test_an_engine_that_was_given_up_makes_no_part_after_the_end(output: Storage) -> None:
+def test_an_abandoned_engine_writes_no_part_after_the_end(output: Storage) -> None:
     job = spec(4)
     answer(output, job, range(4))
     ledger = Ledger.open(output, job)
@@ -279,8 +279,8 @@ def test_an_engine_that_was_given_up_makes_no_part_after_the_end(output: Storage
     ledger.close()
 
 
-def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storage) -> None:
-    """A writer that was given up, and was between its last look at the run and its part."""
+def test_a_part_that_appears_after_the_end_is_removed_by_the_next_run(output: Storage) -> None:
+    """A writer that was given up between its last check of the run and its part."""
     job = spec(4)
     answer(output, job, range(4))
     finish(output, job)
@@ -298,10 +298,10 @@ def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storag
     ledger.close()
 
 
-def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice(
+def test_a_finish_that_is_killed_anywhere_is_repeated_and_counts_no_work_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two parts of a shard become one: at some moments all three are there."""
+    """Two parts of a shard become one: at some moments all three exist."""
     job = spec(4, form(ordered=True))
     for place in itertools.count():
         output = Storage.open(str(tmp_path / f"{place}"), field="output")
@@ -341,7 +341,7 @@ def killed_at(place: int, steps: Iterator[int], work: Callable[..., Any]) -> Cal
     return killed
 
 
-def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
+def test_a_job_with_missing_rows_is_no_success(output: Storage) -> None:
     answer(output, spec(5), [0, 1, 4])
     ledger = Ledger.open(output, spec(5))
     with pytest.raises(OutputError, match=r"2 rows are in no part of .* Run the same command again"):
@@ -355,7 +355,7 @@ def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
     ledger.close()
 
 
-def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage) -> None:
+def test_a_job_with_other_settings_is_refused_with_the_changes(output: Storage) -> None:
     first = {"model": "tiny", "seed": 0, "sampling": {"top_p": 0.5, "n": 1}}
     answer(output, spec(3, made_from=first), [0])
     changed = {"model": "other", "seed": 0, "template": "{x}", "sampling": {"top_p": 0.9, "n": 1}}
@@ -396,7 +396,7 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
         ),
     ],
 )
-def test_an_input_that_changed_is_refused_naming_how(
+def test_a_changed_input_is_refused_with_the_changes(
     now: list[dict[str, Any]], words: str, output: Storage
 ) -> None:
     before = [{"name": "rows.jsonl", "size": 1203, "modified": 1.0}]
@@ -415,7 +415,7 @@ def test_an_input_that_changed_is_refused_naming_how(
         ({"modified": 1.0, "sampled": "a"}, {"modified": 1.0, "sampled": "a"}),
     ],
 )
-def test_an_input_of_the_same_content_is_gone_on_with(
+def test_an_input_with_the_same_content_is_continued(
     before: dict[str, Any], now: dict[str, Any], output: Storage
 ) -> None:
     named = {"name": "rows.jsonl", "size": 1203}
@@ -425,7 +425,7 @@ def test_an_input_of_the_same_content_is_gone_on_with(
     ledger.close()
 
 
-def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> None:
+def test_an_output_of_another_format_is_refused_even_by_force(output: Storage) -> None:
     answer(output, spec(3), [0])
     for given, words in (
         (spec(3, form("parquet")), "output format: jsonl before, parquet now"),
@@ -436,7 +436,7 @@ def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> 
 
 
 def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None:
-    """Also those that were in segments when the job was killed; ids that are gone leave the output."""
+    """Rows in segments at the time of the kill are found too; removed ids leave the output."""
     job = spec(6)
     answer(output, job, [0, 1, 3], failed=[1])
     ledger = Ledger.open(output, job)
@@ -468,7 +468,7 @@ def test_without_resume_an_output_that_is_not_empty_is_refused(begun: bool, outp
         Ledger.open(output, job, resume="no" if begun else "yes")
 
 
-def test_parts_that_nobody_recorded_and_parts_that_changed_are_refused(output: Storage) -> None:
+def test_parts_without_a_record_and_changed_parts_are_refused(output: Storage) -> None:
     job = spec(3)
     answer(output, job, [0, 1])
     (ours,) = parts(output)
@@ -482,13 +482,13 @@ def test_parts_that_nobody_recorded_and_parts_that_changed_are_refused(output: S
     with pytest.raises(ConfigError, match=f"{ours} in .* Remove it: its rows are answered again"):
         Ledger.open(output, job)
     output.remove(ours)
-    output.write("notes.txt", b"mine")  # a job that is there may have other files beside it
+    output.write("notes.txt", b"mine")  # an existing job may have other files next to it
     ledger = Ledger.open(output, job)
     assert ledger.left == ((0, 3),)
     ledger.close()
 
 
-def test_earlier_results_stay_until_there_is_something_in_their_place(output: Storage) -> None:
+def test_earlier_results_stay_until_new_ones_replace_them(output: Storage) -> None:
     job = spec(2)
     answer(output, job, [0, 1])
     finish(output, job)
@@ -515,7 +515,7 @@ def test_earlier_results_stay_until_there_is_something_in_their_place(output: St
     assert output.read("notes.txt") == b"mine"
 
 
-def test_segments_of_another_version_of_ours_are_adopted(output: Storage) -> None:
+def test_segments_of_another_manta_version_are_adopted(output: Storage) -> None:
     job = spec(2)
     ledger = Ledger.open(output, job)
     old = job.form.table(results([0, 1])).drop_columns(["stop_reason"])
@@ -529,7 +529,7 @@ def test_segments_of_another_version_of_ours_are_adopted(output: Storage) -> Non
     assert len(texts(output)) == 2
 
 
-def test_a_record_that_cannot_be_read_is_named(output: Storage) -> None:
+def test_an_unreadable_record_is_named(output: Storage) -> None:
     answer(output, spec(2), [0])
     (record,) = output.entries("_manta/records")
     output.write(record.name, b"{}")
@@ -538,9 +538,7 @@ def test_a_record_that_cannot_be_read_is_named(output: Storage) -> None:
 
 
 @pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])
-def test_a_job_paper_that_cannot_be_read_is_named_and_may_be_overwritten(
-    broken: bytes, output: Storage
-) -> None:
+def test_an_unreadable_job_file_is_named_and_may_be_overwritten(broken: bytes, output: Storage) -> None:
     job = spec(2)
     answer(output, job, [0, 1])
     output.write("_manta/job.json", broken)
@@ -551,7 +549,7 @@ def test_a_job_paper_that_cannot_be_read_is_named_and_may_be_overwritten(
     assert sorted(numbers_in(output, parts(output))) == [0, 1]
 
 
-def test_finishing_waits_for_an_output_that_fails_for_a_while(
+def test_finishing_waits_for_an_output_that_fails_temporarily(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = spec(2)
@@ -561,7 +559,7 @@ def test_finishing_waits_for_an_output_that_fails_for_a_while(
     real = storages.write_whole
 
     def failing(*args: Any, **kwargs: Any) -> None:
-        if next(writes) in (0, 2, 5, 9):  # each attempt comes one write further
+        if next(writes) in (0, 2, 5, 9):  # each attempt gets one write further
             raise OSError(errno.EROFS, "Read-only file system")
         real(*args, **kwargs)
 
@@ -573,10 +571,10 @@ def test_finishing_waits_for_an_output_that_fails_for_a_while(
     assert next(writes) == 14
 
 
-def test_an_output_of_five_million_rows_opens_soon_and_by_few_requests(
+def test_an_output_of_five_million_rows_opens_quickly_with_few_requests(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a second on a core of its own; the test's bound is a busy machine's."""
+    """Takes under a second on an idle core; the test's limit allows for a busy machine."""
     job = spec(5_000_000)
     answer(output, job, [0])
     (made,) = parts(output)
@@ -585,7 +583,7 @@ def test_an_output_of_five_million_rows_opens_soon_and_by_few_requests(
     for i in range(1, 1300):
         begin = i * 3840
         name = f"part-000000-{i:05d}-{i:08x}.jsonl"
-        # as rows end: in runs, with rows among them that come in the next part
+        # in the order in which rows end: runs, with gaps that are in the next part
         rows = [[begin + 30 * j, begin + 30 * j + 29] for j in range(128)]
         text = json.dumps(record | {"part": name, "rows": rows})
         output.write(f"_manta/records/{name}.json", text.encode(), synced=False)

@@ -1,4 +1,4 @@
-"""One job at a time writes an output: on a disk by the system's lock, in an object store by claims."""
+"""Only one job writes an output at a time: a file lock on a disk, claims in an object store."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(
     assert not (tmp_path / "out/_manta/lock").exists()
 
 
-def test_a_folder_that_is_refused_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_refused_folder_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is not empty \(notes.txt\)"):
         Ledger.open(Storage.open(str(tmp_path), field="output"), spec(3))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", Path("/proc/manta")):
         with pytest.raises(ConfigError, match=f"output: {path} cannot be written"):
             Ledger.open(Storage.open(str(path), field="output"), spec(3))
 
 
-def test_of_many_that_lock_and_leave_a_folder_one_has_it_at_a_time(tmp_path: Path) -> None:
-    """The lock's file, and its folder, come and go meanwhile."""
+def test_only_one_of_many_processes_holds_a_folders_lock_at_a_time(tmp_path: Path) -> None:
+    """The lock's file and folder are created and removed meanwhile."""
     output = Storage.open(str(tmp_path / "out"), field="output")
     inside, seen = threading.Lock(), []
 
@@ -102,14 +102,14 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def where(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An output in the store, with a lock that is five times as hasty; its times are whole seconds."""
+    """An output in the store with a lock five times as fast; its times are whole seconds."""
     monkeypatch.setattr(locks, "BEAT_S", 1.0)
     monkeypatch.setattr(locks, "DEAD_S", 3.0)
     monkeypatch.setattr(locks, "LOOK_S", 0.2)
     return s3_url(server, "bucket")
 
 
-def test_a_claim_that_lives_refuses_others_and_one_that_died_is_taken_over(where: str) -> None:
+def test_a_live_claim_refuses_others_and_a_dead_one_is_taken_over(where: str) -> None:
     output = Storage.open(where, field="output")
     told: list[str] = []
     with hold(where) as other:
@@ -124,7 +124,7 @@ def test_a_claim_that_lives_refuses_others_and_one_that_died_is_taken_over(where
     assert not output.entries("_manta")
 
 
-def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
+def test_at_most_one_of_two_simultaneous_claims_wins(where: str) -> None:
     output = Storage.open(where, field="output")
 
     def start(_: int) -> list[Lock]:
@@ -141,7 +141,7 @@ def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
     assert not output.entries("_manta")
 
 
-def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
+def test_a_claim_that_was_considered_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
     output = Storage.open(where, field="output")
     slept = Ledger.open(output, spec(4))
     assert isinstance(slept._lock, LockClaim)

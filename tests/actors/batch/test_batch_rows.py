@@ -1,4 +1,4 @@
-"""Records become requests: ids, prompts, sampling fields, seeds; and rows become results."""
+"""Records become requests (ids, prompts, sampling fields, seeds), and answers become rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def openai_line(**changes: object) -> dict[str, object]:
     return line | changes
 
 
-def test_a_prompt_is_a_completion_and_messages_are_a_chat() -> None:
+def test_a_prompt_becomes_a_completion_and_messages_a_chat() -> None:
     completion = read_request({"prompt": "def f("}, DATASET, NO_DEFAULTS)
     assert isinstance(completion.body, CompletionRequest)
     assert completion.body.prompt == ["def f("]
@@ -60,14 +60,14 @@ def test_a_prompt_is_a_completion_and_messages_are_a_chat() -> None:
     assert ids.body.prompt == [[1, 2, 3]]
 
 
-def test_fields_of_the_row_win_over_flags_and_empty_ones_do_not() -> None:
+def test_fields_of_a_row_override_flags_unless_they_are_empty() -> None:
     layout = RowSchema(defaults={"temperature": 0.5, "max_tokens": 9})
     row = {"prompt": "x", "temperature": 0.0, "max_tokens": None, "top_p": float("nan")}
     params = read_request(row, layout, NO_DEFAULTS).params
     assert (params.temperature, params.max_tokens, params.top_p) == (0.0, 9, 1.0)
 
 
-def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id_alone() -> None:
+def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id() -> None:
     first, again = ({"id": 7, "prompt": text} for text in ("x", "another"))
     layout = RowSchema(seed=3)
     seeds = [read_request(row, layout, NO_DEFAULTS).params.seed for row in (first, again)]
@@ -131,7 +131,7 @@ def test_malformed_lines_are_refused() -> None:
             parse_line(line)
 
 
-def test_half_a_character_is_read_as_the_sign_for_it() -> None:
+def test_a_lone_surrogate_is_read_as_the_replacement_character() -> None:
     line = r'{"custom_id": "\ud800", "url": "/v1/chat/completions", "x": NaN, "body": {"messages": ['
     record = parse_line(line + r'{"role": "user", "content": "a\udc00"}]}}')
     assert record["custom_id"] == "\ufffd"
@@ -177,7 +177,7 @@ def test_an_unreadable_dataset_is_refused_before_anything_starts(tmp_path: Path)
         assert refused.value.param == "input"
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_the_existing_ones(tmp_path: Path) -> None:
     (tmp_path / "0.jsonl").write_text("")  # and nothing is known by it
     write_lines(tmp_path / "1.jsonl", [{"question": "x", "key": 1}])
     source = open_source([tmp_path])
@@ -225,7 +225,7 @@ def test_a_template_is_the_only_prompt() -> None:
         assert refused.value.param == "template"
 
 
-def test_text_of_csv_becomes_what_it_stands_for(tmp_path: Path) -> None:
+def test_csv_text_is_converted_to_the_fields_type(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(
         "messages,max_tokens,temperature,top_k,ignore_eos,stop,stop_token_ids,seed,chat_template_kwargs\n"
         '"[{""role"": ""user"", ""content"": ""hi, you""}]",7,0.5,3,true,"[""a"", ""b""]","[1, 2]",9,'
@@ -248,7 +248,7 @@ def test_text_of_csv_becomes_what_it_stands_for(tmp_path: Path) -> None:
     assert refused.value.param == "messages"
 
 
-def test_schemas_of_rows_are_handed_on_to_the_endpoints_models() -> None:
+def test_schemas_of_rows_are_passed_to_the_endpoints_models() -> None:
     read_request(
         {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}, DATASET, NO_DEFAULTS
     )
@@ -283,7 +283,7 @@ def text_pair_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def answered(config: EngineConfig, answer: Callable[[AsyncEngine], Awaitable[T]]) -> T:
-    """What an engine gives that lives for this alone."""
+    """The output of an engine that only this test uses."""
 
     async def run() -> T:
         engine = AsyncEngine(config)
@@ -296,7 +296,7 @@ def answered(config: EngineConfig, answer: Callable[[AsyncEngine], Awaitable[T]]
     return asyncio.run(run())
 
 
-def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
+def test_results_have_their_rows_id_and_columns_even_if_the_row_fails(
     text_pair_config: EngineConfig, tmp_path: Path
 ) -> None:
     records: list[Any] = [
@@ -332,10 +332,10 @@ def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
     assert {row["error"]["attempts"] for row in (long, hot, broken)} == {1}
 
 
-def test_a_row_s_log_probabilities_are_a_column_and_its_echo_stands_in_the_text(
+def test_a_rows_log_probabilities_are_a_column_and_its_echo_is_in_the_text(
     text_pair_config: EngineConfig,
 ) -> None:
-    """The echo in OpenAI's shape alone: there is no such column."""
+    """The echo exists only in OpenAI's form: there is no such column."""
     body = {"prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 2}
     lines = [
         {"custom_id": name, "url": "/v1/completions", "body": {**body, "echo": True, **more}}
@@ -365,10 +365,10 @@ def test_a_row_s_log_probabilities_are_a_column_and_its_echo_stands_in_the_text(
     assert len(choice["prompt_logprobs"]) == alone["prompt_tokens"] == len(choice["logprobs"]["tokens"])
 
 
-def test_only_a_dead_engine_is_not_the_rows_fault(
+def test_only_an_engines_death_is_not_attributed_to_the_row(
     text_pair_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever else a row brings about becomes its result."""
+    """All other errors of a row become its result."""
     row = Row(7, {"id": "a", "prompt": "x"})
 
     def divide(*_: object) -> None:
@@ -389,7 +389,7 @@ def test_only_a_dead_engine_is_not_the_rows_fault(
     assert failed["error"]["message"] == "ZeroDivisionError in the engine: by zero."
 
 
-def test_whoever_gives_up_on_a_row_says_how_often_it_was_tried() -> None:
+def test_an_abandoned_row_reports_its_number_of_attempts() -> None:
     row = Row(3, {"id": "x", "prompt": "p", "kind": "k"})
     columns = pa.schema([("kind", pa.string())])
     said = failure(row, EngineDeadError("It ends engines."), DATASET, columns, attempts=3)

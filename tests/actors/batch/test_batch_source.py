@@ -1,4 +1,4 @@
-"""What comes in: files found, surveyed, and read in whatever spans, in every format, each row once."""
+"""Reading the input: files are found, indexed and read in any spans and formats, each row once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r
 
 
 def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int = 7) -> Dataset:
-    """Rows with these prompts, in so many files."""
+    """Rows with these prompts, in a number of files."""
     folder.mkdir(exist_ok=True)
     suffix = {"openai": "jsonl", "text": "txt"}.get(format, format)
     for number, prompts in enumerate(files):
@@ -74,7 +74,7 @@ def prompt_of(row: Row, layout: RowSchema) -> Any:
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_rows_come_back_once_and_as_they_were_whatever_is_asked(
+def test_rows_are_returned_once_and_unchanged_for_any_selection(
     format: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = TEXT.filter(lambda t: bool(t.strip()) and "\n" not in t) if format == "text" else TEXT
@@ -106,7 +106,7 @@ def names(source: Dataset) -> list[str]:
     return [Path(file.path).name for file in source.files]
 
 
-def test_files_are_found_by_name_folder_and_pattern_each_once_and_in_order(tmp_path: Path) -> None:
+def test_files_are_found_once_and_in_order_by_name_folder_and_pattern(tmp_path: Path) -> None:
     for name in (
         "b.jsonl",
         "a.jsonl",
@@ -144,7 +144,7 @@ def write_ids(path: Path, ids: list[str | None]) -> tuple[Dataset, RowSchema]:
 
 
 def numbered(ids: list[str]) -> list[str]:
-    """What a reader of the documentation would do by hand."""
+    """Read the rows as the documentation's reader would by hand."""
     given, seen, result = set(ids), {}, []
     for name in ids:
         copy = seen.get(name, 0) + 1
@@ -165,7 +165,7 @@ CONTENT = content_id(b'{"prompt":"same"}')
 def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
     weak: bool, ids: list[str | None], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also where ids of the data share their hash."""
+    """Also if ids of the data share their hash."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_index, "DUPLICATES_PER_READ", 3)
         if weak:
@@ -182,7 +182,7 @@ def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
         assert found.id_hashes().tolist() == [id_hash(name) for name in final]
 
 
-def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+def test_a_duplicate_id_is_refused_with_both_places(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('id,prompt\na,"two\nlines"\n\nb,x\na,y\n')
     (tmp_path / "a.jsonl").write_text('{"id": 1, "prompt": "x"}\n\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x"}\n\n{"id": "1", "prompt": "y"}\n')
@@ -227,7 +227,7 @@ def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
         assert [id_hash(id_of(row, layout)) for row in rows] == found.id_hashes().tolist()
 
 
-def test_a_file_that_cannot_be_read_to_its_end_ends_the_index_with_its_line(
+def test_a_truncated_file_ends_the_index_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_records, "MAX_LINE_BYTES", 1000)
@@ -253,7 +253,7 @@ def test_a_file_that_cannot_be_read_to_its_end_ends_the_index_with_its_line(
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
-def test_a_file_that_is_not_what_it_was_is_not_read(format: str, tmp_path: Path) -> None:
+def test_a_file_that_changed_is_not_read(format: str, tmp_path: Path) -> None:
     source = write(tmp_path, format, [["one", "two"]])
     layout, (path,) = layout_of(source), tmp_path.iterdir()
     found = index_rows(source, layout, duplicates="refuse")
@@ -289,7 +289,9 @@ def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_other_content_of_the_same_size_and_time_has_another_identity(tmp_path: Path, format: str) -> None:
+def test_different_content_of_the_same_size_and_time_has_another_identity(
+    tmp_path: Path, format: str
+) -> None:
     found: list[Any] = []
     for text in ("one", "two", "one"):
         source = write(tmp_path, format, [["same", text]])
@@ -324,7 +326,7 @@ def columns_of(where: Path, columns: Any, **layout: Any) -> dict[str, str]:
     return {field.name: str(field.type) for field in found.columns}
 
 
-def test_columns_that_are_passed_through_have_the_types_of_the_data(tmp_path: Path) -> None:
+def test_columns_that_are_passed_through_keep_the_types_of_the_data(tmp_path: Path) -> None:
     rows = [
         {
             "id": 1,
@@ -368,7 +370,7 @@ SCALARS = ("null", "true", r'"\u00e9\\\"{[,:"', '""', '"\u2028\x85"', *NUMBERS)
 
 
 def written(members: Mapping[Any, str]) -> str:
-    """An object in JSON, with more space than it needs."""
+    """A JSON object with more whitespace than it needs."""
     return "{ " + ", ".join(f'"{key}"\t:{value}' for key, value in members.items()) + "\r}"
 
 
@@ -383,14 +385,14 @@ ODD = st.recursive(
 
 
 def exactly(text: bytes | str) -> Any:
-    """A line of JSON with its numbers as they are written."""
+    """A JSON line with its numbers as they are written."""
     return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(("kind", "n", r"k\u00e9\"y")), ODD), min_size=1, max_size=4))
 def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, str]]) -> None:
-    """Whatever the other lines hold: of each column no more is known than its name."""
+    """Only the name of each column is known, whatever the other lines contain."""
     lines = [written({"prompt": '"x"', **row}) for row in rows]
     layout = RowSchema(lines=True, columns="all")
     types = ColumnTypes(layout)
@@ -408,7 +410,7 @@ def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, 
         assert {name: told[name] for name in told if name not in RESULT_SCHEMA.names} == exactly(line)
 
 
-def test_ids_of_many_digits_are_told_apart(tmp_path: Path) -> None:
+def test_ids_of_many_digits_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"id": {2**70 + i}, "prompt": "x"}}\n' for i in range(2)))
     source = open_source([path])
@@ -418,7 +420,7 @@ def test_ids_of_many_digits_are_told_apart(tmp_path: Path) -> None:
     assert [id_of(row, layout) for row in rows] == [str(2**70), str(2**70 + 1)]
 
 
-def test_columns_that_results_cannot_have_are_refused(tmp_path: Path) -> None:
+def test_columns_that_results_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": 1, "id": 2, "prompt": "x", "text": "y"}\n')
     for columns, layout, said in (

@@ -1,4 +1,4 @@
-"""Storage of every kind holds the same: a folder on a disk, and a bucket of a real S3 server."""
+"""Every kind of storage behaves the same: a folder on a disk, and a bucket of a real S3 server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from manta.cluster.errors import ConfigError, DatasetError
 
 @dataclass(frozen=True)
 class S3Server:
-    """moto's, in a process of its own."""
+    """moto's S3 server, in its own process."""
 
     url: str
     log: Path
@@ -39,7 +39,7 @@ class S3Server:
         return f"s3://{path}?endpoint_override={self.url}"
 
     def post(self, path: str, content: bytes = b"") -> None:
-        """What moto itself is asked."""
+        """Send a request to moto itself."""
         headers = {"Content-Type": "text/plain"}
         urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", content, headers)).close()
 
@@ -47,7 +47,7 @@ class S3Server:
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT")).close()
 
     def requests(self, kind: str) -> list[str]:
-        """What was asked so far: the addresses."""
+        """The addresses of the requests so far."""
         return re.findall(rf"{kind} (/bucket\S*) HTTP", self.log.read_text())
 
 
@@ -76,13 +76,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(params=["disk", "s3"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A place that nothing is in."""
+    """An empty storage location."""
     if request.param == "disk":
         return str(tmp_path / "a b" / "out")
     return request.getfixturevalue("s3").where(f"bucket/a b/{request.node.name[:20]}")
 
 
-def test_what_is_written_is_read_and_listed_anywhere(where: str) -> None:
+def test_written_files_are_read_and_listed_on_every_file_system(where: str) -> None:
     storage = pickle.loads(pickle.dumps(Storage.open(where, field="output")))
     assert (storage.entries(), storage.entry("a"), storage.kind) == ([], None, None)
     storage.write("b/c.json", b"old")
@@ -106,7 +106,7 @@ def test_what_is_written_is_read_and_listed_anywhere(where: str) -> None:
         storage.read("b/c.json")
 
 
-def test_a_file_goes_to_a_bucket_by_one_put(s3: S3Server) -> None:
+def test_a_file_is_written_to_a_bucket_with_one_put(s3: S3Server) -> None:
     storage = Storage.open(s3.where("bucket/puts"), field="output")
     before = len(s3.requests("(?:PUT|POST)"))
     storage.write("part", b"x" * 3_000_000)
@@ -141,7 +141,7 @@ def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
     assert len(s3.requests("GET")) - before <= 16
 
 
-def test_results_are_read_back_from_anywhere(where: str) -> None:
+def test_results_are_read_back_from_every_file_system(where: str) -> None:
     storage = Storage.open(where, field="output")
     storage.write("_errors/errors-000000-00001-aa.jsonl", b'{"id": "b", "error": {"type": "x"}}\n')
     sink = pa.BufferOutputStream()
@@ -151,7 +151,7 @@ def test_results_are_read_back_from_anywhere(where: str) -> None:
     assert [row["id"] for row in read_results(storage)] == ["a", "b", "c"]
 
 
-def test_a_bucket_that_cannot_be_read_is_named_with_the_reason(s3: S3Server) -> None:
+def test_an_unreadable_bucket_is_named_with_the_reason(s3: S3Server) -> None:
     for path, said in (
         ("nobucket/rows.jsonl", "s3://nobucket/rows.jsonl cannot be read: there is no such file or folder"),
         ("nobucket/*.jsonl", r"no file matches s3://nobucket/\*.jsonl"),
@@ -182,8 +182,8 @@ def test_secrets_of_a_url_are_not_shown() -> None:
     assert refused.value.param == "output"
 
 
-def test_a_process_that_used_a_bucket_ends_at_once(s3: S3Server) -> None:
-    """Arrow's S3 threads must neither hold it up nor complain."""
+def test_a_process_that_used_a_bucket_ends_immediately(s3: S3Server) -> None:
+    """Arrow's S3 threads must neither delay the exit nor complain."""
     Storage.open(s3.where("bucket/ends"), field="output").write("a.jsonl", b'{"prompt": "x"}\n')
     code = f"""
 from manta.actors.batch.dataset.source import open_source

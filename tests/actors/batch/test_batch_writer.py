@@ -1,4 +1,4 @@
-"""What an engine writes: segments at once, parts in time, and nothing lost or twice while an output fails."""
+"""Writing results: segments immediately, parts in time, nothing lost or duplicated while writes fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def segments(output: Storage) -> list[str]:
     return [entry.name for entry in output.entries("_manta/pending", recursive=True)]
 
 
-def test_rows_are_in_segments_at_once_and_in_a_part_when_there_are_enough(
+def test_rows_are_written_to_segments_immediately_and_to_a_part_when_there_are_enough(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "ROWS_PER_PART", 5)
@@ -74,7 +74,7 @@ def test_rows_do_not_wait_for_a_part_longer_than_a_minute(
     assert numbers_in(output, parts(output)) == [1]
 
 
-def test_in_order_a_part_is_a_shard(output: Storage) -> None:
+def test_with_preserved_order_a_part_is_a_shard(output: Storage) -> None:
     writer = writer_of(output, ordered=True)
     for shard, rows in ((1, [12, 10]), (0, [3, 1]), (1, [11]), (0, [0, 2])):
         writer.add(results(rows), shard=shard)
@@ -87,7 +87,7 @@ def test_in_order_a_part_is_a_shard(output: Storage) -> None:
     assert numbers_in(output, parts(output)) == [0, 1, 2, 3, 10, 11, 12]
 
 
-def test_parquet_and_jsonl_have_the_columns_that_are_passed_through_and_openai_has_its_own(
+def test_parquet_and_jsonl_have_the_passed_through_columns_and_openai_output_its_own(
     output: Storage,
 ) -> None:
     for name in ("parquet", "jsonl", "openai"):
@@ -113,12 +113,12 @@ def test_parquet_and_jsonl_have_the_columns_that_are_passed_through_and_openai_h
     assert pq.read_table(folder).schema == pq.read_table(folder / "_errors").schema == form("parquet").written
 
 
-def test_a_column_of_the_input_that_results_have_too_is_refused() -> None:
+def test_an_input_column_named_like_a_result_column_is_refused() -> None:
     with pytest.raises(ConfigError, match="columns: row, text cannot be passed through"):
         form(columns=pa.schema([("text", pa.string()), ("mine", pa.string()), ("row", pa.int64())]))
 
 
-def test_of_an_answer_and_a_failure_of_the_same_row_the_answer_is_written(output: Storage) -> None:
+def test_an_answer_takes_precedence_over_a_failure_of_the_same_row(output: Storage) -> None:
     writer = writer_of(output)
     writer.add(results([0, 1], failed=[0]))
     writer.add(results([1, 0, 2], failed=[1, 2]))
@@ -127,7 +127,7 @@ def test_of_an_answer_and_a_failure_of_the_same_row_the_answer_is_written(output
     assert found == {"part": [0, 1], "_errors/errors": [2]}
 
 
-def test_of_a_dead_writers_segment_only_rows_that_are_in_no_part_are_taken_over(output: Storage) -> None:
+def test_only_rows_in_no_part_are_adopted_from_a_dead_writers_segment(output: Storage) -> None:
     died, heir = writer_of(output, name="died"), writer_of(output, name="heir")
     died.add(results(range(4)))
     died.flush()
@@ -138,7 +138,7 @@ def test_of_a_dead_writers_segment_only_rows_that_are_in_no_part_are_taken_over(
 
 
 class FailingDisk:
-    """Writes fail from the `nth` on, until there is room again."""
+    """Writes fail from the `nth` on, until there is space again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -154,10 +154,10 @@ class FailingDisk:
 
 
 @pytest.mark.parametrize("given", ["parquet", "jsonl", "openai"])
-def test_rows_that_could_not_be_written_are_written_later_and_none_twice(
+def test_rows_whose_write_failed_are_written_later_and_none_twice(
     given: Any, output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever write it is that fails: of a segment, a record, a part."""
+    """Any write may fail: of a segment, a record, a part."""
     monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
     for room in itertools.count():
         each = output.under(f"{room}")
@@ -181,7 +181,7 @@ def test_rows_that_could_not_be_written_are_written_later_and_none_twice(
     assert room == 5  # a segment, two records and two parts had failed before
 
 
-def test_an_output_that_stays_full_ends_the_job_and_tells_what_is_durable(
+def test_an_output_that_stays_full_ends_the_job_and_reports_the_durable_rows(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FailingDisk(monkeypatch, 1)
@@ -202,7 +202,7 @@ def test_an_output_that_stays_full_ends_the_job_and_tells_what_is_durable(
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB. Skips where none may be mounted."""
+    """A disk of 1 MiB. Skips the test if none can be mounted."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
     try:
@@ -217,9 +217,7 @@ def small_disk(path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_on_a_disk_that_is_really_full_rows_wait_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_wait_for_space_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
     with small_disk(tmp_path / "disk") as disk:
         output = Storage.open(str(disk / "out"), field="output")
@@ -241,7 +239,7 @@ def test_on_a_disk_that_is_really_full_rows_wait_for_room(
         assert sorted(numbers_in(output, parts(output))) == list(range(200))
 
 
-def test_an_output_that_turns_read_only_loses_nothing(
+def test_an_output_that_becomes_read_only_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "RETRY_S", 0.0)
@@ -265,8 +263,8 @@ def test_an_output_that_turns_read_only_loses_nothing(
         assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
 
 
-def test_a_reader_that_looks_at_any_time_finds_only_whole_files(output: Storage) -> None:
-    """Also while a Parquet file of some size is written; pathlib's globs find names with a dot in front."""
+def test_a_reader_finds_only_complete_files_at_any_time(output: Storage) -> None:
+    """Also while a large Parquet file is written; pathlib's globs match names that begin with a dot."""
     folder, done, faults, seen = Path(output.root), threading.Event(), [], 0
     ledger = Ledger.open(output, spec(24_000, form("parquet")))
 
@@ -308,8 +306,8 @@ for row in range(int(sys.argv[4]), 100000):
 """
 
 
-def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
-    """Processes of writers killed while they write; no row that they have told of is missing."""
+def test_flushed_rows_survive_a_sigkill(output: Storage) -> None:
+    """Writer processes are killed while they write; no row that they reported is missing."""
     ledger = Ledger.open(output, spec(100_000))
     for name, begin in (("a", 0), ("b", 50_000)):
         command = [sys.executable, "-c", WRITE, output.where, str(SUPPORT), name, str(begin)]
@@ -331,8 +329,8 @@ def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
     assert len(numbers_in(output, parts(output))) == sum(end - begin for begin, end in ledger.answered)
 
 
-def test_a_torn_segment_is_passed_over(output: Storage) -> None:
-    """As a power cut may leave it: its rows are answered again."""
+def test_a_truncated_segment_is_skipped(output: Storage) -> None:
+    """A segment as a power cut may leave it: its rows are answered again."""
     ledger = Ledger.open(output, spec(4))
     writer = writer_of(output)
     for row in range(3):
@@ -351,7 +349,7 @@ def test_a_torn_segment_is_passed_over(output: Storage) -> None:
 def test_a_flush_does_not_wait_for_the_disk_but_a_part_does(
     output: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few rows every quarter of a second: about half a millisecond, as measured, without a sync."""
+    """A few rows every quarter of a second: about half a millisecond as measured, without a sync."""
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     writer = writer_of(output)

@@ -1,4 +1,4 @@
-"""Folders that were prepared to lead elsewhere, and several writers of one name."""
+"""Hostile folders with links to other places, and several writers of one name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTSIDE = (
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Somebody's folder beside the output."""
+    """Another user's folder next to the output."""
     folder = tmp_path / "victim"
     (folder / "records").mkdir(parents=True)
     for name in ("notes.txt", "records/notes.txt", ".manta-tmp-notes"):
@@ -45,7 +45,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An output whose job is begun, with rows in parts."""
+    """An output whose job has started, with rows in parts."""
     output = Storage.open(str(tmp_path / "out"), field="output")
     ledger = Ledger.open(output, spec(NUM_ROWS))
     writer = RowWriter(output, spec(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
@@ -61,7 +61,7 @@ def untouched(victim: Path) -> bool:
 
 
 def go_on(folder: Path) -> None:
-    """One more run of the job, to its end."""
+    """Run the job once more, to its end."""
     output = Storage.open(str(folder), field="output")
     ledger = Ledger.open(output, spec(NUM_ROWS))
     try:
@@ -73,7 +73,7 @@ def go_on(folder: Path) -> None:
         ledger.close()
 
 
-def test_a_list_of_earlier_results_removes_nothing_else(folder: Path, victim: Path) -> None:
+def test_a_list_of_earlier_results_cannot_remove_other_files(folder: Path, victim: Path) -> None:
     first_run = json.loads((folder / "_manta/job.json").read_text())["first_run"]
     output = Storage.open(str(folder), field="output")
     for name, run in itertools.product(OUTSIDE, (first_run, first_run + 7)):  # the job's own list, another's
@@ -91,7 +91,7 @@ def test_a_list_of_earlier_results_removes_nothing_else(folder: Path, victim: Pa
     assert untouched(victim) and (folder / "_manta/job.json").exists()
 
 
-def test_a_record_of_a_part_names_a_part_of_this_output(folder: Path, victim: Path) -> None:
+def test_a_part_record_can_only_name_a_part_of_its_output(folder: Path, victim: Path) -> None:
     (record,) = (folder / "_manta/records").iterdir()
     content = json.loads(record.read_text())
     for name in OUTSIDE:
@@ -160,7 +160,7 @@ def test_a_part_that_is_a_link_is_not_read_for_a_file(tmp_path: Path, victim: Pa
     assert untouched(victim)
 
 
-def test_a_stored_file_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
+def test_a_stored_file_can_only_name_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
     files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
     file = files.upload("in.jsonl", "batch", b"{}\n")
     path = tmp_path / f"store/files/{file.id}.json"
@@ -178,7 +178,7 @@ def test_a_stored_file_names_pieces_of_its_storage(tmp_path: Path, victim: Path)
 @pytest.mark.parametrize(
     "given", ["../../etc/passwd", "..%2f..%2fetc", "a\0b", "ü", "x" * 300, "", ".", "a/b", "1\n"]
 )
-def test_an_id_is_no_path(given: str, tmp_path: Path) -> None:
+def test_an_id_cannot_be_a_path(given: str, tmp_path: Path) -> None:
     storage = Storage.open(str(tmp_path), field="batch_storage")
     for find, prefix in ((FileStore(storage).get, "file-"), (BatchStore(storage).get, "batch_")):
         for named in (given, prefix + given):
@@ -186,7 +186,7 @@ def test_an_id_is_no_path(given: str, tmp_path: Path) -> None:
                 find(named, SERVER)
 
 
-def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, victim: Path) -> None:
+def test_writers_of_one_name_do_not_conflict(tmp_path: Path, victim: Path) -> None:
     (tmp_path / ".manta-tmp-one.part").symlink_to(victim / "notes.txt")
     (tmp_path / "one").symlink_to(victim / "notes.txt")  # replaced, not followed
     starting = threading.Barrier(8)
@@ -204,7 +204,7 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, victim: P
     assert sorted(path.name for path in tmp_path.iterdir()) == [".manta-tmp-one.part", "one", "victim"]
 
 
-def test_cancels_of_one_batch_at_once_all_succeed(tmp_path: Path) -> None:
+def test_concurrent_cancels_of_a_batch_all_succeed(tmp_path: Path) -> None:
     batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
     batch = batches.create("/v1/completions", "file-1", "24h", 86400, None, SERVER, None)
     with ThreadPoolExecutor(16) as pool:

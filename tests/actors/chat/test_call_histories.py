@@ -1,4 +1,4 @@
-"""What the server says, it takes back: answers with calls, whole and broken, as histories on each API."""
+"""Histories with earlier answers: each API accepts calls that it sent, complete or malformed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ USAGE: dict[str, Any] = {
 
 
 def through_json(value: Any) -> Any:
-    """As a client holds it that was sent it: half a character comes through no JSON."""
+    """Return JSON as a client holds it: a lone surrogate is replaced."""
     return orjson.loads(orjson.dumps(value))
 
 
@@ -110,7 +110,7 @@ def batch_row(piece: AnswerDelta, cut: bool) -> ChatRequest:
 
 
 def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
-    """With items out of the events of a stream, as Codex collects them."""
+    """Collect a stream's items from its events, as Codex does."""
     writer = ResponseWriter({"id": "resp_1"}, ClientTools([]))
     events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -138,7 +138,7 @@ def messages(piece: AnswerDelta, cut: bool) -> ChatRequest:
 
 
 def inputs_of(events: list[Any]) -> list[Any]:
-    """The inputs of a stream's calls as Anthropic's SDK makes them, which parses every delta."""
+    """The inputs of a stream's calls as Anthropic's SDK builds them, parsing every delta."""
     found: dict[int, Any] = {}
     written: dict[int, bytes] = {}
     for event in map(through_json, events):
@@ -181,7 +181,7 @@ def said(name: str, text: str) -> AnswerDelta:
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[AnswerDelta, bool]:
-    """A recorded answer that was cut, or in which a stretch was replaced; and whether it was cut."""
+    """A recorded answer that was truncated or partly replaced; and whether it was truncated."""
     name = draw(st.sampled_from(sorted(FORMATS)))
     text = draw(st.sampled_from([answer["text"] for answer in FORMATS[name]["answers"]]))
     at = draw(st.integers(0, len(text)))
@@ -194,7 +194,9 @@ def answers(draw: st.DrawFn) -> tuple[AnswerDelta, bool]:
 
 
 @given(answers())
-def test_every_answer_is_taken_back_by_each_api_with_each_template(answer: tuple[AnswerDelta, bool]) -> None:
+def test_every_answer_is_accepted_in_a_history_by_each_api_with_each_template(
+    answer: tuple[AnswerDelta, bool],
+) -> None:
     piece, cut = answer
     for open_door in DOORS.values():
         request = open_door(piece, cut)
@@ -205,7 +207,7 @@ def test_every_answer_is_taken_back_by_each_api_with_each_template(answer: tuple
 
 
 @pytest.mark.parametrize("arguments", SLIPS.values(), ids=SLIPS.keys())
-def test_a_slip_reads_the_same_by_each_api_and_is_shown_by_each_template(arguments: str) -> None:
+def test_malformed_arguments_are_the_same_in_each_api_and_shown_by_each_template(arguments: str) -> None:
     piece = together([open_call(arguments)])
     requests = [open_door(piece, False) for open_door in DOORS.values()]
     for name, template in TEMPLATES.items():
@@ -225,7 +227,7 @@ def open_call(arguments: str) -> AnswerDelta:
     return splitter.finish()
 
 
-def test_arguments_that_are_an_object_reach_templates_as_one() -> None:
+def test_object_arguments_reach_templates_as_objects() -> None:
     request = chat(open_call('{"city": "Oslo", "days": [1, null]}'), False)
     wanted = {
         "json": '{"city": "Oslo", "days": [1, null]}',
@@ -239,8 +241,8 @@ def test_arguments_that_are_an_object_reach_templates_as_one() -> None:
 
 
 @pytest.mark.parametrize("given", [None, {}, "", '{"city": "Os', ["Oslo"], 5])
-def test_arguments_of_any_json_type_are_taken(given: Any) -> None:
-    """Clients hold what they could not read in their own ways, Claude Code as an empty object."""
+def test_arguments_of_any_json_type_are_accepted(given: Any) -> None:
+    """Clients represent unreadable arguments differently, Claude Code as an empty object."""
     function = {"name": "f", "arguments": given}
     told = {
         "role": "assistant",

@@ -1,4 +1,4 @@
-"""Which formats a model has, calls that are forced in them, marks in texts, and templates."""
+"""Detection of a model's chat formats, forced calls, marks in texts, and templates."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ SCHEMAS = {"get_weather": PLAIN_WEATHER, "now": NOW["function"]["parameters"]}
 
 
 def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, lark: str, text: str) -> bool:
-    """Whether a text is one that a grammar allows, whole."""
+    """Whether a grammar accepts a complete text."""
     matcher = compiler.matcher(Grammar("lark", lark))
     ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", sorted(CALLED))
-def test_what_a_forced_call_may_be_is_what_the_splitter_reads(tokenizer: Tokenizer, name: str) -> None:
+def test_forced_calls_are_parsed_by_the_splitter(tokenizer: Tokenizer, name: str) -> None:
     syntax, text = CALLS[name], CALLED[name]
     compiler = GrammarCompiler(
         tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
@@ -93,7 +93,7 @@ def test_what_a_forced_call_may_be_is_what_the_splitter_reads(tokenizer: Tokeniz
         assert not takes(compiler, tokenizer, named if wrong == text else lark, wrong), wrong
 
 
-def test_strict_tools_heed_their_schemas_in_an_answer_that_may_call_them() -> None:
+def test_calls_of_strict_tools_fit_their_schemas_with_auto() -> None:
     model = ChatModel.of(byte_tokenizer(HERMES))
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -116,7 +116,7 @@ def test_strict_tools_heed_their_schemas_in_an_answer_that_may_call_them() -> No
 
 
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
-def test_what_may_be_left_out_is(tokenizer: Tokenizer, required: list[str]) -> None:
+def test_optional_arguments_may_be_omitted(tokenizer: Tokenizer, required: list[str]) -> None:
     compiler = GrammarCompiler(
         tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
     )
@@ -151,7 +151,7 @@ def test_what_may_be_left_out_is(tokenizer: Tokenizer, required: list[str]) -> N
         ("{{ messages }}", None, None),
     ],
 )
-def test_a_models_formats_are_found_by_its_template(
+def test_a_models_formats_are_detected_from_its_template(
     template: str, calls: str | None, reasoning: str | None
 ) -> None:
     model = ChatModel.of(byte_tokenizer(template))
@@ -162,7 +162,7 @@ def test_a_models_formats_are_found_by_its_template(
         ChatModel.of(byte_tokenizer(template), tool_call_parser="hermess")
 
 
-def test_reasoning_is_open_where_the_prompt_opens_it(tokenizer: Tokenizer) -> None:
+def test_reasoning_starts_open_if_the_prompt_opens_it(tokenizer: Tokenizer) -> None:
     model = ChatModel.of(byte_tokenizer(HERMES))
     assert model.reading("a<|im_start|>assistant\n<think>\n").opened
     assert not model.reading("<think> is a mark<|im_start|>assistant\n").opened
@@ -171,7 +171,7 @@ def test_reasoning_is_open_where_the_prompt_opens_it(tokenizer: Tokenizer) -> No
     assert always.reading("assistant\n").opened and not always.reading("<think>\n\n</think>\n").opened
 
 
-def test_marks_stay_in_a_text_whose_special_tokens_go(tokenizer: Tokenizer) -> None:
+def test_marks_stay_in_a_text_without_its_other_special_tokens(tokenizer: Tokenizer) -> None:
     text = "<|channel|>analysis<|message|>é<|im_end|><|end|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
     kept = [tokenizer.special_token_ids[mark] for mark in HARMONY_TOKENS]
@@ -185,7 +185,7 @@ def test_marks_stay_in_a_text_whose_special_tokens_go(tokenizer: Tokenizer) -> N
     assert ChatModel.of(byte_tokenizer("{{ messages }}")).kept_token_ids == ()
 
 
-def test_tokens_of_reasoning_are_counted_where_marks_are_tokens() -> None:
+def test_reasoning_tokens_are_counted_if_the_marks_are_tokens() -> None:
     def count(model: ChatModel, text: str, *, opened: bool = False) -> int | None:
         assert model.thinking is not None and model.tokenizer is not None
         counter = ReasoningCounter.of(model.thinking, model.tokenizer, opened=opened)
@@ -224,7 +224,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_say_what_transformers_says(name: str) -> None:
+def test_templates_render_as_in_transformers(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [
@@ -248,7 +248,7 @@ def test_templates_say_what_transformers_says(name: str) -> None:
     assert ours.render(messages, tools=TOOLS, documents=documents) == rendered[0]
 
 
-def test_templates_are_bounded_and_settings_of_theirs_checked() -> None:
+def test_templates_are_bounded_and_their_settings_are_checked() -> None:
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ j }}{% endfor %}{% endfor %}"
     for source in (endless, "{{ messages[0].content.nothing.at_all }}", "{{ raise_exception('no') }}"):
         with pytest.raises(RequestError) as caught:
@@ -262,7 +262,7 @@ def test_templates_are_bounded_and_settings_of_theirs_checked() -> None:
         ChatTemplate("", {}, {"messages": []})
 
 
-def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(tmp_path: Path) -> None:
+def test_a_template_setting_replaces_the_checkpoints_template(tmp_path: Path) -> None:
     config = chat_config(tmp_path, HERMES)
     assert settings_identity(config) == {}
     file = tmp_path / "own.jinja"
@@ -282,7 +282,7 @@ def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(t
         load_tokenizer(replace(config, chat_template=str(file)))
 
 
-def test_a_tools_schema_with_references_types_its_values() -> None:
+def test_a_tools_schema_with_references_gives_its_values_types() -> None:
     schema = {
         "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
         "$defs": {"A": {"type": "array", "items": {"type": "integer"}}},

@@ -1,4 +1,4 @@
-"""Conversations as templates take them: nothing is refused for its role or place, and nothing is left out."""
+"""Conversations in the form that a template accepts: no role is refused and no message omitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "argume
 
 
 def conversation(leading: Sequence[str], behind: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages with texts of their own; a call is answered by a tool."""
+    """Messages with distinct texts; a call is answered by a tool."""
     found: list[dict[str, Any]] = []
     for role in (*leading, "user", *behind):
         text = f"<{len(found)}:{role}>"
@@ -34,7 +34,7 @@ def conversation(leading: Sequence[str], behind: Sequence[str]) -> list[dict[str
 
 @pytest.mark.parametrize("name", ROLE_TEMPLATES)
 @given(leading=st.lists(SYSTEM, max_size=3), behind=st.lists(TALK, max_size=6))
-def test_every_message_is_shown_once_and_in_its_place(
+def test_every_message_is_rendered_once_and_in_order(
     name: str, leading: list[str], behind: list[str]
 ) -> None:
     messages = conversation(leading, ["assistant" if r == "call" and name in NO_TOOLS else r for r in behind])
@@ -46,7 +46,7 @@ def test_every_message_is_shown_once_and_in_its_place(
 
 @pytest.mark.parametrize("name", ROLE_TEMPLATES)
 @given(data=st.data())
-def test_what_a_template_takes_is_given_as_it_came(name: str, data: st.DataObject) -> None:
+def test_messages_that_a_template_accepts_are_unchanged(name: str, data: st.DataObject) -> None:
     if name in ("qwen3", "llama3"):  # these take any role anywhere
         leading = data.draw(st.lists(st.just("system"), max_size=2))
         behind = data.draw(st.lists(TALK.filter(lambda role: role != "developer"), max_size=4))
@@ -88,20 +88,20 @@ FOLDED: list[tuple[str, list[dict[str, Any]], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("name", "messages", "wanted"), FOLDED)
-def test_what_a_template_refuses_becomes_part_of_a_neighbor(
+def test_messages_that_a_template_refuses_are_merged_into_a_neighbor(
     name: str, messages: list[dict[str, Any]], wanted: list[tuple[str, str]]
 ) -> None:
     assert [(m["role"], m["content"]) for m in OURS[name]._jinja.fit(messages)] == wanted
 
 
-def test_what_follows_a_tools_output_goes_there_where_no_user_may_follow() -> None:
+def test_messages_after_a_tools_output_are_merged_into_it_if_no_user_message_may_follow() -> None:
     messages = conversation([], ["call", "user", "assistant"])
     wanted = ["<0:user>", "<1:call>", "<2:tool>\n\n<3:user>", "<4:assistant>"]
     assert [m["content"] for m in OURS["mistral"]._jinja.fit(messages)] == wanted
     assert OURS["qwen35"]._jinja.fit(messages) == messages
 
 
-def test_joined_answers_keep_their_reasoning_and_calls_and_parts() -> None:
+def test_joined_answers_keep_reasoning_calls_and_parts() -> None:
     one = {**A, "reasoning_content": "R", "tool_calls": [CALL]}
     _, answer = OURS["mistral"]._jinja.fit([U, A, one])
     assert answer == {**one, "content": "A\n\nA"}
@@ -110,8 +110,8 @@ def test_joined_answers_keep_their_reasoning_and_calls_and_parts() -> None:
     assert user["content"] == [{"type": "text", "text": "U"}, *parts]
 
 
-def test_calls_are_given_as_a_template_takes_them() -> None:
-    """DeepSeek-R1 adds arguments to a text; gpt-oss refuses text beside reasoning and calls."""
+def test_calls_are_passed_in_the_form_that_a_template_accepts() -> None:
+    """DeepSeek-R1 adds arguments to a text; gpt-oss refuses text together with reasoning and calls."""
     adds = ChatTemplate(
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ '[' + c.function.arguments + ']' }}{% endfor %}{% endfor %}",
@@ -134,12 +134,12 @@ def test_calls_are_given_as_a_template_takes_them() -> None:
     assert refuses.render([U, {**A, "thinking": "T"}]) == "UT"
 
 
-def test_a_system_message_that_is_never_taken_begins_a_users_even_where_several_may_follow() -> None:
+def test_an_unsupported_system_message_is_prepended_to_the_users() -> None:
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}", {})
     assert template.render([S, S, U, U]) == "[S\n\nS\n\nU][U]"
 
 
-def test_a_template_that_takes_nothing_refuses_in_its_own_words() -> None:
+def test_the_error_of_a_template_that_accepts_nothing_is_shown() -> None:
     template = ChatTemplate("{{ raise_exception('not today') }}", {})
     with pytest.raises(RequestError, match="not today"):
         template.render([S, U, S])

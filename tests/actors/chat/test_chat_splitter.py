@@ -1,4 +1,4 @@
-"""Answers taken apart: outputs of each format, cut at every place, and texts that are none of them."""
+"""Parsing of answers: recorded outputs of each format cut at every position, and plain text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_format_has_recorded_answers() -> None:
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)
-def test_an_answer_comes_apart_as_it_was_meant(name: str, answer: Any) -> None:
+def test_an_answer_is_split_into_its_parts(name: str, answer: Any) -> None:
     piece = read(name, answer["text"], opened=answer.get("opened", False))
     assert (piece.reasoning, piece.content) == (answer["reasoning"], answer["content"])
     assert [[call.name, call.arguments] for call in piece.calls] == answer["calls"]
@@ -59,7 +59,7 @@ def test_an_answer_comes_apart_as_it_was_meant(name: str, answer: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)
-def test_what_was_given_out_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) -> None:
+def test_output_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) -> None:
     text, opened = answer["text"], answer.get("opened", False)
     by_character = splitter(name, opened=opened)
     so_far: list[AnswerDelta] = [AnswerDelta()]
@@ -76,7 +76,7 @@ def test_what_was_given_out_depends_on_the_text_and_not_on_its_cuts(name: str, a
 
 
 @pytest.mark.parametrize(("name", "answer"), ANSWERS)
-def test_every_pair_of_cuts_gives_the_same_sum(name: str, answer: Any) -> None:
+def test_every_pair_of_cuts_gives_the_same_parts(name: str, answer: Any) -> None:
     text, opened = answer["text"], answer.get("opened", False)
     whole = read(name, text, opened=opened)
     step = 1 + len(text) // 40  # longer texts: a grid that meets every mark
@@ -106,7 +106,7 @@ UNCLOSED = {
 
 
 @pytest.mark.parametrize("name", UNCLOSED)
-def test_a_value_without_its_end_ends_with_the_call_and_may_contain_that_mark(name: str) -> None:
+def test_a_value_without_an_end_tag_ends_with_the_call(name: str) -> None:
     text, mark = UNCLOSED[name], {"minimax_m2": "</invoke>", "glm45": "</tool_call>"}.get(name, "</function>")
     whole = read(name, text)
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [
@@ -151,14 +151,12 @@ PIECES = st.lists(
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(pieces=PIECES)
-def test_broken_answers_raise_nothing_and_are_the_same_however_they_come(
-    name: str, pieces: list[str]
-) -> None:
+def test_malformed_answers_raise_nothing_and_do_not_depend_on_cuts(name: str, pieces: list[str]) -> None:
     whole = read(name, "".join(pieces))
     assert read(name, *pieces) == whole == read(name, *"".join(pieces))
 
 
-def test_a_call_is_told_as_it_comes_and_nothing_is_held_that_is_no_mark() -> None:
+def test_a_call_is_streamed_and_only_possible_marks_are_held_back() -> None:
     reader = splitter("hermes")
     assert reader.feed("Well <to").content == "Well "
     assert reader.feed("day").content == "<today"
@@ -175,7 +173,7 @@ def test_without_parallel_calls_there_is_one() -> None:
     assert [call.name for call in found.calls] == ["get_weather"] and found.content == ""
 
 
-def test_an_answer_of_a_hundred_thousand_characters_is_read_in_linear_time() -> None:
+def test_an_answer_of_a_hundred_thousand_characters_is_parsed_in_linear_time() -> None:
     reader = splitter("hermes")
     text = (
         "<" * 1000 + '<tool_call>{"name": "now", "arguments": {"a": "' + "x\\n" * 30_000 + '"}}</tool_call>'

@@ -74,7 +74,7 @@ def test_an_effort_reaches_the_system_message(http: httpx.Client, fields: Any, e
     )
 
 
-def test_what_was_thought_before_a_call_goes_back_into_its_channel(http: httpx.Client) -> None:
+def test_reasoning_before_a_call_is_returned_to_its_channel(http: httpx.Client) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     asked = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
     assert prompt_of(http, messages=[USER, asked], tools=TOOLS).endswith(
@@ -89,12 +89,12 @@ def end_of_message(http: httpx.Client) -> int:
 
 
 def saying(*marks_and_texts: str) -> dict[str, Any]:
-    """An answer that is to begin so: marks are tokens, and no end is forced on what follows."""
+    """An answer forced to begin with a text: marks are tokens, and the rest is free."""
     parts = (part if part in HARMONY_TOKENS else json.dumps(part) for part in marks_and_texts)
     return {"grammar": f"start: {' '.join(parts)} /(.|\\n)*/"}
 
 
-# A grammar rules behind reasoning, so that one message ends before.
+# The grammar applies after reasoning, so one message ends before it.
 THOUGHT = (
     *("<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>", "Rain?", "<|end|>"),
     *("<|start|>", "assistant"),
@@ -109,7 +109,7 @@ ANSWER = (*THOUGHT, "<|channel|>", "final", "<|message|>", "It rains.", "<|retur
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("said", "content", "calls"), [(CALL, "", 1), (ANSWER, "It rains.", 0)])
-def test_an_answer_goes_on_behind_a_message_and_ends_with_a_call_or_a_return(
+def test_an_answer_continues_a_message_and_ends_with_a_call_or_a_return(
     http: httpx.Client, said: tuple[str, ...], content: str, calls: int, stream: bool
 ) -> None:
     body = {"model": "tiny", "temperature": 0, "messages": [USER], "tools": TOOLS, "stream": stream}
@@ -131,7 +131,7 @@ def test_an_answer_goes_on_behind_a_message_and_ends_with_a_call_or_a_return(
     assert [(f["name"], f["arguments"]) for f in asked] == [("get_weather", ARGUMENTS)] * calls
 
 
-def test_a_call_that_is_required_ends_with_the_token_that_ends_an_answer(http: httpx.Client) -> None:
+def test_a_required_call_ends_with_the_token_that_ends_an_answer(http: httpx.Client) -> None:
     body = {"model": "tiny", "temperature": 0, "messages": [USER], "tools": TOOLS, "tool_choice": "required"}
     body |= {"max_tokens": 200, "parallel_tool_calls": False, "logit_bias": {end_of_message(http): 100}}
     (choice,) = http.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"]
@@ -141,7 +141,7 @@ def test_a_call_that_is_required_ends_with_the_token_that_ends_an_answer(http: h
 
 
 def gathered(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """The message that deltas make, of one call at most, and why it ended."""
+    """The message of a stream's deltas, with at most one call, and its finish reason."""
     choices = [choice for event in events for choice in event["choices"]]
     deltas = [choice["delta"] for choice in choices]
     message: dict[str, Any] = {

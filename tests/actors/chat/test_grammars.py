@@ -1,4 +1,4 @@
-"""Answers held to grammars: which can be, that they are, and that speculation changes no token of them."""
+"""Constrained answers: supported constraints hold, and speculation changes no token."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def grammar_of(asked: StructuredOutputsParams) -> Grammar:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_schema_that_cannot_be_held_to_is_refused_with_the_field_and_the_reason(
+def test_an_unsupported_schema_is_refused_with_the_field_and_the_reason(
     door: GrammarFrontend, name: str
 ) -> None:
     schema, word = REFUSED[name]
@@ -140,7 +140,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused_with_the_field_and_the_reaso
         ({"structural_tag": {"format": {}}}, "structural_tag.format.type"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_its_field(
+def test_an_invalid_grammar_is_refused_by_its_field(
     door: GrammarFrontend, asked: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -148,7 +148,9 @@ def test_what_is_no_grammar_is_refused_by_its_field(
     assert refused.value.param == f"structured_outputs.{field}"
 
 
-def test_one_way_is_asked_for_and_an_engine_without_a_tokenizer_refuses_all(pair: tuple[Path, Path]) -> None:
+def test_exactly_one_constraint_is_accepted_and_an_engine_without_a_tokenizer_refuses_all(
+    pair: tuple[Path, Path],
+) -> None:
     for fields in ({}, {"regex": "a", "choice": ("a",)}):
         with pytest.raises(RequestError, match="one of"):
             StructuredOutputsParams(**fields)
@@ -175,7 +177,7 @@ def test_one_way_is_asked_for_and_an_engine_without_a_tokenizer_refuses_all(pair
         (lambda: StructuredOutputsParams(structural_tag=[1]), "structural_tag=.* must be an object"),
     ],
 )
-def test_what_is_of_another_type_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+def test_constraints_of_a_wrong_type_are_refused_by_name(make: Callable[[], object], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         make()
 
@@ -183,7 +185,7 @@ def test_what_is_of_another_type_is_refused_by_name(make: Callable[[], object], 
 # That they are held.
 
 
-def test_every_answer_that_ends_by_itself_is_what_its_schema_says(pair: tuple[Path, Path]) -> None:
+def test_every_finished_answer_fits_its_schema(pair: tuple[Path, Path]) -> None:
     assert len(HELD) >= 60
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=150, structured_outputs=held_by(schema))
@@ -203,7 +205,9 @@ def test_every_answer_that_ends_by_itself_is_what_its_schema_says(pair: tuple[Pa
     assert ended >= 0.9 * len(params), "few of such small answers come to no end"
 
 
-def test_other_ways_are_held_too_and_nothing_possible_ends_the_text(pair: tuple[Path, Path]) -> None:
+def test_other_constraints_hold_too_and_an_answer_without_allowed_tokens_ends(
+    pair: tuple[Path, Path],
+) -> None:
     dead = SamplingParams(
         temperature=1.0,
         seed=3,
@@ -218,14 +222,14 @@ def test_other_ways_are_held_too_and_nothing_possible_ends_the_text(pair: tuple[
     ]
     with open_pair(pair, 3) as llm:
         regex, choice, lark, ebnf, ended = (a.outputs[0] for a in llm.generate([PROMPT] * 5, [*params, dead]))
-        assert llm.generate("x", replace(dead, structured_outputs=None, max_tokens=9))  # goes on
+        assert llm.generate("x", replace(dead, structured_outputs=None, max_tokens=9))  # continues
     assert re.fullmatch(KINDS["regex"].regex or "", regex.text)
     assert choice.text in (KINDS["choice"].choice or ())
     assert re.fullmatch(r"a(bb|c)+end", lark.text) and re.fullmatch(r"x[0-9]+y", ebnf.text)
     assert ended.finish_reason == "stop" and re.fullmatch("[a-z]?", ended.text)
 
 
-def test_a_grammar_that_runs_out_of_states_ends_its_own_answer_alone(
+def test_a_grammar_that_runs_out_of_states_ends_only_its_own_answer(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 300)
@@ -245,7 +249,7 @@ def test_a_grammar_that_runs_out_of_states_ends_its_own_answer_alone(
 
 @pytest.fixture(scope="module")
 def asked() -> list[SamplingParams]:
-    """Every kind at every temperature, the knobs by turns."""
+    """Every kind at every temperature, with the settings in turn."""
     knobs = list(KNOBS.values())
     return [
         SamplingParams(
@@ -285,7 +289,7 @@ ENGINES = {
     ("drafts", "engine"),
     [(1, "as shipped"), (3, "as shipped"), (15, "as shipped"), (15, "few pages"), (3, "planned ahead")],
 )
-def test_no_token_of_a_held_answer_changes_under_speculation(
+def test_speculation_changes_no_token_of_a_constrained_answer(
     pair: tuple[Path, Path],
     asked: list[SamplingParams],
     reference: list[tuple[str, list[int], str | None]],
@@ -299,7 +303,7 @@ def test_no_token_of_a_held_answer_changes_under_speculation(
     assert (stats.preemptions > 0) == (engine == "few pages")
 
 
-def test_every_one_of_n_has_a_place_of_its_own_in_the_grammar(pair: tuple[Path, Path]) -> None:
+def test_each_of_n_completions_has_its_own_grammar_state(pair: tuple[Path, Path]) -> None:
     params = SamplingParams(
         temperature=1.0, seed=1, n=4, max_tokens=NUM_TOKENS, structured_outputs=KINDS["regex"]
     )
@@ -309,7 +313,7 @@ def test_every_one_of_n_has_a_place_of_its_own_in_the_grammar(pair: tuple[Path, 
     assert len(set(texts)) == 4 and all(re.fullmatch(KINDS["regex"].regex or "", text) for text in texts)
 
 
-def test_what_a_grammar_forces_is_drafted_for_nothing(pair: tuple[Path, Path]) -> None:
+def test_forced_tokens_are_drafted_at_no_cost(pair: tuple[Path, Path]) -> None:
     forced = SamplingParams(
         temperature=1.0, seed=1, structured_outputs=held_by({"const": "all of it is known"})
     )
@@ -320,7 +324,7 @@ def test_what_a_grammar_forces_is_drafted_for_nothing(pair: tuple[Path, Path]) -
     assert metrics.num_accepted_tokens >= len(answer.outputs[0].token_ids) - metrics.num_steps - 2
 
 
-def test_what_grammars_cost_is_measured(pair: tuple[Path, Path]) -> None:
+def test_the_cost_of_grammars_is_measured(pair: tuple[Path, Path]) -> None:
     spec = {"model": str(pair[1]), "num_speculative_tokens": 3, "adaptive": False}
     settings = {"model": str(pair[0]), "speculative_config": spec, "dtype": "float32", "num_threads": 1}
     config = EngineConfig.from_dict({**settings, "max_model_len": 128})
@@ -332,7 +336,7 @@ def test_what_grammars_cost_is_measured(pair: tuple[Path, Path]) -> None:
 
 
 def masks_one_by_one(compiler: GrammarCompiler, grammar: Grammar, tokens: list[int]) -> Iterator[np.ndarray]:
-    """Of the place behind each of the first tokens, as long as the grammar can read them."""
+    """Masks after each of the first tokens, as far as the grammar accepts them."""
     matcher = compiler.matcher(grammar)
     for token in [*tokens, None]:
         bits = np.zeros(compiler.mask_words, dtype=np.int32)
@@ -343,7 +347,7 @@ def masks_one_by_one(compiler: GrammarCompiler, grammar: Grammar, tokens: list[i
 
 
 def walk(compiler: GrammarCompiler, grammar: Grammar, choices: list[int], matcher: LLMatcher) -> list[int]:
-    """Tokens that a grammar can read, chosen by these numbers."""
+    """Tokens that a grammar accepts, chosen by these numbers."""
     tokens: list[int] = []
     for choice in choices:
         bits = np.zeros(compiler.mask_words, dtype=np.int32)
@@ -373,7 +377,7 @@ def test_masks_of_a_block_are_those_made_one_token_at_a_time(
     spoiled: dict[int, int],
     kept: int,
 ) -> None:
-    """Of all of its rows, or of those that are left of it."""
+    """Masks of all rows, or of the remaining ones."""
     grammar = grammar_of(KINDS[kind])
     tokens = walk(compiler, grammar, choices, compiler.matcher(grammar))
     standing, drafts = [5, *tokens[:num_standing]], [*tokens[num_standing:], 7][:15]

@@ -1,4 +1,4 @@
-"""Grammars that overflow a stack, or take too much time or memory: refused by name, beside living streams."""
+"""Grammars that overflow a stack or take too much time or memory are refused while streams continue."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def server(pair: tuple[Path, Path]) -> Iterator[LiveServer]:
 
 
 class Stream:
-    """A long answer that is read beside; `pause_s` is the longest wait for its next event."""
+    """A long answer that is read alongside; `pause_s` is the longest wait for its next event."""
 
     def __init__(self, url: str) -> None:
         self.pause_s, self.num_events, self._url, self._ends = 0.0, 0, url, threading.Event()
@@ -105,7 +105,7 @@ class Stream:
                         return
 
 
-def test_hostile_grammars_are_answered_or_refused_by_name_beside_a_stream(server: LiveServer) -> None:
+def test_hostile_grammars_are_answered_or_refused_by_name_during_a_stream(server: LiveServer) -> None:
     assert len(SHORT_ONES) == len(SHORT)
     with Stream(server.url) as stream:
         for name, path, body in SHORT_ONES:
@@ -157,7 +157,7 @@ def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: Gra
     assert most_drafts(0.01, max_draft_tokens=2) == 2
 
 
-def test_what_was_tried_is_known_and_a_killed_process_is_started_again(tokenizer: Tokenizer) -> None:
+def test_trial_results_are_cached_and_a_killed_process_is_restarted(tokenizer: Tokenizer) -> None:
     trials = GrammarTrials(tokenizer.to_json(), VOCAB, EOS)
     assert trials.pid is None, "it starts with the first grammar"
     assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None
@@ -170,7 +170,7 @@ def test_what_was_tried_is_known_and_a_killed_process_is_started_again(tokenizer
     assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None and trials.pid is None, "from memory"
 
 
-def test_the_process_ends_with_the_one_that_started_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_sandbox_ends_with_its_parent(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     code = f"""
 import os, pathlib, signal
@@ -184,7 +184,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{int(run.stdout)}").exists())
 
 
-def test_llm_refuses_what_would_end_its_process(pair: tuple[Path, Path]) -> None:
+def test_llm_refuses_grammars_that_would_kill_its_process(pair: tuple[Path, Path]) -> None:
     asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "allOf")))
     with LLM(str(pair[0]), dtype="float32", num_threads=1, max_model_len=128) as llm:
         with pytest.raises(RequestError, match="nested deeper"):
@@ -192,15 +192,15 @@ def test_llm_refuses_what_would_end_its_process(pair: tuple[Path, Path]) -> None
         assert llm.generate("x", SamplingParams(max_tokens=2))
 
 
-def test_each_step_operator_of_a_request_has_run_before_the_first_one(
+def test_warm_up_runs_every_step_operator_before_the_first_request(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loops are compiled when they are first called: half a second, in which every stream waits."""
+    """Loops are compiled at their first call: half a second in which every stream waits."""
     called = set[tuple[str, Any]]()
 
     def recording(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            called.add((name, getattr(arguments[0], "dtype", None)))  # each has code of its own
+            called.add((name, getattr(arguments[0], "dtype", None)))  # each has its own code
             return operator(*arguments, **named)
 
         return call
@@ -226,10 +226,10 @@ def test_each_step_operator_of_a_request_has_run_before_the_first_one(
     assert called <= loaded, called - loaded
 
 
-# Held beside the steps.
+# Held in parallel with the steps.
 
 
-def test_a_held_grammar_is_kept_and_no_step_compiles_it(
+def test_a_held_grammar_stays_cached_and_no_step_compiles_it(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 1)
@@ -253,7 +253,7 @@ def test_a_held_grammar_is_kept_and_no_step_compiles_it(
 
 
 class Holder:
-    """Holds grammars as an executor does."""
+    """Holds grammars like an executor."""
 
     def __init__(self) -> None:
         self.held: list[Grammar] = []
@@ -272,7 +272,7 @@ def regex(text: str) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
 
 
-def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_leave(
+def test_a_grammar_is_held_while_its_request_is_open_and_released_on_disconnect(
     tokenizer: Tokenizer,
 ) -> None:
     async def check() -> None:
@@ -300,7 +300,7 @@ async def enter(door: GrammarFrontend, params: SamplingParams) -> None:
         pass
 
 
-def test_so_many_large_grammars_are_in_use_at_once(
+def test_the_number_of_large_grammars_in_use_is_limited(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
@@ -322,7 +322,7 @@ def test_so_many_large_grammars_are_in_use_at_once(
     asyncio.run(check())
 
 
-def test_what_compiles_grammars_gives_way_to_steps(
+def test_grammar_compilation_yields_to_steps(
     tokenizer: Tokenizer, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
@@ -344,7 +344,7 @@ def test_what_compiles_grammars_gives_way_to_steps(
     assert found == [min(own + 5, 19)] * 2 and os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarCompiler) -> None:
+def test_every_rank_compiles_grammars_and_reports_failures(compiler: GrammarCompiler) -> None:
     channel = StepChannel(2)
     workers: list[WorkerChannel] = []
 
@@ -377,7 +377,7 @@ def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarC
 
 
 class Failing:
-    """A matcher that raises after so many calls."""
+    """A matcher that raises after a number of calls."""
 
     def __init__(self, matcher: Any, num_calls: int) -> None:
         self._matcher, self._left = matcher, num_calls
@@ -393,7 +393,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("num_calls", range(3))  # read, forced, mask
-def test_a_matcher_that_raises_ends_its_own_answer_alone(compiler: GrammarCompiler, num_calls: int) -> None:
+def test_a_matcher_that_raises_ends_only_its_own_answer(compiler: GrammarCompiler, num_calls: int) -> None:
     grammar = SlotGrammar(Grammar("regex", "[a-z]{40}"), prompt_length=1)
 
     def read(slot: int, begin: int, end: int) -> list[int]:
@@ -422,7 +422,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tuple[Path, Path]) -> None:
+def test_an_engine_serves_on_after_a_grammar_that_would_have_killed_it(pair: tuple[Path, Path]) -> None:
     async def check() -> None:
         config = EngineConfig.from_dict(
             {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128}
@@ -445,7 +445,7 @@ def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tupl
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_workers_under_ray_compile_beside_their_steps(pair: tuple[Path, Path]) -> None:
+def test_ray_workers_compile_in_parallel_with_their_steps(pair: tuple[Path, Path]) -> None:
     config = EngineConfig.from_dict(
         {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128, "device": "cpu"}
     )

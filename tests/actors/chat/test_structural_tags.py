@@ -1,4 +1,4 @@
-"""Structural tags in both forms: which texts are held to them, by llguidance on bytes."""
+"""Structural tags in both forms: which texts they accept, by llguidance on bytes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def tokens() -> LLTokenizer:
 
 
 def accepts(tokens: LLTokenizer, lark: str, text: str) -> bool:
-    """Whether the text may be written, byte by byte, and end there."""
+    """Whether the text is accepted byte by byte and may end there."""
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode())
@@ -135,14 +135,14 @@ def accepts(tokens: LLTokenizer, lark: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_holds_what_it_says_and_nothing_else(tokens: LLTokenizer, name: str) -> None:
+def test_a_structural_tag_format_accepts_exactly_its_texts(tokens: LLTokenizer, name: str) -> None:
     form, right, wrong = FORMATS[name]
     lark = lark_of_tags({"format": form}, "structural_tag")
     assert [text for text in right if not accepts(tokens, lark, text)] == []
     assert [text for text in wrong if accepts(tokens, lark, text)] == []
 
 
-def test_the_older_form_is_that_of_triggered_tags(tokens: LLTokenizer) -> None:
+def test_the_older_form_equals_triggered_tags(tokens: LLTokenizer) -> None:
     older = {
         "structures": [
             {"begin": each["begin"], "schema": each["content"]["json_schema"], "end": "</f>"}
@@ -184,7 +184,7 @@ def deep(depth: int) -> dict[str, Any]:
         (deep(MAX_DEPTH), ".elements.0" * MAX_DEPTH, "deep"),
     ],
 )
-def test_what_cannot_be_held_to_is_refused_by_its_part(form: Any, field: str, said: str) -> None:
+def test_unsupported_formats_are_refused_by_their_part(form: Any, field: str, said: str) -> None:
     with pytest.raises(RequestError, match=said) as refused:
         lark_of_tags({"format": form}, "response_format")
     assert refused.value.param == f"response_format.format{field}"

@@ -1,7 +1,7 @@
-"""Tools in TypeScript, as Kimi K2.5 reads them: what its publisher's encoder made of the same tools.
+"""Tools in TypeScript for Kimi K2.5, against the output of its publisher's encoder.
 
-`data/typescript_tools.json` was written by tool_declaration_ts.py as it is published beside Kimi-K2.5, from
-tools whose keys tokenization_kimi.py had sorted; null where it raised.
+`data/typescript_tools.json` was written by tool_declaration_ts.py as published with Kimi-K2.5, from tools
+with keys sorted by tokenization_kimi.py; null if it raised.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ UNSORTED = [{"type": "function", "function": {"parameters": {"type": "object"}, 
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_declarations_are_those_of_the_published_encoder(name: str) -> None:
+def test_declarations_equal_the_published_encoders(name: str) -> None:
     recorded = RECORDED[name]
     assert declare(sort_keys(recorded["tools"])) == recorded["typescript"]
 
 
-def test_both_sides_are_among_what_was_recorded() -> None:
+def test_the_recorded_cases_contain_both_kinds() -> None:
     texts = [recorded["typescript"] for recorded in RECORDED.values()]
     assert None in texts and "" in texts and sum(bool(text) for text in texts) > 10
 
 
-def test_a_template_that_names_them_gets_declarations() -> None:
+def test_a_template_that_names_declarations_gets_them() -> None:
     recorded = RECORDED["a function"]
     text = ChatTemplate(TEMPLATE, {}).render(MESSAGES, tools=recorded["tools"])
     assert text == f"<|im_system|>tool_declare<|im_middle|>{recorded['typescript']}<|im_end|>Hi"
 
 
-def test_what_cannot_be_declared_goes_as_json_with_sorted_keys() -> None:
+def test_undeclarable_tools_are_json_with_sorted_keys() -> None:
     tools = RECORDED["refused: allOf"]["tools"]
     compact = json.dumps(tools, separators=(",", ":"), sort_keys=True)
     text = ChatTemplate(TEMPLATE, {}).render(MESSAGES, tools=tools)
@@ -57,7 +57,7 @@ def test_without_tools_nothing_is_declared() -> None:
     assert ChatTemplate(TEMPLATE, {}).render(MESSAGES) == "Hi"
 
 
-def test_a_schema_that_never_ends_is_not_declared() -> None:
+def test_a_recursive_schema_is_not_declared() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
@@ -68,7 +68,7 @@ def test_a_schema_that_never_ends_is_not_declared() -> None:
 
 
 @pytest.mark.parametrize("sorts", [False, True])
-def test_keys_are_sorted_where_the_model_knows_them_so(sorts: bool) -> None:
+def test_keys_are_sorted_if_the_model_was_trained_so(sorts: bool) -> None:
     template = ChatTemplate("{{ tools | tojson }}", {}, sorts_tools=sorts)
     assert template.render(MESSAGES, tools=UNSORTED) == json.dumps(UNSORTED, sort_keys=sorts)
     assert template.another("-{{ tools | tojson }}").render(MESSAGES, tools=UNSORTED) == "-" + json.dumps(
@@ -79,7 +79,7 @@ def test_keys_are_sorted_where_the_model_knows_them_so(sorts: bool) -> None:
 @pytest.mark.parametrize(
     ("code", "expected"), [(None, False), ("x = 1", False), ("tools = deep_sort_dict(tools)", True)]
 )
-def test_the_publishers_code_says_whether_it_sorts(tmp_path: Path, code: str | None, expected: bool) -> None:
+def test_sorting_is_read_from_the_publishers_code(tmp_path: Path, code: str | None, expected: bool) -> None:
     assert not sorts_tools(tmp_path)
     settings = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Captured traffic over real HTTP: who is kept, in which shape, how much, how privately, and what is lost."""
+"""Captured traffic over real HTTP: what is captured, its format, size, privacy and losses."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def make_server(
 
 
 def counted(server: LiveServer) -> dict[str, int]:
-    """Completions by what became of them, of /metrics."""
+    """Completions by result, from /metrics."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     found = [line for line in lines if line.startswith("manta:captured_completions_total")]
     return {line.partition('result="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in found}
 
 
 def writers() -> list[int]:
-    """Our own writing processes."""
+    """Our own capture processes."""
     command = ["pgrep", "-P", str(os.getpid()), "-f", "manta.actors.capture.writer_process"]
     found = subprocess.run(command, capture_output=True, check=False)
     return [int(pid) for pid in found.stdout.split()]
 
 
-def test_what_requests_asked_and_got_is_kept_for_whom_they_named(
+def test_prompts_and_answers_are_captured_under_their_tenants(
     make_server: Callable[..., LiveServer], tmp_path: Path
 ) -> None:
     folder = tmp_path / "captured"
@@ -120,7 +120,7 @@ def test_what_requests_asked_and_got_is_kept_for_whom_they_named(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_hook_says_what_may_be_kept_and_one_that_fails_keeps_nothing(
+def test_a_redaction_hook_decides_what_is_captured_and_a_failing_hook_captures_nothing(
     make_server: Callable[..., LiveServer],
     pair: tuple[Path, Path],
     tmp_path: Path,
@@ -145,7 +145,7 @@ def test_a_hook_says_what_may_be_kept_and_one_that_fails_keeps_nothing(
     assert len(record.token_ids) == 8, "what the hook left alone are the target's own tokens"
 
 
-def test_prompts_may_be_left_out_and_without_the_setting_there_is_nothing(pair: tuple[Path, Path]) -> None:
+def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[Path, Path]) -> None:
     prompt, asker = EncodedPrompt((1, 2)), Tenant(named="acme")
     answers = CapturedAnswers([prompt], "tiny", asker, {(0, 0): [3], (0, 1): [4, 5]})
     private, whole = (answers.records(prompts=prompts) for prompts in (False, True))
@@ -158,7 +158,7 @@ def test_prompts_may_be_left_out_and_without_the_setting_there_is_nothing(pair: 
 
 
 def records_of(sizes: list[int]) -> list[CapturedRecord]:
-    """Each of as many tokens, and told from all others by its first."""
+    """Records of equal size, distinguished by their first token."""
     return [
         CapturedRecord((), (number, *([7] * size)), "m", "2026-11-23") for number, size in enumerate(sizes)
     ]
@@ -166,10 +166,10 @@ def records_of(sizes: list[int]) -> list[CapturedRecord]:
 
 @settings(max_examples=40, deadline=None)
 @given(strategies.lists(strategies.tuples(strategies.integers(0, 400), strategies.booleans()), max_size=80))
-def test_the_ring_holds_its_bound_and_keeps_the_newest_in_order(
+def test_the_capture_folder_stays_within_its_limit_and_keeps_the_newest_records(
     tmp_path_factory: pytest.TempPathFactory, story: list[tuple[int, bool]]
 ) -> None:
-    """Of records, and of processes that end behind some of them, in the middle of a line."""
+    """Segments of records, and of processes that died in the middle of a line."""
     folder, bound = tmp_path_factory.mktemp("ring") / "captured", 16 * 1024
     ring = SegmentRing(folder, bound)
     for record, (_, dies) in zip(records_of([size for size, _ in story]), story, strict=True):
@@ -187,7 +187,7 @@ def test_the_ring_holds_its_bound_and_keeps_the_newest_in_order(
     assert len(found) >= min(len(story), 8), "most of the bound is used"
 
 
-def test_two_writers_share_a_folder_and_its_bound(tmp_path: Path) -> None:
+def test_two_writers_share_a_folder_and_its_limit(tmp_path: Path) -> None:
     folder, bound = tmp_path / "captured", 2**20
     lines = b"".join(record.line() for record in records_of([3000] * 120))
     command = [
@@ -207,7 +207,7 @@ def test_two_writers_share_a_folder_and_its_bound(tmp_path: Path) -> None:
     assert b"too_large 200" in said
 
 
-def test_what_cannot_be_kept_is_refused_before_a_server_starts(
+def test_invalid_capture_settings_are_refused_before_a_server_starts(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     open_to_all = tmp_path / "open"
@@ -229,7 +229,7 @@ def test_what_cannot_be_kept_is_refused_before_a_server_starts(
     assert split_models({"models": [{"model": "a", "capture": "/c"}, {"model": "b"}]})[0][1].capture == "/c"
 
 
-def test_lines_that_are_none_of_ours_are_named(tmp_path: Path) -> None:
+def test_lines_that_manta_did_not_write_are_named(tmp_path: Path) -> None:
     path = tmp_path / "captured-00000001.jsonl"
     path.write_bytes(records_of([1])[0].line() + b'{"token_ids": ["a"]}\n')
     with pytest.raises(DatasetError, match=r"captured-00000001.jsonl:2: .*prompt_token_ids is missing"):

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: what the library says of prompt and answer together, less the prompt.
+"""Incremental detokenization: the library's text of prompt and answer, without the prompt.
 
 The oracle is `tokenizers.Tokenizer.decode` of everything at once.
 """
@@ -59,7 +59,7 @@ KNOWN_AT_THE_END = {
 
 
 def of_words(decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:
-    """Byte tokens, words, special tokens in the text and beside it."""
+    """Byte tokens, words, special tokens in the text and outside it."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, "<0x0a>"]
     vocab = {name: i for i, name in enumerate(names)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -86,7 +86,7 @@ def of_bytes() -> tokenizers.Tokenizer:
 
 
 def of_tiktoken() -> tokenizers.Tokenizer:
-    """As `tiktoken_tokenizer.py` makes it; some tokens begin or end inside a character."""
+    """A tokenizer as made by `tiktoken_tokenizer.py`; some tokens begin or end inside a character."""
     parts = [*(bytes([byte]) for byte in range(256)), b"\xf0\x9f", b"\x98\x80", b" t", b"\x9d\xa4 the", b"he"]
 
     class Converter(TikTokenConverter):
@@ -122,7 +122,7 @@ def byte_ids(kind: str, data: bytes) -> list[int]:
 
 
 def ids_of(kind: str, *parts: str | bytes) -> list[int]:
-    """Of tokens by their names, and of bytes."""
+    """Tokens by their names, and of bytes."""
     found: list[int] = []
     for part in parts:
         token_id = None if isinstance(part, bytes) else TOKENIZERS[kind]._backend.token_to_id(part)
@@ -132,7 +132,7 @@ def ids_of(kind: str, *parts: str | bytes) -> list[int]:
 
 
 def token_lists(kind: str, max_size: int) -> st.SearchStrategy[list[int]]:
-    """Characters whole, cut and broken, among words, special tokens and ids that are no tokens."""
+    """Complete, cut and broken characters, among words, special tokens and invalid ids."""
     size = TOKENIZERS[kind].vocab_size
     chars = st.builds(
         lambda char, cut: byte_ids(kind, char.encode()[: -cut or None]) or [size - 1],
@@ -152,7 +152,7 @@ def cut_into_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
 
 
 def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
-    """Of tokens that are shown: the characters whose last byte is the answer's."""
+    """The shown characters whose last byte belongs to the answer."""
 
     def decode(ids: list[int]) -> str:
         return TOKENIZERS[kind].decode(ids, skip_special_tokens=False)
@@ -181,7 +181,7 @@ def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
 
 @kinds_with_bytes
 @given(data=st.data())
-def test_bytes_of_tokens_add_up_to_the_text(kind: str, data: st.DataObject) -> None:
+def test_the_bytes_of_tokens_add_up_to_the_text(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = [i for i in data.draw(token_lists(kind, 12)) if tokenizer.tokens([i]) != [None]]
     reader = tokenizer.detokenizer(ids_of(kind, "the"), skip_special_tokens=False)
@@ -193,7 +193,7 @@ def test_bytes_of_tokens_add_up_to_the_text(kind: str, data: st.DataObject) -> N
 
 
 @every_kind
-def test_log_probabilities_tell_the_bytes_of_a_part_of_a_character(kind: str) -> None:
+def test_log_probabilities_show_the_bytes_of_a_partial_character(kind: str) -> None:
     ids = ids_of(kind, "日".encode()) if kind in (*BYTE_LEVELS, *WITH_RUNS) else ids_of(kind, "日本", "the")
     numbers = [TokenLogprobs(-1.0, 1, (token_id,), (-1.0,)) for token_id in ids]
     told = OutputLogprobs(TOKENIZERS[kind], numbers, ids)
@@ -215,7 +215,7 @@ def run_of(kind: str, ids: list[int]) -> bytes:
 
 
 def ids_to_bytes(kind: str, ids: Sequence[int]) -> bytes:
-    """ByteLevel's; a token with a character that spells no byte is its own text."""
+    """A ByteLevel vocabulary; a token with a character outside its alphabet is its own text."""
     names = [name_of(kind, token_id) for token_id in ids]
     return b"".join(
         bytes(BYTES[char] for char in name) if set(name) <= BYTES.keys() else name.encode() for name in names
@@ -223,7 +223,7 @@ def ids_to_bytes(kind: str, ids: Sequence[int]) -> bytes:
 
 
 def char_ends(data: bytes) -> list[int]:
-    """Where each character of the lossy text ends."""
+    """The end of each character of the lossy text."""
     ends, at = list[int](), 0
 
     def broken(error: UnicodeError) -> tuple[str, int]:
@@ -249,7 +249,7 @@ def char_ends(data: bytes) -> list[int]:
 def texts(
     kind: str, prompt: Sequence[int], blocks: Sequence[Sequence[int]], kept: Sequence[int], *, skips: bool
 ) -> list[str]:
-    """What each block brings, and the end."""
+    """Each block's text, and the end."""
     detokenizer = TOKENIZERS[kind].detokenizer(prompt, skip_special_tokens=skips, kept_token_ids=kept)
     return [*(detokenizer.step(block) for block in blocks), detokenizer.flush()]
 
@@ -257,7 +257,7 @@ def texts(
 @every_kind
 @settings(max_examples=40)
 @given(data=st.data())
-def test_the_text_is_what_decoding_all_at_once_adds_to_the_prompt(kind: str, data: st.DataObject) -> None:
+def test_the_text_is_what_decoding_everything_adds_to_the_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, answer = data.draw(token_lists(kind, 5)), data.draw(token_lists(kind, 8))
     skips = data.draw(st.booleans())
@@ -273,13 +273,13 @@ def test_the_text_is_what_decoding_all_at_once_adds_to_the_prompt(kind: str, dat
     one_by_one = texts(kind, prompt, [[token_id] for token_id in answer], sorted(kept), skips=skips)
     assert "".join(in_blocks) == "".join(one_by_one) == wanted
     assert "".join(texts(kind, prompt, [answer], sorted(kept), skips=skips)) == wanted
-    for end in range(len(blocks)):  # what has come depends on the tokens alone
+    for end in range(len(blocks)):  # the text so far depends on the tokens alone
         count = sum(map(len, blocks[: end + 1]))
         assert "".join(in_blocks[: end + 1]) == "".join(one_by_one[:count])
 
 
 @pytest.mark.parametrize("kind", ["legacy Prepend", "Gemma", "Metaspace behind ByteFallback"])
-def test_a_character_that_breaks_off_is_text_and_no_failure(kind: str) -> None:
+def test_an_incomplete_character_is_text_and_no_error(kind: str) -> None:
     prompt, answer = ids_of(kind, "the"), ids_of(kind, "❤\ufe0f".encode()[:-1], "▁the")
     assert "".join(texts(kind, prompt, [answer], (), skips=True)) == "\ufffd" * 5 + " the"
     prompt = ids_of(kind, "日本", "😀")
@@ -289,7 +289,7 @@ def test_a_character_that_breaks_off_is_text_and_no_failure(kind: str) -> None:
 @kinds_with_bytes
 @settings(max_examples=15)
 @given(data=st.data())
-def test_another_replica_goes_on_with_the_same_text(kind: str, data: st.DataObject) -> None:
+def test_another_replica_continues_the_same_text(kind: str, data: st.DataObject) -> None:
     tokenizer, params = TOKENIZERS[kind], SamplingParams(stop=("e❤", "\n", "😀 "), max_tokens=None, seed=0)
     prompt, answer = data.draw(token_lists(kind, 4)), data.draw(token_lists(kind, 8))
     whole, num_tokens, stop, _ = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer)), params)
@@ -325,9 +325,7 @@ def completed(
 @kinds_with_bytes
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_stop_string_ends_the_text_at_the_same_token_whatever_the_cuts(
-    kind: str, data: st.DataObject
-) -> None:
+def test_a_stop_string_ends_the_text_at_the_same_token_for_any_blocks(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     prompt, answer = data.draw(token_lists(kind, 3)), data.draw(token_lists(kind, 10))
     stop = tuple(data.draw(st.lists(st.text(f"{CHARS}the ", min_size=1, max_size=2), min_size=1, max_size=3)))
@@ -351,7 +349,7 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte(kind: str
     assert (text, num_tokens, reason) == ("x", 2, "\n")
 
 
-def test_a_broken_character_is_served_the_same_whole_streamed_and_with_drafts(tmp_path: Path) -> None:
+def test_an_incomplete_character_is_the_same_complete_streamed_and_with_drafts(tmp_path: Path) -> None:
     target, drafter = make_text_pair(tmp_path)
     written = of_words(WITH_RUNS["Gemma"]).to_str().replace("<0xZZ>", "zz")  # llguidance cannot read it
     (target / "tokenizer.json").write_text(written)

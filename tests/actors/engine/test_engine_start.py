@@ -1,4 +1,4 @@
-"""How an `AsyncEngine` starts: tokenizer and models side by side, and what is left if one of them fails."""
+"""How an `AsyncEngine` starts: tokenizer and models in parallel, and what remains if one fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHIN_S = 30.0
 
 
 class Loaded:
-    """An executor that has nothing to do but to end."""
+    """An executor that can only be closed."""
 
     def __init__(self) -> None:
         self.num_closed = 0
@@ -29,7 +29,7 @@ class Loaded:
 def test_an_engine_without_a_tokenizer_says_so_and_its_workers_end(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that load on when the failure is told: it does not wait for them."""
+    """Workers that still load when the failure is reported also end; the error does not wait for them."""
     told, loaded, executor = threading.Event(), threading.Event(), Loaded()
 
     def make(config: EngineConfig) -> Any:
@@ -52,7 +52,7 @@ def test_an_engine_without_a_tokenizer_says_so_and_its_workers_end(
     assert loaded.is_set() and executor.num_closed > 0
 
 
-def test_models_that_cannot_be_loaded_are_told_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_errors_keep_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "load_tokenizer", lambda config: None)
 
     def make(config: EngineConfig) -> Any:

@@ -1,4 +1,4 @@
-"""An exception anywhere on the way from tokens to an answer ends that request, and touches no other.
+"""An exception anywhere between tokens and an answer ends that request and affects no other.
 
 Each stage raises for one request of eight, over real HTTP. What the other seven get is compared with a run
 that nothing disturbed.
@@ -53,7 +53,7 @@ TOOLS = [tool("now", zone={"type": "string"})]
 
 
 class Panic(BaseException):
-    """As `pyo3_runtime.PanicException`, which is no Exception."""
+    """Like `pyo3_runtime.PanicException`, which is no Exception."""
 
 
 # Where things are made of tokens: on the event loop for all requests, and in each reader's own task.
@@ -94,7 +94,7 @@ def server(config: EngineConfig) -> Iterator[LiveServer]:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[BaseException]) -> None:
-    """Let a stage raise for requests whose prompt, or whose id, says so."""
+    """Let a stage raise for requests whose prompt or id says so."""
     fed: list[bool] = []
 
     def feed(tracker: RequestTracker, *args: Any) -> Any:
@@ -170,7 +170,7 @@ def undisturbed(http: httpx.Client) -> list[tuple[int, Any]]:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_stage_that_raises_ends_its_request_alone(
+def test_a_stage_that_raises_ends_only_its_request(
     server: LiveServer,
     http: httpx.Client,
     undisturbed: list[tuple[int, Any]],
@@ -195,7 +195,7 @@ def test_a_stage_that_raises_ends_its_request_alone(
     assert ask(http, 0) == undisturbed[0]
 
 
-def test_a_completion_of_several_takes_the_others_of_its_request_with_it(
+def test_a_failed_completion_ends_the_others_of_its_request(
     server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": MARK, "n": 3, "max_tokens": 400, "ignore_eos": True, "stop": "\u2603\u2603\u2603"}
@@ -233,10 +233,10 @@ def test_a_panic_on_the_engines_thread_ends_all_requests_instead_of_none(config:
         assert http.get("/health").status_code == 503
 
 
-def test_delivery_goes_on_after_what_no_guard_holds(
+def test_delivery_continues_after_an_unguarded_error(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leftover queue is no delivery in progress."""
+    """A leftover queue does not count as a delivery in progress."""
     failures: list[BaseException] = []
     hand_out = OutputStreams._hand_out
 
@@ -253,7 +253,7 @@ def test_delivery_goes_on_after_what_no_guard_holds(
     assert response.json()["usage"]["completion_tokens"] == 4 and failures
 
 
-def test_a_row_whose_answer_cannot_be_made_is_an_error_row(
+def test_a_row_whose_answer_fails_is_an_error_row(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = RowSchema(defaults={"max_tokens": 6, "temperature": 0.0, "ignore_eos": True})
@@ -282,7 +282,7 @@ def test_a_row_whose_answer_cannot_be_made_is_an_error_row(
     assert MARK in bad["input"]
 
 
-def test_offline_generation_reports_the_one_that_failed(
+def test_offline_generation_reports_the_failed_request(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(config.model, dtype="float32", num_pages=256, num_threads=1) as llm:
@@ -302,7 +302,7 @@ def test_offline_generation_reports_the_one_that_failed(
         assert llm.stats().running == 0
 
 
-def test_a_request_that_breaks_the_engines_own_checks_ends_alone(
+def test_a_request_that_fails_the_engines_checks_ends_alone(
     http: httpx.Client, undisturbed: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_requests: Callable[..., None] = EngineCore.add_requests

@@ -1,4 +1,4 @@
-"""An engine begins with what the last one here has learned, and with nothing of anybody else's."""
+"""An engine starts with what the last one on this machine learned, and with no other's data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def make(pair: tuple[Path, Path], **settings: object) -> LLM:
 
 
 def learned(llm: LLM) -> tuple[bool, bool]:
-    """Whether it is known what steps cost, and which drafts stand."""
+    """Whether step costs and acceptance are known."""
     costs, survival = llm._engine.costs, llm._engine.acceptance
     assert costs is not None and survival is not None
     return costs.has_measured_drafts, bool((survival.bias_K != AcceptanceModel(15, 1).bias_K[0]).any())
 
 
 def believe(bias: float, draft_s: float = 1e-9) -> None:
-    """Write into what is kept that drafting takes so long, and that drafts stand with sigmoid(bias)."""
+    """Save that drafting takes a given time, and that drafts are accepted with sigmoid(bias)."""
     for file in cache_folder().glob("*.json"):
         kept = json.loads(file.read_text())
         value = kept["value"]
@@ -51,7 +51,7 @@ def believe(bias: float, draft_s: float = 1e-9) -> None:
         file.write_text(json.dumps(kept))
 
 
-def test_which_drafts_stood_is_there_at_the_next_start_and_another_drafters_is_not(
+def test_acceptance_statistics_are_saved_for_the_same_drafter(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     drafter = tmp_path / "drafter"
@@ -62,12 +62,12 @@ def test_which_drafts_stood_is_there_at_the_next_start_and_another_drafters_is_n
     believe(3.0)
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (True, True)
-    os.utime(next(drafter.glob("*.safetensors")), (1.0, 1.0))  # trained anew
+    os.utime(next(drafter.glob("*.safetensors")), (1.0, 1.0))  # trained again
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (True, False)
 
 
-def test_a_drafter_that_nothing_is_known_of_begins_with_its_card(
+def test_an_unmeasured_drafter_starts_with_its_card(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     drafter = tmp_path / "drafter"
@@ -80,7 +80,9 @@ def test_a_drafter_that_nothing_is_known_of_begins_with_its_card(
         assert 1 + survival.means(np.zeros(1, np.int32))[0].sum() == pytest.approx(1.6, abs=1e-3)
 
 
-def test_kept_beliefs_that_drafts_do_not_pay_are_not_believed(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_saved_statistics_by_which_drafts_do_not_pay_are_ignored(
+    tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
     with make((tiny_qwen3, tiny_drafter)) as llm:
         llm.generate(PROMPT, PARAMS)
     believe(-5.0, draft_s=1.0)
@@ -90,7 +92,7 @@ def test_kept_beliefs_that_drafts_do_not_pay_are_not_believed(tiny_qwen3: Path, 
         assert llm.stats().num_drafts > 0, "drafts are tried in the first request"
 
 
-def test_a_warm_up_is_in_no_figure_and_teaches_only_costs(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_a_warm_up_is_in_no_metric_and_updates_only_costs(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     with make((tiny_qwen3, tiny_drafter)) as llm:
         before = llm.stats()
         llm.generate(PROMPT, PARAMS)
@@ -102,7 +104,7 @@ def test_a_warm_up_is_in_no_figure_and_teaches_only_costs(tiny_qwen3: Path, tiny
         assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids and llm.stats().generation_tokens == 60
 
 
-def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
+def test_step_costs_are_saved_between_starts_and_change_no_token(
     tiny_qwen3: Path, tiny_drafter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair, tokens = (tiny_qwen3, tiny_drafter), list[list[int]]()

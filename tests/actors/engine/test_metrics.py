@@ -1,4 +1,4 @@
-"""Every metric of the catalogue, one by one, against a load of which all is known."""
+"""Every metric of the catalogue, against a known load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Samples = dict[str, float]
 
 
 class Load:
-    """What was asked, what was answered, and what `/metrics` said before and after."""
+    """The requests, the answers, and `/metrics` before and after."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -46,7 +46,7 @@ class Load:
         self.after = scraped(self._http)
 
     def grown(self, name: str, **labels: str) -> float:
-        """Over all samples of a name with these labels."""
+        """The sum over all samples of a name with these labels."""
         return sum(
             value - self.before.get(sample, 0.0)
             for sample, value in self.after.items()
@@ -92,7 +92,7 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def load(http: httpx.Client) -> Load:
-    """Six completions of five prompts, each shorter than a page; two that are refused."""
+    """Six completions of five prompts, each shorter than a page; two refused requests."""
     load = Load(http)
     acme = {"X-Tenant": "acme"}
     load.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 16}, acme)
@@ -146,7 +146,7 @@ def test_a_histogram_counts_the_requests_that_were_sent(load: Load) -> None:
     assert load.grown("http_request_duration_seconds_count") == 7, "six requests and a scrape"
 
 
-def test_the_sums_of_histograms_are_what_was_asked_and_answered(load: Load) -> None:
+def test_histogram_sums_equal_the_requests_and_answers(load: Load) -> None:
     prompt, out = load.tokens("prompt"), load.tokens("completion")
     chat = load.usages[2]["completion_tokens"]
     assert load.grown("vllm:request_prompt_tokens_sum") == prompt
@@ -179,7 +179,7 @@ def test_counters_count_what_was_served_and_refused(load: Load) -> None:
         assert [v for k, v in load.after.items() if f'"{state}"' in k] == [value]
 
 
-def test_drafts_add_up_however_they_are_told(load: Load) -> None:
+def test_draft_counts_agree_in_all_metrics(load: Load) -> None:
     spec = "vllm:spec_decode_num"
     drafts, accepted = load.grown(f"{spec}_drafts_total"), load.grown(f"{spec}_accepted_tokens_total")
     verified = load.grown(f"{spec}_draft_tokens_total")
@@ -192,7 +192,7 @@ def test_drafts_add_up_however_they_are_told(load: Load) -> None:
         assert load.grown(f"dflash:spec_accepted_by_{label}_total") == accepted
 
 
-def test_acceptance_is_told_by_tenant_and_category_and_strangers_share_a_place(load: Load) -> None:
+def test_acceptance_is_counted_by_tenant_and_category_and_unknown_ones_share_a_label(load: Load) -> None:
     found = {
         label: {
             value: load.grown(f"dflash:spec_drafts_by_{label}_total", **{label: value})
@@ -205,7 +205,7 @@ def test_acceptance_is_told_by_tenant_and_category_and_strangers_share_a_place(l
     assert found["category"]["coding"] > 0 and found["category"]["none"] > 0 == found["category"]["other"]
 
 
-def test_what_responses_and_messages_ask_is_counted_for_its_asker(http: httpx.Client, load: Load) -> None:
+def test_responses_and_messages_count_for_their_tenant(http: httpx.Client, load: Load) -> None:
     again = Load(http)
     response = {"input": "hi", "max_output_tokens": 24, "metadata": {"category": "coding"}}
     message = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24}
@@ -217,7 +217,7 @@ def test_what_responses_and_messages_ask_is_counted_for_its_asker(http: httpx.Cl
         assert again.grown(f"dflash:spec_drafts_by_{label}_total", **{label: value}) > 0
 
 
-def test_label_values_are_bounded_first_come_first_served() -> None:
+def test_label_values_are_bounded_in_order_of_arrival() -> None:
     values = BoundedLabels(2)
     asked = ["a", None, "b", "c", "a", "", "x" * 65, "b c", 'q"']
     shown = ["a", "none", "b", "other", "a", "other", "other", "other", "other"]
@@ -225,7 +225,7 @@ def test_label_values_are_bounded_first_come_first_served() -> None:
     assert BoundedLabels(0).of("a") == "other"
 
 
-def test_a_prompt_that_is_known_and_pages_that_are_short_are_counted(http: httpx.Client) -> None:
+def test_prefix_hits_and_missing_pages_are_counted(http: httpx.Client) -> None:
     load = Load(http)
     for _ in range(2):
         load.post("/v1/completions", {"prompt": list(range(40, 104)), "max_tokens": 2})
@@ -250,7 +250,7 @@ def test_a_prompt_that_is_known_and_pages_that_are_short_are_counted(http: httpx
     assert load.grown("vllm:generation_tokens_total") == 4 + 800, "no token is lost or counted twice"
 
 
-def test_lines_of_batches_are_counted_when_they_are_durable(http: httpx.Client) -> None:
+def test_batch_lines_are_counted_when_they_are_durable(http: httpx.Client) -> None:
     load = Load(http)
     body = {"prompt": "ab", "max_tokens": 40, "ignore_eos": True, "metadata": {"category": "rows"}}
     lines = [
@@ -273,7 +273,7 @@ def test_lines_of_batches_are_counted_when_they_are_durable(http: httpx.Client) 
     assert load.grown("vllm:request_generation_tokens_count") == 0, "histograms are of online requests"
 
 
-def test_what_drafts_and_how_pages_are_kept_is_told_by_labels(server: LiveServer, load: Load) -> None:
+def test_drafter_and_cache_settings_are_labels(server: LiveServer, load: Load) -> None:
     config = server.engine.config
     (cache,) = (
         json.loads(k[len("vllm:cache_config_info") :]) for k in load.after if "cache_config_info" in k
@@ -298,8 +298,8 @@ def test_what_drafts_and_how_pages_are_kept_is_told_by_labels(server: LiveServer
     assert {**wanted, "block_size": str(len(SURVIVAL) + 1)}.items() <= drafter.items()
 
 
-def test_the_measured_speed_up_is_told_and_why_nobody_drafts(http: httpx.Client) -> None:
-    """Of told seconds: a block brings at most 4.5 tokens in 5 ms, plainly a token takes 4 ms."""
+def test_the_measured_speed_up_and_the_reasons_for_not_drafting_are_exported(http: httpx.Client) -> None:
+    """Of reported seconds: a block gives at most 4.5 tokens in 5 ms, plainly a token takes 4 ms."""
     load = Load(http)
     load.post("/v1/completions", {"prompt": "ab", "max_tokens": 200, "speculative": False})
     load.end()
@@ -319,7 +319,7 @@ def test_the_measured_speed_up_is_told_and_why_nobody_drafts(http: httpx.Client)
     assert 1 <= length <= len(SURVIVAL)
 
 
-def test_every_metric_of_the_catalogue_is_shown_with_its_labels_and_none_besides(
+def test_exactly_the_catalogues_metrics_are_exported_with_their_labels(
     http: httpx.Client, load: Load
 ) -> None:
     families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
@@ -330,14 +330,14 @@ def test_every_metric_of_the_catalogue_is_shown_with_its_labels_and_none_besides
         assert all(s.labels["replica"] == "0" for s in samples)
 
 
-def test_a_shared_drafters_queue_is_told_under_its_own_names(server: LiveServer) -> None:
+def test_a_shared_drafters_queue_has_its_own_metrics(server: LiveServer) -> None:
     stats = replace(server.engine.stats(), drafter_use=DrafterUse(steps=7, queue_s=1.5, served_s=2.5))
     values = engine_values(stats, None)
     assert values["manta:drafter_served_steps"] == 7
     assert (values["manta:drafter_queue_seconds"], values["manta:drafter_served_seconds"]) == (1.5, 2.5)
 
 
-def test_the_lines_that_people_search_for_are_logged_while_something_happens(
+def test_vllms_log_lines_are_written_during_activity(
     server: LiveServer, http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = RequestTelemetry(server.engine, "tiny", "0")

@@ -1,4 +1,4 @@
-"""Logits that are not numbers end their own request with an error, and change no other's answer."""
+"""NaN logits end their own request with an error and change no other's answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOT = SamplingParams(temperature=1.0, seed=3, top_k=20, top_p=0.9, max_tokens=4,
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The sound one; one that computes NaN after a token, and one that has a NaN in its head."""
+    """Three targets: a sound one, one that computes NaN after a token, and one with a NaN in its head."""
     found = {}
     for name, tensor in (
         ("sound", None),
@@ -77,11 +77,11 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 @pytest.mark.parametrize("backend", ["torch", "compiled", "triton"])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_request_with_nan_ends_and_others_are_as_without_it(
+def test_a_request_with_nan_ends_and_does_not_affect_others(
     targets: dict[str, Path], tmp_path: Path, backend: str, drafts: bool
 ) -> None:
-    """Its pages are used by others afterwards, which read nothing of what it left there."""
-    slow = backend == "triton"  # in its interpreter: two tokens, of which the second is behind drafts
+    """Its pages are reused afterwards by requests that read none of its content."""
+    slow = backend == "triton"  # in its interpreter: two tokens, the second after drafts
     if slow and not drafts:
         pytest.skip("with drafts it computes all that it does without, and more")
     rounds = ((True, replace(HOT, max_tokens=2)),) if slow else ((False, GREEDY), (True, HOT))
@@ -114,7 +114,7 @@ def test_a_nan_in_the_head_never_becomes_a_token(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_loops_know_numbers_as_their_definition_does(dtype: torch.dtype) -> None:
+def test_loops_detect_nan_as_the_definition(dtype: torch.dtype) -> None:
     loops = pytest.importorskip("manta.drafter.step.cpu_numba.gumbel_argmax")
     z = torch.randn(9, 1003, generator=torch.Generator().manual_seed(0)).to(dtype)
     for row, value in enumerate((math.nan, -math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0)):
@@ -131,7 +131,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x"},
     "/v1/messages": CHAT,
 }
-TEXTS: dict[str, tuple[str | int, ...]] = {  # where they stand in an answer
+TEXTS: dict[str, tuple[str | int, ...]] = {  # where they are in an answer
     "/v1/completions": ("choices", 0, "text"),
     "/v1/chat/completions": ("choices", 0, "message", "content"),
     "/v1/responses": ("output", 0, "content", 0, "text"),
@@ -152,17 +152,15 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def body(path: str, content: str = "x", **fields: object) -> dict[str, Any]:
-    """A request that is answered, but for what its content or a field does."""
+    """A request that is answered except for the effect of its content or a field."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     found = {**json.loads(json.dumps(BODIES[path]).replace('"x"', json.dumps(content)))}
     return {**found, limit: 6, "temperature": 0, "ignore_eos": True, **fields}
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_http_request_with_nan_is_answered_with_an_error_and_others_go_on(
-    http: httpx.Client, path: str
-) -> None:
-    """In its prompt it is a status; behind a first token, which is forced, an event of the API's own kind."""
+def test_an_http_request_with_nan_gets_an_error_and_others_continue(http: httpx.Client, path: str) -> None:
+    """In the prompt it gives a status; after a forced first token, an error event of the API."""
     good = http.post(path, json=body(path))
     assert good.status_code == 200
     forced = {"allowed_token_ids": http.post("/tokenize", json={"prompt": NOT_A_NUMBER}).json()["tokens"]}

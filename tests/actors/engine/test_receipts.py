@@ -1,4 +1,4 @@
-"""Receipts: whose steps were whose, what is compared with plain decoding, what is not, and what survives."""
+"""Receipts: attribution of steps, comparison with plain decoding, and what survives a kill."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def total(spent: dict[UsageAccount, Usage], name: str) -> float:
     return sum(getattr(each, name) for each in spent.values())
 
 
-def test_every_token_step_and_second_stands_on_one_receipt() -> None:
+def test_every_token_step_and_second_is_on_one_receipt() -> None:
     engine, clock = an_engine((0.85, 0.7, 0.5))
     for i, account in enumerate([ACME, OTHERS, None, ACME]):
         engine.add_request(make_request(f"r{i}", max_tokens=200, ignore_eos=True, account=account))
@@ -75,7 +75,7 @@ def test_every_token_step_and_second_stands_on_one_receipt() -> None:
 
 
 @pytest.mark.parametrize("survival", [(0.85, 0.7, 0.55, 0.4), (0.05, 0.0)], ids=["good", "hopeless"])
-def test_what_is_saved_is_what_plain_decoding_takes_more(survival: tuple[float, ...]) -> None:
+def test_savings_equal_the_extra_time_of_plain_decoding(survival: tuple[float, ...]) -> None:
     plain, clock = an_engine(())
     run(plain, [None] * 4)
     plain_s = clock.now_s
@@ -91,7 +91,7 @@ def test_what_is_saved_is_what_plain_decoding_takes_more(survival: tuple[float, 
     assert 0.0 <= total(spent, "aged_s") / compared < clock.now_s
 
 
-def test_what_was_not_measured_is_not_guessed() -> None:
+def test_unmeasured_savings_are_not_guessed() -> None:
     fixed, _ = an_engine((0.85, 0.7), adaptive=False)
     run(fixed, [ACME])
     assert fixed.spent()[ACME].engine_s > 0 and fixed.spent()[ACME].compared_s == 0.0
@@ -100,7 +100,7 @@ def test_what_was_not_measured_is_not_guessed() -> None:
     assert plain.spent()[ACME].compared_s == 0.0, "an engine that does not speculate saves nothing"
 
 
-def test_what_an_earlier_start_measured_is_told_apart() -> None:
+def test_savings_against_an_earlier_starts_measurements_are_separate() -> None:
     before, _ = an_engine((0.9, 0.85, 0.8))
     run(before, [None], max_tokens=1500)
     engine, _ = an_engine((0.9, 0.85, 0.8))
@@ -111,7 +111,7 @@ def test_what_an_earlier_start_measured_is_told_apart() -> None:
     assert 0.0 < spent.kept_s <= spent.compared_s and spent.aged_s >= 0.0
 
 
-def test_nothing_is_counted_where_nobody_asks_for_receipts() -> None:
+def test_nothing_is_counted_without_receipts() -> None:
     engine, _ = an_engine((0.5,))
     run(engine, [None, None])
     assert engine.spent() == {}
@@ -120,7 +120,7 @@ def test_nothing_is_counted_where_nobody_asks_for_receipts() -> None:
 # The folder.
 
 
-def test_a_receipt_tells_device_seconds_and_what_of_them_was_compared(tmp_path: Path) -> None:
+def test_a_receipt_has_device_seconds_and_the_compared_share(tmp_path: Path) -> None:
     engine = SpendingEngine()
     kept = keeper(engine, tmp_path / "made")
     account = kept.account(Tenant("acme", "code"))
@@ -138,7 +138,7 @@ def test_a_receipt_tells_device_seconds_and_what_of_them_was_compared(tmp_path: 
     assert others["device_seconds_saved"] is None and others["plain_device_seconds"] is None
 
 
-def test_days_are_apart_and_restarts_and_replicas_add_up(tmp_path: Path) -> None:
+def test_days_are_separate_and_restarts_and_replicas_add_up(tmp_path: Path) -> None:
     for _ in range(2):  # two replicas, or one that started again
         engine, times = SpendingEngine(), [NOON]
         kept = keeper(engine, tmp_path, clock=times)
@@ -160,7 +160,7 @@ def test_days_are_apart_and_restarts_and_replicas_add_up(tmp_path: Path) -> None
             read_receipts(tmp_path, day=wrong)
 
 
-def test_a_file_stays_short_and_a_broken_line_is_passed_over(tmp_path: Path) -> None:
+def test_a_receipts_file_stays_short_and_a_broken_line_is_skipped(tmp_path: Path) -> None:
     engine = SpendingEngine()
     kept = keeper(engine, tmp_path)
     for _ in range(200):
@@ -175,7 +175,7 @@ def test_a_file_stays_short_and_a_broken_line_is_passed_over(tmp_path: Path) -> 
     assert [one["tokens"] for one in read_receipts(tmp_path)] == [6000]
 
 
-def test_tenants_are_bounded_and_what_could_not_be_written_comes_later(
+def test_tenants_are_bounded_and_failed_writes_are_repeated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, folder = SpendingEngine(), tmp_path / "receipts"
@@ -195,7 +195,7 @@ def test_tenants_are_bounded_and_what_could_not_be_written_comes_later(
         keeper(engine, next(folder.iterdir()) / "below")
 
 
-def test_a_kill_loses_nothing_that_was_kept(tmp_path: Path) -> None:
+def test_a_kill_loses_no_written_receipt(tmp_path: Path) -> None:
     script = SUPPORT / "spending_engine.py"
     spender = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
     assert spender.stdout is not None
@@ -228,7 +228,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def http(config: EngineConfig, folder: Path) -> Iterator[httpx.Client]:
-    """Asks with the operators' key."""
+    """A client with the admin key."""
     settings = ServerSettings(
         served_model_name="tiny",
         receipts=str(folder),
@@ -243,7 +243,7 @@ def http(config: EngineConfig, folder: Path) -> Iterator[httpx.Client]:
             yield client
 
 
-def test_a_server_tells_operators_what_it_spent_for_whom(http: httpx.Client, folder: Path) -> None:
+def test_a_server_shows_operators_the_device_seconds_of_each_tenant(http: httpx.Client, folder: Path) -> None:
     body: dict[str, Any] = {"prompt": "ab", "max_tokens": 24}
     assert http.post("/v1/completions", json=body | {"n": 2}, headers={"X-Tenant": "acme"}).is_success
     told = {"metadata": {"tenant": "body", "category": "code"}, "stream": True}
@@ -276,7 +276,7 @@ def test_without_a_folder_there_are_no_receipts(config: EngineConfig) -> None:
         ServerSettings(receipts="out/receipts")
 
 
-def test_receipts_are_printed_of_a_folder_or_a_server(http: httpx.Client, tmp_path: Path) -> None:
+def test_receipts_of_a_folder_or_a_server_are_printed(http: httpx.Client, tmp_path: Path) -> None:
     engine = SpendingEngine()
     kept = keeper(engine, tmp_path)
     engine.spend(ACME, SOME)

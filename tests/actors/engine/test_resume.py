@@ -1,4 +1,4 @@
-"""A request that goes on from tokens which another engine generated: the same rest, token by token."""
+"""A request that continues tokens of another engine ends the same, token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cut(request: Request, tokens: list[int], count: int) -> Request:
     ],
     ids=str,
 )
-def test_cut_at_any_token_the_rest_and_the_end_are_the_same(fields: dict[str, object]) -> None:
+def test_a_request_resumed_at_any_token_ends_the_same(fields: dict[str, object]) -> None:
     for seed in range(3):
         request = make_request("r", seed=seed, **fields)
         tokens, *end = expected(request, INFO)
@@ -42,7 +42,7 @@ def test_cut_at_any_token_the_rest_and_the_end_are_the_same(fields: dict[str, ob
             assert outputs.tokens["r"] == tokens[count:] and outputs.ends["r"] == tuple(end)
 
 
-def test_what_was_generated_before_is_found_in_the_prefix_cache_but_is_no_prompt() -> None:
+def test_resumed_tokens_are_cached_but_do_not_count_as_prompt() -> None:
     engine, request = open_engine(INFO), make_request("r", range(2, 12), **LONG)
     tokens = run(engine, request).tokens["r"]
     outputs = run(engine, cut(request, tokens, 20))
@@ -51,7 +51,7 @@ def test_what_was_generated_before_is_found_in_the_prefix_cache_but_is_no_prompt
     assert engine.stats().generation_tokens == 30 + 10
 
 
-def test_a_request_that_was_resumed_is_preempted_and_comes_back() -> None:
+def test_a_resumed_request_is_preempted_and_resumes_again() -> None:
     info = make_info(num_pages=(14,))
     requests = [make_request(f"r{i}", (2 + i,) * 8, **LONG) for i in range(3)]
     engine, outputs = open_engine(info), Outputs()
@@ -63,7 +63,7 @@ def test_a_request_that_was_resumed_is_preempted_and_comes_back() -> None:
     assert all(outputs.tokens[r.request_id] == expected(r, info)[0][10:] for r in requests)
 
 
-def test_completions_of_one_prompt_go_on_each_from_its_own_tokens() -> None:
+def test_completions_of_one_prompt_resume_from_their_own_tokens() -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
     requests = [make_request(f"r{i}") for i in range(3)]
     requests = [replace(r, params=params.child(i)) for i, r in enumerate(requests)]
@@ -88,7 +88,7 @@ def test_completions_of_one_prompt_go_on_each_from_its_own_tokens() -> None:
         ((2, 3, 9), {"stop_token_ids": (9,)}, RequestError, r"output_token_ids\[2\]=9"),
     ],
 )
-def test_what_cannot_go_on_is_refused(
+def test_requests_that_cannot_resume_are_refused(
     tokens: tuple[int, ...], params: dict[str, object], error: type[RequestError], words: str
 ) -> None:
     engine = open_engine(make_info(num_pages=(10,)))
@@ -132,8 +132,8 @@ def engine(tiny_qwen3: Path, tiny_drafter: Path) -> Iterator[EngineCore]:
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
-def test_computed_tokens_go_on_as_they_would_have(engine: EngineCore, params: SamplingParams) -> None:
-    """On an engine that knows nothing (its prefix cache is empty), and on one that knows all of it."""
+def test_resumed_requests_compute_the_same_tokens(engine: EngineCore, params: SamplingParams) -> None:
+    """On an engine with an empty prefix cache, and on one that has all of it."""
     for prompt in PROMPTS:
         request = Request(request_id="whole", prompt_token_ids=prompt, params=params)
         engine.reset_prefix_cache()

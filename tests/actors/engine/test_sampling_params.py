@@ -1,4 +1,4 @@
-"""Values that sampling parameters and `LLM`'s methods do not take are refused by field, with a remedy."""
+"""Invalid values of sampling parameters and `LLM`'s methods are refused by field, with a remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ODD = [
 
 
 @given(name=st.sampled_from(FIELDS), value=st.sampled_from(range(len(ODD))))
-def test_a_value_is_taken_or_refused_by_its_field(name: str, value: int) -> None:
+def test_a_value_is_accepted_or_refused_by_its_field(name: str, value: int) -> None:
     try:
         params = SamplingParams(**{name: ODD[value]})
     except RequestError as error:
@@ -80,13 +80,13 @@ def test_a_value_is_taken_or_refused_by_its_field(name: str, value: int) -> None
         ("structured_outputs", {"json": {}}, "a StructuredOutputsParams, or None"),
     ],
 )
-def test_a_wrong_type_is_refused_with_what_would_be_right(name: str, value: object, remedy: str) -> None:
+def test_a_wrong_type_is_refused_with_the_right_one(name: str, value: object, remedy: str) -> None:
     with pytest.raises(RequestError, match=remedy) as refused:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert refused.value.param == name
 
 
-def test_numbers_of_other_types_count_for_what_they_are() -> None:
+def test_numbers_of_other_types_are_converted() -> None:
     given = SamplingParams(
         n=np.int64(2),
         temperature=np.float32(0.5),
@@ -110,7 +110,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     "prompts", [None, 5, 1.5, True, object(), b"ab", {1, 2}, {}, ["a", 5], ["a", None], [b"a"]]
 )
-def test_a_prompt_of_another_type_is_refused(llm: LLM, prompts: Any) -> None:
+def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError) as refused:
         llm.generate(prompts, use_tqdm=False)
     assert refused.value.param == "prompt"
@@ -122,7 +122,7 @@ def test_a_prompt_of_another_type_is_refused(llm: LLM, prompts: Any) -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0}, "x", 5, [None], [{"n": 1}], [SamplingParams()] * 2, []]
 )
-def test_sampling_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+def test_sampling_parameters_of_a_wrong_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match=r"one each|one for each") as refused:
         llm.generate("x", params, use_tqdm=False)
     assert refused.value.param == "sampling_params"
@@ -131,7 +131,7 @@ def test_sampling_parameters_of_another_type_are_refused(llm: LLM, params: Any) 
 
 
 @pytest.mark.parametrize("most", ["x", 1.5, -1, True, [1]])
-def test_a_number_of_drafts_that_is_none_is_refused(llm: LLM, most: Any) -> None:
+def test_an_invalid_number_of_drafts_is_refused(llm: LLM, most: Any) -> None:
     with pytest.raises(RequestError) as refused:
         llm.generate("x", use_tqdm=False, max_draft_tokens=most)
     assert refused.value.param == "max_draft_tokens"
@@ -140,14 +140,14 @@ def test_a_number_of_drafts_that_is_none_is_refused(llm: LLM, most: Any) -> None
 @pytest.mark.parametrize(
     "messages", [None, 5, "hi", ["hi"], [None], [5], [[5]], {"role": "user"}, [{"role": 5}]]
 )
-def test_messages_of_another_type_are_refused(llm: LLM, messages: Any) -> None:
+def test_messages_of_a_wrong_type_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError) as refused:
         llm.chat(messages, use_tqdm=False)
     assert (refused.value.param or "").startswith("messages")
 
 
 @pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
-def test_options_of_another_type_are_refused(llm: LLM, name: str) -> None:
+def test_options_of_a_wrong_type_are_refused(llm: LLM, name: str) -> None:
     for value in (5, "x", object()):
         with pytest.raises(RequestError) as refused:
             llm.chat([{"role": "user", "content": "x"}], use_tqdm=False, **{name: value})

@@ -1,4 +1,4 @@
-"""Steps that do not end: which are judged, and what an engine, its server and a gateway do then."""
+"""Stalled steps: how they are detected, and what engine, server and gateway do then."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 class Driven:
-    """A watch, told of real plans whose seconds a test makes up."""
+    """A watch that gets real plans with scripted seconds."""
 
     def __init__(self) -> None:
         self.watch = StepWatch()
@@ -87,7 +87,7 @@ class Driven:
         self._engine.add_request(make_request(str(self._num_requests), max_tokens=900, **params))
 
     def step(self, seconds: float = 0.01, *, ticks: bool = False) -> bool:
-        """A step that takes so long; whether it is found to have stalled."""
+        """Run a step of a duration; return whether it counted as stalled."""
         plan = self._engine.plan()
         assert plan is not None
         self.watch.submitting(plan)
@@ -100,7 +100,7 @@ class Driven:
         return stalled
 
     def tick(self, seconds: float, stopped: Sequence[str] = ()) -> bool:
-        """Whether a stall was found while so much time passed, tick by tick."""
+        """Whether a stall was found while time passed, tick by tick."""
         found = False
         for _ in range(round(seconds / TICK_S) + 1):
             self._now_s += TICK_S
@@ -108,7 +108,7 @@ class Driven:
         return found
 
     def suspend(self, seconds: float) -> bool:
-        """Whether a stall is found after the whole process was stopped for so long."""
+        """Whether a stall is found after the whole process was stopped for a time."""
         self._now_s += seconds
         return self.watch.tick(self._now_s, tuple) is not None
 
@@ -122,7 +122,7 @@ def driven() -> Driven:
     return driven
 
 
-def test_a_step_of_a_known_kind_is_too_long_after_the_floor_and_a_hundred_times_its_like(
+def test_a_step_of_a_known_kind_stalls_after_the_minimum_and_a_hundred_times_its_usual_time(
     driven: Driven,
 ) -> None:
     assert not driven.step(FLOOR_S - 2, ticks=True)
@@ -137,7 +137,7 @@ def test_a_step_of_a_known_kind_is_too_long_after_the_floor_and_a_hundred_times_
     assert driven.step(FACTOR * 0.5 + 2, ticks=True)
 
 
-def test_steps_that_may_compile_have_a_minute(driven: Driven) -> None:
+def test_steps_that_may_compile_have_60_seconds(driven: Driven) -> None:
     driven.add(temperature=0.0, prompt=[5] * 100)
     assert not driven.step(COMPILING_S - 2, ticks=True)  # a longer prompt than any before
     for _ in range(40):
@@ -169,7 +169,7 @@ def test_the_time_of_an_unseen_kind_is_expected_to_grow_with_its_rows() -> None:
     assert not driven.step(290.0, ticks=True), "100 times 0.5 s, and the step has dozens of times the rows"
 
 
-def test_a_process_that_was_suspended_counts_nothing(driven: Driven) -> None:
+def test_time_of_a_suspended_process_does_not_count(driven: Driven) -> None:
     plan = driven._engine.plan()
     assert plan is not None
     driven.watch.submitting(plan)
@@ -178,7 +178,7 @@ def test_a_process_that_was_suspended_counts_nothing(driven: Driven) -> None:
     assert not driven.tick(FLOOR_S - 12.0) and driven.tick(2.0)
 
 
-def test_a_stopped_process_compiles_nothing_so_its_step_is_judged_by_the_floor() -> None:
+def test_a_stopped_processs_step_stalls_after_the_minimum() -> None:
     driven = Driven()
     driven.add()
     plan = driven._engine.plan()
@@ -198,7 +198,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1] if line.startswith("data: ")]
 
 
-def test_streams_of_a_step_that_hangs_end_health_says_so_and_it_is_well_when_it_ends(
+def test_streams_of_a_hanging_step_end_and_health_follows_it(
     config: EngineConfig,
 ) -> None:
     made: list[Hanging] = []
@@ -226,7 +226,7 @@ def test_streams_of_a_step_that_hangs_end_health_says_so_and_it_is_well_when_it_
     assert texts[0] == texts[1] and texts[0]
 
 
-def test_a_gateway_moves_streams_away_from_a_replica_whose_step_hangs(config: EngineConfig) -> None:
+def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(config: EngineConfig) -> None:
     made: list[Hanging] = []
 
     def make(config: EngineConfig) -> Executor:
@@ -255,7 +255,7 @@ def test_a_gateway_moves_streams_away_from_a_replica_whose_step_hangs(config: En
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_stopped_worker_is_named_its_streams_end_and_closing_leaves_nothing_of_it(
+def test_a_stopped_worker_is_named_its_streams_end_and_closing_removes_it(
     tiny_qwen3: Path,
 ) -> None:
     base = EngineConfig(

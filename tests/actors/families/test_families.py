@@ -1,4 +1,4 @@
-"""Families as they are published: nested configurations, other prefixes, keys that are left out, refusals.
+"""Families as published: nested configs, other prefixes, omitted keys, refusals.
 
 What a family computes is tested where all are: test_target_decoder.py (rows and taps against transformers),
 test_target_parallel.py (ranks), test_lossless.py (the grid), test_device_runner.py (Triton's kernels).
@@ -38,7 +38,7 @@ GEMMA3_4B = {
 }
 
 
-def test_every_family_that_is_served_has_a_row_of_tests() -> None:
+def test_every_served_family_has_a_row_of_tests() -> None:
     tested = {tiny.model.__name__ for tiny in TINY_FAMILIES.values()}
     # The language models of these are a tested family's (Gemma4Unified: test_gemma4.py, Kimi: test_kimi.py).
     assert set(FAMILIES) - tested == {
@@ -52,7 +52,7 @@ def test_every_family_that_is_served_has_a_row_of_tests() -> None:
     }
 
 
-def test_a_published_gemma3_says_what_transformers_reads_from_it(tmp_path: Path) -> None:
+def test_a_published_gemma3_config_is_read_as_by_transformers(tmp_path: Path) -> None:
     from transformers import Gemma3Config
 
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
@@ -75,10 +75,10 @@ def test_a_published_gemma3_says_what_transformers_reads_from_it(tmp_path: Path)
     [("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")],
 )
 @pytest.mark.parametrize("family", ["gemma3", "qwen3", "qwen3_5"])
-def test_the_language_model_of_a_multimodal_checkpoint_is_found(
+def test_the_text_model_of_a_multimodal_checkpoint_is_found(
     tmp_path: Path, family: str, body: str, head: str
 ) -> None:
-    """Nested configuration, and tensors behind another prefix: the same weights come out."""
+    """A nested config, and tensors with another prefix: the same weights are read."""
     plain = make_tiny_target(tmp_path / "plain", family, tie_word_embeddings=False)
     nested = tmp_path / "nested"
     nested.mkdir()
@@ -148,7 +148,7 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     tmp_path: Path, family: str, changes: dict, message: str
 ) -> None:
     folder = changed(make_tiny_target(tmp_path / "plain", family), tmp_path / "changed", **changes)
@@ -156,7 +156,7 @@ def test_what_is_not_computed_is_refused_by_name(
         read_model(folder)
 
 
-def test_a_bias_that_config_json_does_not_speak_of_is_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_a_bias_missing_from_config_json_is_an_error(tmp_path: Path) -> None:
     biased = make_tiny_target(tmp_path / "biased", "llama", attention_bias=True)
     silent = changed(biased, tmp_path / "silent", attention_bias=None)
     spec = read_model(silent)
@@ -238,7 +238,7 @@ def spec_of(config: dict, folder: Path) -> ModelSpec:
     return read_model(folder)
 
 
-def test_a_published_minimax_m2_norms_whole_rows_and_is_fp8(tmp_path: Path) -> None:
+def test_a_published_minimax_m2_norms_full_rows_and_is_fp8(tmp_path: Path) -> None:
     spec = spec_of(MINIMAX_M2, tmp_path)
     assert spec.fp8_block == (128, 128) and spec.dtype == "bfloat16"
     for layer in spec.layers:
@@ -251,7 +251,7 @@ def test_a_published_minimax_m2_norms_whole_rows_and_is_fp8(tmp_path: Path) -> N
         assert rule.score == "sigmoid" and rule.correction and rule.renormalize and routed.shared is None
 
 
-def test_a_published_glm_4_5_has_a_shared_expert_behind_three_dense_layers(tmp_path: Path) -> None:
+def test_a_published_glm_4_5_has_a_shared_expert_after_three_dense_layers(tmp_path: Path) -> None:
     spec = spec_of(GLM_4_5, tmp_path)
     assert [layer.routed is None for layer in spec.layers] == [True] * 3 + [False] * 89
     mixer, routed = spec.layers[3].mixer, spec.layers[3].routed
@@ -263,7 +263,7 @@ def test_a_published_glm_4_5_has_a_shared_expert_behind_three_dense_layers(tmp_p
     assert spec_of(silent, tmp_path).layers[0].mixer.rope == mixer.rope
 
 
-def test_a_muse_glimmer_that_says_little_has_its_pattern_from_the_last_layer(tmp_path: Path) -> None:
+def test_a_short_muse_glimmer_config_gets_its_pattern_from_the_last_layer(tmp_path: Path) -> None:
     from transformers import MuseGlimmerTextConfig
 
     text = {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -324,7 +324,7 @@ MIMO_V2 = {
 }
 
 
-def test_a_published_mimo_v2_says_by_layer_what_it_is(tmp_path: Path) -> None:
+def test_a_published_mimo_v2_config_is_read_layer_by_layer(tmp_path: Path) -> None:
     spec = spec_of(MIMO_V2, tmp_path)
     assert (spec.rms_norm_eps, spec.fp8_block) == (1e-5, (128, 128))
     slides = [layer.mixer.window is not None for layer in spec.layers]
@@ -340,7 +340,7 @@ def test_a_published_mimo_v2_says_by_layer_what_it_is(tmp_path: Path) -> None:
     assert transform is not None and transform(torch.ones(1)).item() == pytest.approx(0.707)
 
 
-def test_a_mimo_v2_that_says_little_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_a_short_mimo_v2_config_is_read_as_by_transformers(tmp_path: Path) -> None:
     from transformers import MiMoV2FlashConfig
 
     theirs = MiMoV2FlashConfig(num_hidden_layers=13)

@@ -1,4 +1,4 @@
-"""Nothing that a family's spec says is idle: each of its values, put back to the default, is noticed.
+"""Every value of a family's spec has an effect: set to the default, it changes the results.
 
 Either the logits are no longer transformers', by far more than parity allows, or the checkpoint is refused.
 This walks over whatever the specs of `families.py` hold, so a new family, or a new field, is covered by being
@@ -35,16 +35,16 @@ PLAIN: dict[tuple[str, str], Callable[[Any], object]] = {  # Any: dataclasses of
     ("RoutedMLP", "activation"): lambda _: "silu",
     ("RoutedMLP", "limit"): lambda mlp: 7.0 if mlp.activation == "swiglu_clamped" else None,
     ("MoeRouter", "score"): lambda router: "sigmoid" if router.score == "softmax" else "softmax",
-    ("MoeRouter", "renormalize"): lambda router: not router.choose_first,  # whose weights sum to 1 anyway
+    ("MoeRouter", "renormalize"): lambda router: not router.choose_first,  # its weights sum to 1 anyway
 }
-# Said to backends alone, which are asked for less without it: weights are what their transforms make of them.
+# Only read by backends, which then compute less: weights follow from their transforms.
 TOLD_TO_BACKENDS = frozenset({"ModelSpec.fp32_norms"})
 
 Mutation = tuple[str, ModelSpec]
 
 
 def mutations(spec: ModelSpec) -> Iterator[Mutation]:
-    """One per field that is off its plain value somewhere, wherever it is; and one per transform."""
+    """One mutation per field that differs from its plain value anywhere, and one per transform."""
     seen: dict[str, tuple[type, Field[Any]]] = {}
     for node in nodes(spec):
         for field in fields(node):
@@ -61,7 +61,7 @@ def mutations(spec: ModelSpec) -> Iterator[Mutation]:
 
 
 def changes_values(transform: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """What only keeps weights in fp32 shows in half precision alone."""
+    """Transforms that only keep weights in fp32 show in half precision only."""
     try:
         return not torch.equal(transform(SAMPLE), SAMPLE)
     except (IndexError, RuntimeError):
@@ -69,7 +69,7 @@ def changes_values(transform: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 
 def plain_value(node: Any, field: Field[Any]) -> object:
-    """MISSING where every model must say its own."""
+    """The field's default, or MISSING if every model must set it."""
     if (plain := PLAIN.get((type(node).__name__, field.name))) is not None:
         return plain(node)
     return field.default if field.default_factory is MISSING else field.default_factory()
@@ -87,7 +87,7 @@ def nodes(value: Any) -> Iterator[Any]:
 
 
 def put_back(value: Any, kind: type, field: Field[Any]) -> Any:
-    """The same with the field's plain value in every dataclass of a kind."""
+    """The spec with the field's plain value in every dataclass of a kind."""
     if isinstance(value, tuple):
         return tuple(put_back(item, kind, field) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
@@ -103,14 +103,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def logits_of(folder: Path, spec: ModelSpec) -> Requests:
-    """Of all rows of one prompt."""
+    """Logits of all rows of one prompt."""
     weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu"))
     requests = Requests(Decoder(weights, TAPS, MAX_LEN, SingleRank()), [NUM_TOKENS])
     requests.compute({0: NUM_TOKENS})
     return requests
 
 
-def test_each_value_of_a_spec_is_at_work(checkpoint: Path) -> None:
+def test_each_value_of_a_spec_has_an_effect(checkpoint: Path) -> None:
     spec = read_model(checkpoint)
     requests = logits_of(checkpoint, spec)
     expected, _ = oracle(checkpoint, requests.tokens[0])

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: drafts that are rejected, files as they are published, and what is refused.
+"""Qwen3.5 and Qwen3-Next: rejected drafts, published files, and refusals.
 
 What these families share with all others is tested where that is (`test_families.py` says where); the rule
 itself in test_delta_net.py.
@@ -38,7 +38,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class OneRequest:
-    """A sequence whose drafts are right as far as one says; all others are wrong."""
+    """A sequence whose drafts are right up to a given number, and wrong after it."""
 
     def __init__(self, folder: Path, tokens: list[int]) -> None:
         self.tokens, self._model, self._steps = tokens, load(folder), Steps(1, MAX_LEN)
@@ -50,7 +50,7 @@ class OneRequest:
 
     @torch.inference_mode()
     def compute(self, known: int, right: int = 0, wrong: int = 0) -> torch.Tensor:
-        """Logits of a step's rows that stand."""
+        """Logits of a step's accepted rows."""
         rows, drafts, first = known + right + wrong, right + wrong, self._computed
         plan = self._steps.plan([0], [first], [rows], [drafts], admitted=self._admitted)
         self._admitted = []
@@ -72,7 +72,7 @@ class OneRequest:
 
 
 @pytest.mark.parametrize("stood", range(DRAFTS + 1))
-def test_what_follows_rejected_drafts_is_transformers(checkpoint: Path, stood: int) -> None:
+def test_tokens_after_rejected_drafts_equal_transformers(checkpoint: Path, stood: int) -> None:
     tokens = np.random.default_rng(3).integers(0, TINY_VOCAB, 30).tolist()
     request = OneRequest(checkpoint, tokens)
     found = [request.compute(KNOWN), request.compute(1, stood, DRAFTS - stood)]
@@ -82,10 +82,10 @@ def test_what_follows_rejected_drafts_is_transformers(checkpoint: Path, stood: i
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_of_each_family_have_their_heads_of_what_a_rule_takes_in(
+def test_ranks_of_each_family_get_their_heads_of_the_delta_rules_inputs(
     checkpoint: Path, world_size: int
 ) -> None:
-    """However the checkpoint packs its projections: q, k, v, z, b and a of whole key heads."""
+    """In every packing of the projections: q, k, v, z, b and a of whole key heads."""
     spec = read_model(checkpoint)
 
     def layer(rank: int, of: int) -> LayerWeights:
@@ -123,7 +123,7 @@ def kinds(spec: ModelSpec) -> Iterator[type]:
         ("Qwen3-Coder-Next", (16, 2), (16, 32)),
     ],
 )
-def test_a_published_file_says_which_layers_have_states(
+def test_a_published_config_says_which_layers_have_states(
     tmp_path: Path, name: str, heads: tuple[int, int], state: tuple[int, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -157,7 +157,7 @@ def test_a_published_file_says_which_layers_have_states(
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be an integer of at least 2"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     checkpoint: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""Gemma 4 as it is published and as transformers saves it: keys, names, experts in two forms, refusals.
+"""Gemma 4 as published and as transformers saves it: keys, names, two forms of experts, refusals.
 
 What it computes is tested where all families are (`tests/support/families.py`).
 """
@@ -89,7 +89,7 @@ PUBLISHED = {
 
 
 def published(folder: Path, text: dict, architecture: str = "Gemma4ForConditionalGeneration") -> ModelSpec:
-    """As the Hub's files are: a text part, and the ends of a turn in generation_config.json."""
+    """A checkpoint like the Hub's: a text part, and the turn's end tokens in generation_config.json."""
     folder.mkdir(exist_ok=True)
     config = {"architectures": [architecture], "dtype": "bfloat16", "text_config": text, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -106,7 +106,7 @@ def published(folder: Path, text: dict, architecture: str = "Gemma4ForConditiona
     ],
     ids=["31B", "26B-A4B", "12B"],
 )
-def test_a_published_model_is_read(
+def test_a_published_gemma4_config_is_read(
     tmp_path: Path, text: dict, architecture: str, kv: tuple, parameters: float
 ) -> None:
     spec = published(tmp_path, text, architecture)
@@ -123,7 +123,7 @@ def test_a_published_model_is_read(
     assert abs(sum(sizes) / parameters - 1) < 0.01
 
 
-def test_the_mixture_is_a_dense_mlp_beside_its_experts(tmp_path: Path) -> None:
+def test_the_mixture_is_a_dense_mlp_next_to_its_experts(tmp_path: Path) -> None:
     mlp = published(tmp_path, MIXTURE_26B).layers[7].mlp
     assert isinstance(mlp, BesideMLP)
     assert (mlp.dense.inner_size, mlp.routed.inner_size) == (2112, 704)
@@ -133,7 +133,7 @@ def test_the_mixture_is_a_dense_mlp_beside_its_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", PUBLISHED)
-def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path: Path, architecture: str) -> None:
+def test_omitted_keys_have_transformers_defaults(tmp_path: Path, architecture: str) -> None:
     import transformers
 
     said = ("hidden_size", "intermediate_size", "num_hidden_layers", "hidden_size_per_layer_input")
@@ -162,7 +162,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewritten(folder: Path, copy: Path, **changes: object) -> Path:
-    """With other values in its config.json; None takes a key away."""
+    """With changed values in its config.json; None removes a key."""
     shutil.copytree(folder, copy)
     keys = json.loads((copy / "config.json").read_text()) | changes
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
@@ -172,12 +172,12 @@ def rewritten(folder: Path, copy: Path, **changes: object) -> Path:
 HUB_KEYS = {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1}
 
 
-def test_saved_and_published_keys_say_one_thing(saved: Path, tmp_path: Path) -> None:
+def test_saved_and_published_keys_mean_the_same(saved: Path, tmp_path: Path) -> None:
     hub = rewritten(saved, tmp_path / "hub", **HUB_KEYS)
     assert read_model(hub) == read_model(saved)
 
 
-def test_12b_computes_what_its_own_class_does(tmp_path: Path) -> None:
+def test_gemma4_12b_computes_as_its_own_class(tmp_path: Path) -> None:
     dense = make_tiny_target(tmp_path / "dense", "gemma4", enable_moe_block=False, num_experts=None)
     unified = {"architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text"}
     folder = rewritten(dense, tmp_path / "12B", **unified, hidden_size_per_layer_input=None)
@@ -187,13 +187,15 @@ def test_12b_computes_what_its_own_class_does(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_last_layer_sees_all_as_in_transformers(saved: Path, tmp_path: Path) -> None:
+def test_the_last_layer_has_full_attention_as_in_transformers(saved: Path, tmp_path: Path) -> None:
     odd = rewritten(saved, tmp_path / "odd", layer_types=["sliding_attention"] * 4, **HUB_KEYS)
     assert [layer.mixer.window for layer in read_model(odd).layers] == [9, 9, 9, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_experts_in_a_tensor_each_are_those_in_one_tensor(saved: Path, tmp_path: Path, rank: int) -> None:
+def test_experts_in_separate_tensors_equal_those_in_one_tensor(
+    saved: Path, tmp_path: Path, rank: int
+) -> None:
     shutil.copytree(saved, tmp_path / "split")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(saved / "model.safetensors").items():
@@ -213,8 +215,8 @@ def test_experts_in_a_tensor_each_are_those_in_one_tensor(saved: Path, tmp_path:
     assert torch.equal(fused.gate_up, split.gate_up) and torch.equal(fused.down, split.down)
 
 
-def test_norms_and_what_scales_are_read_as_they_compute(saved: Path) -> None:
-    """Norms multiply before they round: in fp32; the router's takes 1 / sqrt(H) along."""
+def test_norms_and_scales_are_read_in_their_compute_dtype(saved: Path) -> None:
+    """Norms multiply before they round, in fp32; the router's includes 1 / sqrt(H)."""
     stored = load_file(saved / "model.safetensors")
     layer, at = weights_of(saved, dtype=torch.bfloat16).layer(1), "model.layers.1."
     mlp = beside(layer.mlp)
@@ -256,7 +258,7 @@ def weights_of(folder: Path, rank: int | None = None, dtype: torch.dtype = torch
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.sliding_attention is missing"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     saved: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
     folder = rewritten(saved, tmp_path / "changed", **changes)

@@ -1,4 +1,4 @@
-"""gpt-oss as it is on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters.
+"""gpt-oss as on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters.
 
 What every family must do is tested where all are (see test_families.py).
 """
@@ -60,7 +60,7 @@ def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeight
     return mlp.experts
 
 
-def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path) -> None:
+def test_a_published_config_is_read_as_by_transformers(tmp_path: Path) -> None:
     from transformers import GptOssConfig
 
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
@@ -81,7 +81,7 @@ def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path)
         assert (mlp.router.num_experts, mlp.router.top_k, mlp.inner_size) == (32, 4, 2880)
 
 
-def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+def test_omitted_config_keys_have_transformers_defaults(tmp_path: Path) -> None:
     kept = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes = ("vocab_size", "num_local_experts", "experts_per_token", "max_position_embeddings")
     few = {key: GPT_OSS_20B[key] for key in (*kept, *sizes)}
@@ -92,7 +92,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
     assert read_model(tmp_path / "few").layers == read_model(tmp_path / "all").layers
 
 
-def test_a_published_checkpoint_answers_as_transformers_does(published: Path) -> None:
+def test_a_published_checkpoint_computes_as_transformers(published: Path) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -110,7 +110,7 @@ def test_a_published_checkpoint_answers_as_transformers_does(published: Path) ->
         assert found[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def test_packed_experts_stay_packed_and_their_rows_are_put_apart(published: Path) -> None:
+def test_packed_experts_stay_packed_and_their_rows_are_deinterleaved(published: Path) -> None:
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -142,7 +142,7 @@ def test_ranks_have_parts_of_each_expert(form: str, world_size: int, request: py
     )
 
 
-def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> None:
+def test_ranks_have_whole_experts_if_blocks_do_not_divide(tmp_path: Path) -> None:
     target = make_tiny_target(tmp_path / "saved", "gpt_oss", intermediate_size=96)
     folder = publish(target, tmp_path / "published")
     whole = experts_of(folder)
@@ -158,7 +158,7 @@ def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> 
         assert found == expected
 
 
-def test_ranks_have_the_sinks_of_their_heads_and_the_first_the_biases_of_sums(saved: Path) -> None:
+def test_ranks_have_the_sinks_of_their_heads_and_rank_0_the_biases_of_sums(saved: Path) -> None:
     stored = load_file(saved / "model.safetensors")
     first, second = (layer_of(saved, rank, 2) for rank in range(2))
     assert first.sinks_Q is not None and second.sinks_Q is not None
@@ -171,7 +171,7 @@ def plain(weight: torch.Tensor | MXFP4) -> torch.Tensor:
     return weight.dequantised(torch.float32) if isinstance(weight, MXFP4) else weight
 
 
-def test_sizes_that_are_no_whole_blocks_are_refused(published: Path, tmp_path: Path) -> None:
+def test_sizes_must_be_multiples_of_a_block(published: Path, tmp_path: Path) -> None:
     keys = json.loads((published / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(keys | {"intermediate_size": 100}))
     with pytest.raises(CheckpointError, match="intermediate_size=100 must be a multiple of 32"):
@@ -179,7 +179,7 @@ def test_sizes_that_are_no_whole_blocks_are_refused(published: Path, tmp_path: P
 
 
 def test_norms_round_once_as_the_models_own_code_does() -> None:
-    """Its weights multiply before the cast, Llama's behind it."""
+    """Its norm weights multiply before the cast, Llama's after it."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +193,7 @@ def test_norms_round_once_as_the_models_own_code_does() -> None:
 
 @pytest.mark.parametrize("block_size", [8, 10])
 def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path, block_size: int) -> None:
-    """The 20b's and the 120b's; they turn as the target does."""
+    """The 20b's and the 120b's; their rotation is the target's."""
     rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
     drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
     params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]

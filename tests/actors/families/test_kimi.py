@@ -1,4 +1,4 @@
-"""Kimi K2 and DeepSeek-V3 as they are published and as transformers saves them: keys, names, chat, refusals.
+"""Kimi K2 and DeepSeek-V3 as published and as transformers saves them: keys, names, chat, refusals.
 
 What they compute is tested where all families are (`tests/support/families.py`), packed experts in
 `test_int4.py`.
@@ -98,7 +98,7 @@ MESSAGES: list[dict[str, Any]] = [
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
 
 
-def test_a_published_kimi_says_what_is_published(tmp_path: Path) -> None:
+def test_a_published_kimi_config_has_the_published_values(tmp_path: Path) -> None:
     spec = spec_of("Kimi-K2.6")
     assert spec is not None
     mixer = spec.layers[0].mixer
@@ -131,7 +131,7 @@ def test_eight_ranks_share_heads_and_groups_of_experts_and_repeat_latents() -> N
     assert {kind.width for kind in last.kv_geometries()} == {576}
 
 
-def test_a_plan_holds_kimi_k2_on_eight_h200_packed_and_on_sixteen_as_fp8_is_read() -> None:
+def test_kimi_k2_fits_eight_h200s_packed_and_sixteen_dequantized() -> None:
     """594 GB of weights, and 70,272 bytes of a token on every rank: latents are whole on each."""
     shape = target_shape(spec_of("Kimi-K2.6"))  # type: ignore[arg-type]
     assert shape.kv_bytes == shape.rank(8).kv_bytes == 61 * 576 * 2
@@ -165,7 +165,7 @@ def test_a_rank_reads_its_attention_once_and_multiplies_absorbed() -> None:
     assert work.flop == 61 * 2 * 8 * (576 + 512) * 4 * 8 * 1008
 
 
-def test_a_plan_takes_prompts_expanded_from_as_many_rows_as_the_kernels_do() -> None:
+def test_a_plan_expands_prompts_from_the_kernels_number_of_rows() -> None:
     rank = target_shape(spec_of("Kimi-K2.6")).rank(8)  # type: ignore[arg-type]
     context = 100_000
     short, long = (rank.prompt_attention(rows, context) for rows in (170, 171))
@@ -182,8 +182,8 @@ PREFILL = ROOT / "docs/decisions/expanded-latents.md"
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (\d+)k \| (.*) \|$", PREFILL.read_text(), re.MULTILINE))
-def test_what_expanded_prompts_would_save_is_what_is_written(row: tuple[str, str]) -> None:
-    """In chunks of 2048 rows; row i of one sees i + 1 keys of it, so half of them on average."""
+def test_the_documented_savings_of_expanded_prompts_are_computed(row: tuple[str, str]) -> None:
+    """In chunks of 2048 rows; row i of a chunk sees i + 1 of its keys, half of them on average."""
     rank, device, rows = target_shape(spec_of("Kimi-K2.6")).rank(8), ROOFLINE["NVIDIA H200"], 2048  # type: ignore[arg-type]
     rest, absorbed, expanded = 0.0, 0.0, 0.0
     for begin in range(0, prompt := 1024 * int(row[0]), rows):
@@ -207,7 +207,7 @@ def test_what_expanded_prompts_would_save_is_what_is_written(row: tuple[str, str
 
 
 def tiny_kimi(folder: Path) -> Path:
-    """Kimi K2.5's text part, beside an eye that nothing looks through."""
+    """Kimi K2.5's text part, with an unused vision part."""
     torch.manual_seed(6)
     saved = make_tiny_target(folder / "text", "deepseek_v3", seed=6)
     text = json.loads((saved / "config.json").read_text())
@@ -231,7 +231,7 @@ def tiny_kimi(folder: Path) -> Path:
 
 
 def published(saved: Path, folder: Path) -> Path:
-    """As it lies on the Hub, by class and names (transformers saves layers as `blocks`, and reads both)."""
+    """As on the Hub, by class and names (transformers saves layers as `blocks`, and reads both)."""
     folder.mkdir()
     tensors = load_file(saved / "model.safetensors")
     renamed = {
@@ -245,7 +245,7 @@ def published(saved: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_text_part_of_a_published_kimi_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_the_text_part_of_a_published_kimi_equals_transformers(tmp_path: Path) -> None:
     saved = tiny_kimi(tmp_path)
     requests = computed(load(published(saved, tmp_path / "hub")))
     for tokens, logits in zip(requests.tokens[:2], requests.logits, strict=False):
@@ -287,7 +287,7 @@ def test_queries_may_have_no_bottleneck(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*FP8 in blocks"),
     ],
 )
-def test_what_is_not_served_is_refused_with_a_sentence(
+def test_unsupported_features_are_refused_with_a_sentence(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["DeepSeek-V3"], **changes}))
@@ -296,7 +296,7 @@ def test_what_is_not_served_is_refused_with_a_sentence(
 
 
 @pytest.mark.parametrize("thinking", [None, False])
-def test_the_template_says_what_transformers_says_thinking_or_not(thinking: bool | None) -> None:
+def test_the_template_renders_as_in_transformers_with_and_without_thinking(thinking: bool | None) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     variables = {} if thinking is None else {"thinking": thinking}
@@ -312,7 +312,7 @@ def test_the_template_says_what_transformers_says_thinking_or_not(thinking: bool
     )
 
 
-def test_an_answer_s_thoughts_end_where_the_prompt_or_the_model_ends_them() -> None:
+def test_reasoning_ends_where_the_prompt_or_the_model_ends_it() -> None:
     model = ChatModel.of(byte_tokenizer(TEMPLATE))
     assert (model.call_parser, model.reasoning_parser) == ("kimi_k2", "kimi_k2")
     template = ChatTemplate(TEMPLATE, {})

@@ -1,4 +1,4 @@
-"""Published files load, or a sentence refuses them."""
+"""Published files load, or are refused with a clear sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVED = [name for name, entry in ENTRIES.items() if "refused" not in entry]
 
 
 def _one_of_each(names: list[str]) -> list[str]:
-    """The first entry of each class, and of each method of drafting."""
+    """The first entry of each class and drafting method."""
     found: dict[object, str] = {}
     for name in names:
         found.setdefault((config_of(name)["architectures"][0], ENTRIES[name].get("method")), name)
@@ -29,7 +29,7 @@ EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for 
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_published_configuration_is_planned_or_refused_by_a_sentence(name: str) -> None:
+def test_a_published_config_is_planned_or_refused_with_a_sentence(name: str) -> None:
     entry, planned = ENTRIES[name], plan_of(name)
     if isinstance(planned, str):
         assert "refused" in entry, planned
@@ -46,9 +46,7 @@ def test_a_published_configuration_is_planned_or_refused_by_a_sentence(name: str
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_a_published_configuration_runs_with_random_weights_and_sizes_cut_down(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_published_config_runs_with_random_weights_and_reduced_sizes(name: str, tmp_path: Path) -> None:
     config = settings(name, tmp_path, small=True)
     with LLM(**{field: getattr(config, field) for field in config.__dataclass_fields__}) as llm:
         prompt = {"prompt_token_ids": [1, 2, 3]}
@@ -62,6 +60,6 @@ def test_the_corpus_is_large_and_every_fact_has_a_source() -> None:
     assert all(tokenizer["source"] for tokenizer in CORPUS["tokenizers"].values())
 
 
-def test_the_guide_says_what_becomes_of_each() -> None:
+def test_the_guides_table_lists_each_config() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert with_table(text) == text, "write it anew: python tests/support/corpus.py"

@@ -1,4 +1,4 @@
-"""Published targets: their configurations, read by their families, have the sizes that publishers tell."""
+"""Published targets: the family readers give the sizes that publishers state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(name: str):
 
 
 @SERVED
-def test_its_tensors_add_up_to_the_published_size(target: Target) -> None:
+def test_a_targets_tensors_add_up_to_the_published_size(target: Target) -> None:
     spec = read(target.name)
     if target.billions is None:
         pytest.skip(f"{target.name}: no size of the language model is published")
@@ -41,12 +41,12 @@ def test_its_tensors_add_up_to_the_published_size(target: Target) -> None:
 
 
 @SERVED
-def test_a_token_takes_the_kv_that_its_geometry_makes(target: Target) -> None:
+def test_a_tokens_kv_size_follows_from_the_geometry(target: Target) -> None:
     assert kv_by_window(target_shape(read(target.name))) == target.kv
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_verify_reads_the_experts_that_its_rows_choose(name: str) -> None:
+def test_verification_reads_the_experts_that_its_rows_choose(name: str) -> None:
     distinct, gigabytes = READ[name]
     shape = target_shape(read(name))
     ((experts, times),) = shape.routed
@@ -58,14 +58,14 @@ def test_a_verify_reads_the_experts_that_its_rows_choose(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHTS_GB)
-def test_weights_take_what_they_are_packed_in(name: str) -> None:
+def test_weights_take_their_packed_size(name: str) -> None:
     target = next(target for target in TARGETS if target.name == name)
     pair = pair_of(target, read(name))
     assert pair.target_bytes(1) / 1e9 == pytest.approx(WEIGHTS_GB[name], rel=0.01)
 
 
-def test_rows_cost_more_where_experts_are_routed() -> None:
-    """A verify of 16 rows beside a plain step, alone on an H200: the length of drafts must know it."""
+def test_rows_cost_more_with_routed_experts() -> None:
+    """Verifying 16 rows compared with a plain step on an H200: the draft length depends on it."""
 
     def cost(name: str) -> float:
         target = next(target for target in TARGETS if target.name == name)
@@ -77,12 +77,12 @@ def test_rows_cost_more_where_experts_are_routed() -> None:
     assert cost("Qwen3-30B-A3B") == pytest.approx(6.4, abs=0.3)
 
 
-def test_the_guide_says_what_the_readers_of_families_say() -> None:
+def test_the_guides_table_agrees_with_the_family_readers() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert with_table(text) == text, "write it anew: python tests/support/published.py"
 
 
-def test_what_the_guide_calls_unserved_is() -> None:
+def test_targets_listed_as_unsupported_are_refused() -> None:
     _, _, missing = GUIDE.read_text(encoding="utf-8").partition("## Not served")
     named = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", missing)
     assert named and not set(named) & set(FAMILIES)

@@ -1,4 +1,4 @@
-"""Routed MLPs as checkpoints hold them and as ranks take them: forms, cuts, what is read, what is refused."""
+"""Weights of routed MLPs: forms in checkpoints, sharding, what is read, what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fused(folder: Path, copy: Path) -> Path:
-    """The checkpoint with one tensor of gate and up and one of down for all experts of a layer."""
+    """The checkpoint with one gate-and-up and one down tensor for all experts of a layer."""
     tensors = load_file(folder / "model.safetensors")
     at = "model.layers.{}.mlp.experts."
     for layer in (0, 2, 3):
@@ -62,7 +62,7 @@ def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
     assert got.first_expert == expected.first_expert
 
 
-def test_experts_in_one_tensor_are_those_that_stand_one_by_one(one_by_one: Path, tmp_path: Path) -> None:
+def test_experts_in_one_tensor_equal_separate_ones(one_by_one: Path, tmp_path: Path) -> None:
     in_one = fused(one_by_one, tmp_path / "fused")
     whole = experts_of(one_by_one)
     stored = load_file(one_by_one / "model.safetensors")
@@ -74,7 +74,7 @@ def test_experts_in_one_tensor_are_those_that_stand_one_by_one(one_by_one: Path,
             assert_same(experts_of(in_one, rank, world_size), experts_of(one_by_one, rank, world_size))
 
 
-def test_ranks_have_a_part_of_each_expert_where_its_inner_size_divides(one_by_one: Path) -> None:
+def test_ranks_have_a_part_of_each_expert_if_its_inner_size_divides(one_by_one: Path) -> None:
     whole, parts = experts_of(one_by_one), [experts_of(one_by_one, rank, 4) for rank in range(4)]
     assert [part.first_expert for part in parts] == [0] * 4
     assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
@@ -83,7 +83,7 @@ def test_ranks_have_a_part_of_each_expert_where_its_inner_size_divides(one_by_on
 
 
 @pytest.mark.parametrize("form", ["one by one", "fused"])
-def test_ranks_have_whole_experts_where_it_does_not(tmp_path: Path, form: str) -> None:
+def test_ranks_have_whole_experts_if_the_inner_size_does_not_divide(tmp_path: Path, form: str) -> None:
     folder = make_tiny_target(tmp_path / "split", "qwen3_moe", moe_intermediate_size=30)
     folder = fused(folder, tmp_path / "fused") if form == "fused" else folder
     whole, parts = experts_of(folder), [experts_of(folder, rank, 4) for rank in range(4)]
@@ -93,7 +93,7 @@ def test_ranks_have_whole_experts_where_it_does_not(tmp_path: Path, form: str) -
 
 
 class Watched:
-    """Tensors of a checkpoint, and how many values of experts were asked for."""
+    """Tensors of a checkpoint; counts the values of experts that were read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors, self.num_read = tensors, 0
@@ -121,8 +121,8 @@ def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -
         assert watched.num_read == NUM_EXPERTS * 3 * inner * HIDDEN // 4
 
 
-def test_what_decides_is_fp32_and_one_rank_adds_the_bias_of_sums(tmp_path: Path) -> None:
-    """Parts that other routers have: a correction, a factor and biases per expert."""
+def test_routing_is_in_fp32_and_one_rank_adds_the_bias(tmp_path: Path) -> None:
+    """Parts of other routers: a correction, a factor and biases per expert."""
     at = "layers.{layer}.mlp."
     rules = {
         "router_correction": TensorRule(name=at + "gate.correction", axes=("experts",)),
@@ -175,20 +175,20 @@ def test_a_missing_expert_is_named_before_anything_is_read(one_by_one: Path, tmp
         experts_of(tmp_path)
 
 
-def test_the_shapes_of_a_model_are_those_of_its_checkpoint(one_by_one: Path) -> None:
+def test_a_models_shapes_equal_its_checkpoints(one_by_one: Path) -> None:
     spec = read_model(one_by_one)
     stored = {name: tuple(t.shape) for name, t in load_file(one_by_one / "model.safetensors").items()}
     assert target_shapes(spec) == stored
 
 
-def test_ranks_that_divide_neither_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_divide_neither_size_are_refused(tmp_path: Path) -> None:
     changes = {"moe_intermediate_size": 30, "num_experts": 6, "mlp_only_layers": []}
     folder = make_tiny_target(tmp_path, "qwen3_moe", **changes)
     with pytest.raises(ConfigError, match="its number of experts is 6"):
         Sharding(read_model(folder), 0, 4)
 
 
-def test_which_layers_have_experts(tmp_path: Path) -> None:
+def test_configs_say_which_layers_have_experts(tmp_path: Path) -> None:
     changes = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}
     spec = read_model(make_tiny_target(tmp_path, "qwen3_moe", **changes))
     kinds = [type(layer.mlp) for layer in spec.layers]
@@ -198,14 +198,14 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
 
 
 def with_keys(folder: Path, copy: Path, **changes: object) -> Path:
-    """A config.json with other keys; None takes one away."""
+    """A config.json with changed keys; None removes one."""
     keys = json.loads((folder / "config.json").read_text()) | changes
     copy.mkdir()
     (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
     return copy
 
 
-def test_experts_are_counted_by_the_key_of_published_files_and_of_saved_ones(
+def test_experts_are_counted_by_the_keys_of_published_and_saved_files(
     one_by_one: Path, tmp_path: Path
 ) -> None:
     assert json.loads((one_by_one / "config.json").read_text())["num_local_experts"] == NUM_EXPERTS
@@ -213,6 +213,6 @@ def test_experts_are_counted_by_the_key_of_published_files_and_of_saved_ones(
     assert read_model(published) == read_model(one_by_one)
 
 
-def test_more_chosen_than_there_are_is_refused(one_by_one: Path, tmp_path: Path) -> None:
+def test_choosing_more_experts_than_there_are_is_refused(one_by_one: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"num_experts_per_tok=9 must be at most num_experts \(8\)"):
         read_model(with_keys(one_by_one, tmp_path / "greedy", num_experts_per_tok=9))

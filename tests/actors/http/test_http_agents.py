@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/messages as their own SDKs see them, over real HTTP."""
+"""/v1/responses and /v1/messages through their own SDKs, over real HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stand(config: EngineConfig) -> Iterator[AgentsStand]:
         yield stand
 
 
-def test_a_response_is_reasoning_a_text_and_calls_whole_and_streamed(stand: AgentsStand) -> None:
+def test_a_response_has_reasoning_text_and_calls_complete_and_streamed(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
     whole = stand.openai.responses.create(**ASK, tools=TOOLS)
     thought, message, *calls = whole.output
@@ -53,13 +53,13 @@ def test_a_response_is_reasoning_a_text_and_calls_whole_and_streamed(stand: Agen
     with stand.openai.responses.stream(**ASK, tools=TOOLS) as stream:
         events = list(stream)
         streamed = stream.get_final_response()
-    assert told(streamed) == told(whole)
+    assert comparable_output(streamed) == comparable_output(whole)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     check_order(events)
 
 
-def told(response: Any) -> list[Any]:
-    """A response's output but for what is made of its id."""
+def comparable_output(response: Any) -> list[Any]:
+    """A response's output without what is derived from its id."""
     found = []
     for item in response.output:
         fields = item.model_dump(exclude={"id", "call_id", "parsed_arguments"})
@@ -70,7 +70,7 @@ def told(response: Any) -> list[Any]:
 
 
 def check_order(events: list[Any]) -> None:
-    """Each item opens, grows and closes before the next; its pieces add up to it."""
+    """Each item opens, grows and closes before the next, and its pieces add up to it."""
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     open_at, text = None, ""
@@ -92,7 +92,7 @@ def check_order(events: list[Any]) -> None:
     assert open_at is None
 
 
-def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: AgentsStand) -> None:
+def test_a_message_has_thinking_text_and_calls_complete_and_streamed(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
     whole = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
     thought, text, *calls = whole.content
@@ -114,8 +114,8 @@ def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: Agents
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
 
 
-def test_what_tools_returned_goes_back_and_is_answered(stand: AgentsStand) -> None:
-    """The client's own next request, made of the answer as the SDK holds it."""
+def test_tool_results_are_accepted_and_answered(stand: AgentsStand) -> None:
+    """The client's next request, made of the answer as the SDK holds it."""
     stand.say(f"{THOUGHT}{CALL}")
     first = stand.openai.responses.create(**ASK, tools=TOOLS)
     call = next(item for item in first.output if item.type == "function_call")
@@ -150,7 +150,9 @@ SLIPS = (
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_streamed_call_that_is_no_json_raises_nowhere_and_goes_back(stand: AgentsStand, slip: str) -> None:
+def test_a_streamed_call_that_is_no_json_raises_nowhere_and_is_accepted_back(
+    stand: AgentsStand, slip: str
+) -> None:
     stand.say(f'<tool_call>\n{{"name": "weather", "arguments": {slip}}}\n</tool_call>{OTHER}')
     whole = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
     with stand.anthropic.messages.stream(**ASK_A, tools=TOOLS_A) as stream:
@@ -174,7 +176,7 @@ def test_a_streamed_call_that_is_no_json_raises_nowhere_and_goes_back(stand: Age
     assert answer.content[0].text == "It rains."
 
 
-def test_an_eager_tool_s_arguments_are_streamed_as_the_model_writes_them(stand: AgentsStand) -> None:
+def test_an_eager_tools_arguments_are_streamed_as_the_model_writes_them(stand: AgentsStand) -> None:
     tools = [{**tool, "eager_input_streaming": tool["name"] == "weather"} for tool in TOOLS_A]
     stand.say(f'<tool_call>\n{{"name": "weather", "arguments": {SLIPS[0]}}}\n</tool_call>{CALL}')
     body = {**ASK_A, "tools": tools, "stream": True}
@@ -188,7 +190,7 @@ def test_an_eager_tool_s_arguments_are_streamed_as_the_model_writes_them(stand: 
     assert len(broken) > 1
 
 
-def test_tools_count_among_a_conversations_tokens(stand: AgentsStand) -> None:
+def test_tools_count_in_a_conversations_tokens(stand: AgentsStand) -> None:
     asked = {"model": NAME, "messages": ASK_A["messages"]}
     bare = stand.anthropic.messages.count_tokens(**asked).input_tokens
     with_tools = stand.anthropic.messages.count_tokens(**asked, tools=TOOLS_A).input_tokens
@@ -202,7 +204,7 @@ def test_tools_count_among_a_conversations_tokens(stand: AgentsStand) -> None:
 
 
 def prompt_tokens(usage: Any) -> int:
-    """Anthropic counts cached tokens apart."""
+    """Anthropic counts cached tokens separately."""
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
@@ -230,7 +232,7 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_tools_that_a_client_runs_are_called_as_its_own_kinds_of_items(stand: AgentsStand) -> None:
+def test_client_side_tools_are_called_as_their_own_items(stand: AgentsStand) -> None:
     ask = {**ASK, "extra_body": {"truncate_prompt_tokens": 100}, "tools": CODEX_TOOLS}
     stand.say(
         called("agents__close", city="a")
@@ -250,7 +252,7 @@ def test_tools_that_a_client_runs_are_called_as_its_own_kinds_of_items(stand: Ag
     )
     with stand.openai.responses.stream(**ask) as stream:
         events = list(stream)
-    assert told(events[-1].response) == told(whole)
+    assert comparable_output(events[-1].response) == comparable_output(whole)
     check_order(events)
     (done,) = (e for e in events if e.type == "response.custom_tool_call_input.done")
     assert done.input == PATCH
@@ -277,7 +279,7 @@ def test_tools_that_a_client_runs_are_called_as_its_own_kinds_of_items(stand: Ag
     assert made.headers["X-Ignored-Params"] == "input.compaction,input.web_search_call,input.ghost_snapshot"
 
 
-def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
+def test_a_truncated_answer_says_so(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look, and look, and look again.")
     cut = stand.openai.responses.create(**{**ASK, "max_output_tokens": 30})
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -294,7 +296,7 @@ def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [513, 32_000])
-def test_a_message_that_allows_more_tokens_than_the_context_has_ends_there(
+def test_a_message_with_max_tokens_beyond_the_context_ends_at_the_context(
     stand: AgentsStand, max_tokens: int
 ) -> None:
     asked = {**ASK_A, "max_tokens": max_tokens}
@@ -313,13 +315,13 @@ def test_a_message_that_allows_more_tokens_than_the_context_has_ends_there(
         stand.anthropic.messages.create(**{**asked, "messages": [long]})
 
 
-def test_answers_are_held_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:
-    """The model's own words here: it is random, and grammars make sense of it."""
+def test_answers_are_constrained_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:
+    """Random text of the model, constrained by grammars."""
 
     class Weather(pydantic.BaseModel):
         rain: bool
 
-    freely = stand.say_what_it_likes()
+    freely = stand.answer_freely()
     parsed = stand.openai.responses.parse(**ASK, text_format=Weather, **freely)
     assert isinstance(parsed.output_parsed, Weather)
     format = {"type": "json_schema", "schema": {**Weather.model_json_schema(), "additionalProperties": False}}
@@ -344,7 +346,7 @@ def test_answers_are_held_to_schemas_and_calls_are_forced(stand: AgentsStand) ->
     assert wrong.value.param == "text.format.schema"
 
 
-def test_an_answer_without_a_word_is_an_empty_text(stand: AgentsStand) -> None:
+def test_an_empty_answer_is_an_empty_text(stand: AgentsStand) -> None:
     stand.say("")
     assert stand.openai.responses.create(**ASK).output[0].content[0].text == ""
     assert stand.anthropic.messages.create(**ASK_A).content[0].text == ""
@@ -372,7 +374,7 @@ def test_wrong_requests_raise_the_sdks_own_errors(stand: AgentsStand) -> None:
         assert refused.status_code == status and refused.json()["type"] == "error"
 
 
-def test_a_client_that_leaves_ends_its_request(stand: AgentsStand) -> None:
+def test_a_disconnect_ends_the_request(stand: AgentsStand) -> None:
     stand.say("On and on. " * 80)
     with stand.openai.responses.create(**ASK, stream=True) as response:
         next(iter(response))
@@ -385,7 +387,7 @@ def test_a_client_that_leaves_ends_its_request(stand: AgentsStand) -> None:
         time.sleep(0.05)
 
 
-def test_async_clients_are_answered_beside_each_other(stand: AgentsStand) -> None:
+def test_async_clients_are_answered_concurrently(stand: AgentsStand) -> None:
     stand.say("It rains.")
 
     async def both() -> tuple[str, str]:
@@ -402,7 +404,7 @@ def test_async_clients_are_answered_beside_each_other(stand: AgentsStand) -> Non
     assert asyncio.run(both()) == ("It rains.", "It rains.")
 
 
-def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(config: EngineConfig) -> None:
+def test_a_death_during_a_stream_is_an_error_event_of_the_api(config: EngineConfig) -> None:
     stand = AgentsStand(config)
     with stand.server:
         stand.say("On and on. " * 80)
@@ -424,7 +426,7 @@ def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(config: EngineCo
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "overloaded_error"
 
 
-def test_models_and_load_are_told(stand: AgentsStand) -> None:
+def test_models_and_load_are_reported(stand: AgentsStand) -> None:
     card = stand.openai.models.retrieve(NAME)
     assert (card.id, card.root, card.parent, card.max_model_len) == (NAME, NAME, None, 512)
     assert stand.anthropic.models.retrieve(NAME).id == NAME

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches by the OpenAI client: what goes in comes out once, whoever is killed."""
+"""/v1/files and /v1/batches with the OpenAI client: every line is answered once, whatever is killed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def ended(client: openai.OpenAI, batch: Batch) -> Batch:
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of an output or error file by custom_id; each is there once."""
+    """The lines of an output or error file by custom_id, each once."""
     lines = client.files.content(file_id).text.splitlines() if file_id else []
     found = {each["custom_id"]: each for each in map(json.loads, lines)}
     assert len(found) == len(lines)
@@ -115,7 +115,7 @@ def texts(found: dict[str, Any]) -> dict[str, str]:
     return {name: choice.get("text") or choice["message"]["content"] for name, choice in choices.items()}
 
 
-def test_files_come_and_go(client: openai.OpenAI) -> None:
+def test_files_are_uploaded_read_and_deleted(client: openai.OpenAI) -> None:
     content = jsonl([line(f"row-{i}", "x" * 5000) for i in range(300)])
     assert len(content) > 1_500_000, "larger than a request may be, and than what waits in memory"
     first = client.files.create(file=("first.jsonl", content), purpose="batch")
@@ -136,7 +136,7 @@ def test_files_come_and_go(client: openai.OpenAI) -> None:
             client.files.retrieve(gone)
 
 
-def test_uploads_that_cannot_be_used_are_refused(server: LiveServer, client: openai.OpenAI) -> None:
+def test_unusable_uploads_are_refused(server: LiveServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError, match="expires_after"):
@@ -190,7 +190,7 @@ def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: open
     assert file.purpose == "batch_output" and file.bytes == len(client.files.content(file.id).read())
 
 
-def test_a_file_that_is_wrong_fails_its_batch_by_line(client: openai.OpenAI) -> None:
+def test_a_wrong_file_fails_its_batch_with_its_lines(client: openai.OpenAI) -> None:
     good = line("a")
     wrong = [
         ("invalid_json_line", b'{"custom_id": \n'),
@@ -216,7 +216,7 @@ def test_a_file_that_is_wrong_fails_its_batch_by_line(client: openai.OpenAI) -> 
         assert [error.code for error in batch.errors.data] == [code]
 
 
-def test_requests_that_make_no_batch_are_refused(client: openai.OpenAI) -> None:
+def test_invalid_batch_requests_are_refused(client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
     asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
     for wrong, status, named in (
@@ -247,12 +247,12 @@ def test_batches_are_listed_newest_first(client: openai.OpenAI) -> None:
 
 
 def slow_lines(num: int) -> list[dict[str, Any]]:
-    """Too many to be answered in a test, but for the first."""
+    """Too many lines to answer in a test, except the first."""
     lengths = [1] * 4 + [200] * (num - 4)
     return [line(f"row-{i}", f"say {i}", max_tokens=n, ignore_eos=True) for i, n in enumerate(lengths)]
 
 
-def test_what_is_finished_when_a_batch_is_cancelled_stays(client: openai.OpenAI) -> None:
+def test_finished_lines_of_a_cancelled_batch_are_kept(client: openai.OpenAI) -> None:
     batch = submit(client, slow_lines(300))
     input_id = batch.input_file_id
     wait_for(lambda: (client.batches.retrieve(batch.id).request_counts or batch.request_counts).completed > 0)
@@ -265,7 +265,7 @@ def test_what_is_finished_when_a_batch_is_cancelled_stays(client: openai.OpenAI)
     assert client.files.delete(input_id).deleted
 
 
-def test_what_is_finished_when_the_window_ends_stays(client: openai.OpenAI) -> None:
+def test_finished_lines_of_an_expired_batch_are_kept(client: openai.OpenAI) -> None:
     batch = ended(client, submit(client, slow_lines(300), completion_window="3s"))
     assert batch.status == "expired" and batch.expired_at and batch.expires_at
     assert batch.expired_at >= batch.expires_at
@@ -273,7 +273,7 @@ def test_what_is_finished_when_the_window_ends_stays(client: openai.OpenAI) -> N
 
 
 def check_cut(client: openai.OpenAI, batch: Batch, code: str) -> None:
-    """Some lines were answered, the others say why not; each stands once."""
+    """Some lines were answered, the others have the reason; each is there once."""
     found, errors = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert found and errors and not set(found) & set(errors)
     assert set(found) | set(errors) == {f"row-{i}" for i in range(300)}
@@ -304,7 +304,7 @@ def test_replicas_share_batches_and_each_line_is_answered_once(
     assert [len(job["runs"]) for job in jobs] == [1] * 3, "nobody began what another had"
 
 
-def test_files_and_batches_live_in_an_object_store_as_well(engine_args: dict[str, Any]) -> None:
+def test_files_and_batches_can_be_in_an_object_store(engine_args: dict[str, Any]) -> None:
     with s3_server() as address:
         make_bucket(address, "batches")
         args = {**engine_args, "batch_storage": s3_url(address, "batches")}
@@ -322,9 +322,7 @@ def test_files_and_batches_live_in_an_object_store_as_well(engine_args: dict[str
             assert len(client.files.list().data) == 3
 
 
-def test_a_batch_is_given_up_where_the_model_is_another_one(
-    engine_args: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_batch_of_another_model_fails(engine_args: dict[str, Any], tmp_path: Path) -> None:
     args = {**engine_args, "batch_storage": str(tmp_path / "batches")}
     with LiveServer(*split_settings(args)) as server:
         batch = submit(client_of(server.url), slow_lines(300))
@@ -380,7 +378,7 @@ def dead_or_done(client: openai.OpenAI, batch: Batch) -> bool:
     return health.status_code == 503 or client.batches.retrieve(batch.id).status == "completed"
 
 
-def test_without_a_storage_the_routes_say_which_setting_is_missing(engine_args: dict[str, Any]) -> None:
+def test_without_a_storage_the_routes_name_the_missing_setting(engine_args: dict[str, Any]) -> None:
     with LiveServer(*split_settings(engine_args)) as server:
         client = client_of(server.url)
         for ask in (client.files.list, client.batches.list):
@@ -407,7 +405,7 @@ def process(args: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], opena
             server.kill()
 
 
-def test_a_replica_that_is_killed_is_followed_by_one_that_goes_on(
+def test_a_killed_replicas_batch_is_continued_by_another(
     engine_args: dict[str, Any], client: openai.OpenAI, tmp_path: Path
 ) -> None:
     lines = [line(f"row-{i}", f"say {i}", max_tokens=40, temperature=0.8) for i in range(80)]

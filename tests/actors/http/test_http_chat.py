@@ -1,4 +1,4 @@
-"""Tools and reasoning over real HTTP, with OpenAI's client: a random model that is made to say things."""
+"""Tools and reasoning over real HTTP with OpenAI's client: a random model with forced text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from serving(config, reasoning_field_name="reasoning", enable_auto_tool_choice=False)
 
 
-def test_an_answer_comes_apart_whole_and_streamed(hermes: Server) -> None:
+def test_an_answer_is_split_complete_and_streamed(hermes: Server) -> None:
     _, client = hermes
     body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
     (choice,) = client.chat.completions.create(**body).choices
@@ -102,7 +102,7 @@ def test_an_answer_comes_apart_whole_and_streamed(hermes: Server) -> None:
     assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
 
 
-def test_an_answer_that_is_cut_short_behind_a_call_ends_for_its_length(hermes: Server) -> None:
+def test_an_answer_truncated_after_a_call_has_finish_reason_length(hermes: Server) -> None:
     _, client = hermes
     body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
     usage = client.chat.completions.create(**body).usage
@@ -114,7 +114,7 @@ def test_an_answer_that_is_cut_short_behind_a_call_ends_for_its_length(hermes: S
     assert last.choices[0].finish_reason == "length"
 
 
-def test_each_of_several_completions_is_read_by_itself(hermes: Server) -> None:
+def test_each_of_several_completions_is_parsed_separately(hermes: Server) -> None:
     _, client = hermes
     body = {**GREEDY, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 3, "logprobs": True}
     texts = ["Well.", SAID]
@@ -147,7 +147,7 @@ def test_each_of_several_completions_is_read_by_itself(hermes: Server) -> None:
         ({"stop": ["arguments"]}, 'I look.\n<tool_call>\n{"name": "get_weather", "', 0),
     ],
 )
-def test_fields_say_what_is_shown(hermes: Server, fields: Any, content: str, calls: int) -> None:
+def test_fields_control_what_is_shown(hermes: Server, fields: Any, content: str, calls: int) -> None:
     http, _ = hermes
     body = {**GREEDY, "tools": TOOLS, **saying(SAID), **fields}
     (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
@@ -157,7 +157,7 @@ def test_fields_say_what_is_shown(hermes: Server, fields: Any, content: str, cal
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-def test_a_schema_that_no_grammar_knows_is_refused_by_the_name_of_the_tools(hermes: Server) -> None:
+def test_a_tool_schema_without_a_grammar_is_refused_by_field(hermes: Server) -> None:
     http, _ = hermes
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64", "not": {}}}}
     function = {"name": "odd", "parameters": odd, "strict": True}
@@ -168,9 +168,7 @@ def test_a_schema_that_no_grammar_knows_is_refused_by_the_name_of_the_tools(herm
 
 
 @pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), ("now", True)])
-def test_calls_that_are_required_are_made_and_heed_their_schemas(
-    hermes: Server, choice: str, parallel: bool
-) -> None:
+def test_required_calls_are_made_and_fit_their_schemas(hermes: Server, choice: str, parallel: bool) -> None:
     _, client = hermes
     tool_choice = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     body = {**GREEDY, "tools": TOOLS, "temperature": 1, "seed": 4, "n": 3, "max_tokens": 250}
@@ -188,7 +186,7 @@ def test_calls_that_are_required_are_made_and_heed_their_schemas(
         assert [c.function for c in other.message.tool_calls or ()] == [c.function for c in calls]
 
 
-def test_calls_that_are_required_come_behind_reasoning_and_by_special_tokens(harmony: Server) -> None:
+def test_required_calls_come_after_reasoning_and_with_special_tokens(harmony: Server) -> None:
     http, _ = harmony
     end = http.post("/tokenize", json={"prompt": "<|end|>"}).json()["tokens"]
     assert len(end) == 1
@@ -216,7 +214,7 @@ def test_calls_that_are_required_come_behind_reasoning_and_by_special_tokens(har
     assert auto.status_code == 400 and auto.json()["error"]["param"] == "tool_choice"
 
 
-def test_a_conversation_goes_into_the_template_as_it_is_meant(hermes: Server, harmony: Server) -> None:
+def test_a_conversation_is_passed_to_the_template_correctly(hermes: Server, harmony: Server) -> None:
     http, _ = hermes
     messages = [
         {"role": "user", "content": "Hi"},
@@ -251,7 +249,7 @@ def test_a_conversation_goes_into_the_template_as_it_is_meant(hermes: Server, ha
     assert broken.status_code == 400 and broken.json()["error"]["param"] == "chat_template"
 
 
-def test_an_answer_that_goes_on_with_a_message_is_read_from_where_that_ends(hermes: Server) -> None:
+def test_an_answer_that_continues_a_message_is_parsed_from_its_end(hermes: Server) -> None:
     http, _ = hermes
     begun = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
     body = {**GREEDY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
@@ -261,7 +259,7 @@ def test_an_answer_that_goes_on_with_a_message_is_read_from_where_that_ends(herm
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (", so", "Yes.")
 
 
-def test_rows_of_a_batch_have_tools_and_reasoning_in_their_responses(config: Any) -> None:
+def test_batch_rows_have_tools_and_reasoning_in_their_responses(config: Any) -> None:
     body = {**GREEDY, "tools": TOOLS, **saying(SAID)}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
 

@@ -1,4 +1,4 @@
-"""Requests that other people's clients sent, as they were (`make compat` runs the clients themselves)."""
+"""Recorded requests of other clients (`make compat` runs the clients themselves)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST_EVENTS = {  # of a stream, by path
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    for folder in (target, drafter):  # recorded of the shipped pair, whose context is as long
+    for folder in (target, drafter):  # recorded with the shipped pair, whose context is as long
         keys = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**keys, "max_position_embeddings": 1024}))
     config = EngineConfig.from_dict(
@@ -42,14 +42,14 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("request_", RECORDED, ids=lambda request: request["name"])
-def test_a_clients_request_is_answered_whole_and_none_of_its_fields_is_unknown(
+def test_recorded_client_requests_are_answered_without_unknown_fields(
     http: httpx.Client, request_: dict[str, Any]
 ) -> None:
     path, body = request_["path"], request_["body"]
     response = http.post(path, headers=request_["headers"], content=json.dumps(body))
     assert response.status_code == 200, response.text
     if not body.get("stream"):
-        check_whole(path, body, response.json())
+        check_complete_answer(path, body, response.json())
         return
     data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     if path in LAST_EVENTS:
@@ -62,8 +62,8 @@ def test_a_clients_request_is_answered_whole_and_none_of_its_fields_is_unknown(
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
 
 
-def check_whole(path: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
-    """What its client reads is there."""
+def check_complete_answer(path: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Everything that its client reads is present."""
     if path.endswith("completions"):
         count = len(body["prompt"]) * body.get("n", 1) if isinstance(body.get("prompt"), list) else 1
         assert [choice["index"] for choice in answer["choices"]] == list(range(count))
@@ -75,7 +75,7 @@ def check_whole(path: str, body: dict[str, Any], answer: dict[str, Any]) -> None
         assert answer["content"] if path.endswith("messages") else answer["output"]
 
 
-def test_what_lm_eval_sums_up_are_log_probabilities_of_its_prompts_tokens(http: httpx.Client) -> None:
+def test_lm_evals_sums_are_log_probabilities_of_its_prompts_tokens(http: httpx.Client) -> None:
     asked = next(request for request in RECORDED if request["name"] == "lm-eval: loglikelihood")
     told = http.post(asked["path"], json=asked["body"]).json()["choices"][0]["logprobs"]
     assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(asked["body"]["prompt"][0]) + 1

@@ -1,4 +1,4 @@
-"""What the HTTP front makes of a request before the engine sees it, and of a failure."""
+"""How the HTTP layer translates requests before the engine sees them, and failures after it."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_a_prompt_comes_in_four_forms(given: object, wanted: object) -> None:
 
 
 @pytest.mark.parametrize("given", [None, [], {}, 5, [1, "a"], [[1], ["a"]], [True]])
-def test_another_prompt_is_refused_by_name(given: object) -> None:
+def test_other_prompts_are_refused_by_name(given: object) -> None:
     with pytest.raises(RequestError) as caught:
         completion(prompt=given)
     assert caught.value.param == "prompt"
 
 
-def test_the_request_wins_over_the_checkpoint_and_that_over_openai() -> None:
+def test_a_requests_fields_override_the_checkpoints_which_override_openais() -> None:
     assert params(completion()).temperature == 1.0
     assert params(completion()).max_tokens == 16
     assert params(completion(), temperature=0.6, max_tokens=99).temperature == 0.6
@@ -89,7 +89,7 @@ def test_generation_config_is_read_from_the_checkpoint(tmp_path: Path) -> None:
         assert refused.value.param == "generation_config"
 
 
-def test_max_completion_tokens_wins_and_is_named_when_it_is_wrong() -> None:
+def test_max_completion_tokens_takes_precedence_and_is_named_if_wrong() -> None:
     assert params(completion(max_tokens=3, max_completion_tokens=5)).max_tokens == 5
     with pytest.raises(RequestError) as caught:
         params(completion(max_completion_tokens=0))
@@ -132,29 +132,31 @@ def test_a_boolean_is_no_number(fields: dict[str, Any], name: str) -> None:
         (DetokenizeRequest, {"tokens": [1, True]}),
     ],
 )
-def test_nor_is_it_at_the_other_endpoints(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_a_boolean_is_no_number_at_other_endpoints_either(
+    model: type[BaseModel], body: dict[str, Any]
+) -> None:
     with pytest.raises(ValidationError, match="true or false"):
         model.model_validate(body)
 
 
-def test_numbers_may_come_as_text_as_rows_of_csv_have_them() -> None:
+def test_numbers_may_be_text_as_in_csv_rows() -> None:
     request = CompletionRequest.model_validate({"prompt": "x", "max_tokens": "7", "temperature": "0.5"})
     assert (request.max_tokens, request.temperature) == (7, 0.5)
 
 
-def test_one_stop_string_is_a_list_of_one() -> None:
+def test_a_single_stop_string_becomes_a_list() -> None:
     assert params(completion(stop="\n")).stop == ("\n",)
     assert params(completion(stop=["a", "b"])).stop == ("a", "b")
     assert params(completion(stop=None)).stop == ()
 
 
 @pytest.mark.parametrize("given", [False, {"enabled": False}])
-def test_speculation_is_switched_off_per_request(given: object) -> None:
+def test_speculation_can_be_disabled_per_request(given: object) -> None:
     assert not completion(speculative=given).speculative.enabled
     assert completion().speculative.enabled
 
 
-def test_a_request_bounds_its_drafts() -> None:
+def test_a_request_can_limit_its_drafts() -> None:
     assert completion(speculative={"max_tokens": 3}).speculative.max_draft_tokens == 3
     assert completion(speculative={"max_tokens": 3, "enabled": False}).speculative.max_draft_tokens == 0
     assert completion(speculative=True).speculative.max_draft_tokens is None
@@ -176,7 +178,7 @@ def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-def test_text_parts_become_one_string_and_other_keys_reach_the_template() -> None:
+def test_text_parts_are_joined_and_other_keys_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
     (message,) = conversation(request, request.messages, None).messages
@@ -197,7 +199,7 @@ def test_unknown_fields_of_a_chat_request_are_kept_for_inspection() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_at_its_default(name: str) -> None:
+def test_an_unsupported_field_is_refused_unless_it_has_its_default(name: str) -> None:
     for value in (None, *REFUSED[name]):
         assert check_extra_fields({name: value}, [], "warn") == []
     with pytest.raises(RequestError) as caught:
@@ -208,9 +210,7 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_at_its_def
 @pytest.mark.parametrize(
     ("name", "unused", "remedy"), [("best_of", 1, "n completions"), ("suffix", "", "prompt")]
 )
-def test_what_is_never_done_is_refused_with_what_to_do_instead(
-    name: str, unused: object, remedy: str
-) -> None:
+def test_unsupported_features_are_refused_with_an_alternative(name: str, unused: object, remedy: str) -> None:
     assert check_extra_fields({name: unused}, [], "reject") == []
     with pytest.raises(RequestError, match=remedy) as caught:
         check_extra_fields({name: "x"}, [], "ignore")
@@ -226,7 +226,7 @@ def test_unknown_fields_are_reported_or_refused_with_the_nearest_name() -> None:
         check_extra_fields({"frobnicate": 1}, known, "reject")
 
 
-def test_the_remedy_for_an_unknown_name_is_the_nearest_or_all() -> None:
+def test_the_remedy_for_an_unknown_name_is_the_nearest_or_all_names() -> None:
     known = ["model", "method"]
     assert did_you_mean("modle", known, prefix="spec.") == "Did you mean spec.model?"
     assert did_you_mean("x", known) == "Known: model, method."
@@ -286,7 +286,7 @@ def stats(**counts: object) -> EngineStats:
     return EngineStats(**{**blank, "finished": {}, "step_seconds": {}, "accepted_per_pos": (0, 0), **counts})
 
 
-def test_what_is_computed_for_a_client_that_leaves_is_cancelled() -> None:
+def test_work_for_a_disconnected_client_is_cancelled() -> None:
     ends: list[str] = []
 
     async def leave() -> dict[str, str]:
@@ -308,7 +308,7 @@ def test_what_is_computed_for_a_client_that_leaves_is_cancelled() -> None:
     asyncio.run(ask())
 
 
-def test_the_engine_line_tells_of_the_time_between_two_snapshots() -> None:
+def test_the_engine_log_line_covers_the_time_between_two_snapshots() -> None:
     before = stats(prompt_tokens=100, generation_tokens=50, prefix_cache_queries=100, prefix_cache_hits=90)
     after = stats(
         prompt_tokens=200,
@@ -326,7 +326,7 @@ def test_the_engine_line_tells_of_the_time_between_two_snapshots() -> None:
     assert engine_line(after, after, 10.0).endswith("Prefix cache hit rate: 0.0%")
 
 
-def test_the_acceptance_line_tells_of_the_time_between_two_snapshots() -> None:
+def test_the_acceptance_log_line_covers_the_time_between_two_snapshots() -> None:
     before = stats(num_drafts=10, num_draft_tokens=20, num_accepted_tokens=20, accepted_per_pos=(10, 10))
     after = stats(num_drafts=14, num_draft_tokens=28, num_accepted_tokens=25, accepted_per_pos=(14, 11))
     line = acceptance_line(before, after, 10.0, None)

@@ -1,4 +1,4 @@
-"""Sampling fields and log probabilities over real HTTP: they act, have OpenAI's shapes, or are refused."""
+"""Sampling fields and log probabilities over real HTTP: they have an effect, or are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def streamed(http: httpx.Client, path: str, **body: Any) -> list[Any]:
         {"allowed_token_ids": [70, 71, 72]},
     ],
 )
-def test_a_field_acts_and_speculation_does_not_change_what_it_does(
+def test_a_sampling_field_has_the_same_effect_with_speculation(
     http: httpx.Client, fields: dict[str, Any]
 ) -> None:
     body = {"prompt": "a a a a", "return_token_ids": True, **fields}
@@ -73,13 +73,13 @@ def test_a_field_acts_and_speculation_does_not_change_what_it_does(
         assert set(ruled) == {70}
 
 
-def test_bad_words_do_not_come_though_they_would(http: httpx.Client) -> None:
+def test_bad_words_are_never_generated(http: httpx.Client) -> None:
     free = answer(http, COMPLETIONS, prompt="abc")["text"]
     word = next(free[i : i + 2] for i in range(len(free) - 2) if free[i : i + 2].strip().isascii())
     assert word not in answer(http, COMPLETIONS, prompt="abc", bad_words=[word, *word])["text"]
 
 
-def test_a_chats_log_probabilities_have_openais_shape_whole_and_streamed(http: httpx.Client) -> None:
+def test_a_chats_log_probabilities_have_openais_form_complete_and_streamed(http: httpx.Client) -> None:
     body = {**GREEDY, "messages": USER, "logprobs": True, "top_logprobs": 2}
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
     whole = client.chat.completions.create(**body).choices[0]
@@ -104,7 +104,7 @@ def test_a_chats_log_probabilities_have_openais_shape_whole_and_streamed(http: h
     assert answer(http, CHAT, messages=USER, logprobs=False)["logprobs"] is None
 
 
-def test_a_completions_log_probabilities_are_lists_whole_and_streamed(http: httpx.Client) -> None:
+def test_a_completions_log_probabilities_are_lists_complete_and_streamed(http: httpx.Client) -> None:
     whole = answer(http, COMPLETIONS, prompt="abc", logprobs=2)["logprobs"]
     assert {name: len(values) for name, values in whole.items()} == dict.fromkeys(
         ("text_offset", "token_logprobs", "tokens", "top_logprobs"), 20
@@ -117,7 +117,7 @@ def test_a_completions_log_probabilities_are_lists_whole_and_streamed(http: http
         assert [value for logprobs in found for value in logprobs[name]] == whole[name]
 
 
-def test_zero_log_probabilities_are_the_chosen_tokens_own(http: httpx.Client) -> None:
+def test_logprobs_0_returns_the_chosen_tokens(http: httpx.Client) -> None:
     found = answer(http, COMPLETIONS, prompt="abc", logprobs=0)["logprobs"]
     assert len(found["token_logprobs"]) == 20
     assert found["top_logprobs"] == [
@@ -126,7 +126,7 @@ def test_zero_log_probabilities_are_the_chosen_tokens_own(http: httpx.Client) ->
     assert answer(http, COMPLETIONS, prompt="abc")["logprobs"] is None
 
 
-def test_tokens_behind_a_stop_string_bring_none(http: httpx.Client) -> None:
+def test_tokens_after_a_stop_string_have_no_log_probabilities(http: httpx.Client) -> None:
     free = answer(http, COMPLETIONS, prompt="abc")["text"]
     stop = next(c for c in free[3:] if c.isascii())
     body = {"prompt": "abc", "stop": stop, "logprobs": 1, "return_token_ids": True}
@@ -140,7 +140,7 @@ ECHO: dict[str, Any] = {"prompt": "abc def", "echo": True}
 
 
 def test_an_echo_is_the_prompt_and_then_the_answer(http: httpx.Client) -> None:
-    """In a stream, too; of several prompts each has its own."""
+    """Also in a stream; each of several prompts has its own."""
     plain = answer(http, COMPLETIONS, prompt="abc def")
     assert answer(http, COMPLETIONS, **ECHO)["text"] == "abc def" + plain["text"]
     pieces = streamed(http, COMPLETIONS, prompt=["abc def", "xy"], echo=True, n=2, temperature=1, seed=3)
@@ -157,9 +157,7 @@ def test_an_echo_is_the_prompt_and_then_the_answer(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 20])
-def test_an_echo_tells_the_prompt_s_log_probabilities_as_harnesses_read_them(
-    http: httpx.Client, max_tokens: int
-) -> None:
+def test_an_echo_has_the_prompts_log_probabilities_for_harnesses(http: httpx.Client, max_tokens: int) -> None:
     body = {**GREEDY, **ECHO, "max_tokens": max_tokens, "logprobs": 1}
     response = http.post(COMPLETIONS, json=body).json()
     (whole,) = response["choices"]
@@ -179,7 +177,7 @@ def test_an_echo_tells_the_prompt_s_log_probabilities_as_harnesses_read_them(
     assert {name: [x for each in told for x in each[name]] for name in logprobs} == logprobs
 
 
-def test_prompt_logprobs_stand_where_vllm_has_them(http: httpx.Client) -> None:
+def test_prompt_logprobs_are_where_vllm_has_them(http: httpx.Client) -> None:
     found = answer(http, COMPLETIONS, prompt="abc def", prompt_logprobs=2)["prompt_logprobs"]
     echoed = answer(http, COMPLETIONS, **ECHO, logprobs=5, prompt_logprobs=2)
     assert echoed["prompt_logprobs"] == found
@@ -198,8 +196,8 @@ def test_prompt_logprobs_stand_where_vllm_has_them(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_budget_of_thoughts_ends_them(http: httpx.Client, temperature: int) -> None:
-    """In the prompt they have begun; what is said without a budget goes on."""
+def test_a_thinking_budget_ends_reasoning(http: httpx.Client, temperature: int) -> None:
+    """The prompt begins reasoning; without a budget it continues."""
     body = {"temperature": temperature, "seed": 5, "max_tokens": 30}
     free, plain, bound, none = (
         answer(http, COMPLETIONS, prompt="a<think>b", return_token_ids=True, **{**body, **more})
@@ -242,7 +240,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "remedy"), REFUSED)
-def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(
+def test_a_wrong_value_is_refused_by_name_with_the_valid_ones(
     http: httpx.Client, path: str, fields: dict[str, Any], param: str, remedy: str
 ) -> None:
     prompt = {"messages": USER} if path == CHAT else {"prompt": "x"}

@@ -1,4 +1,4 @@
-"""The application over real HTTP, on a tiny random pair: clients' answers, streams, failures, departures."""
+"""The application over real HTTP on a tiny random pair: answers, streams, failures, disconnects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
         return events(response)
 
 
-def test_a_completion_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_a_completion_is_the_same_complete_and_streamed(client: openai.OpenAI) -> None:
     whole = client.completions.create(prompt="def f(", **GREEDY)
     assert whole.id.startswith("cmpl-") and whole.model == NAME
     assert whole.choices[0].finish_reason in ("length", "stop")
@@ -78,7 +78,7 @@ def test_a_completion_is_the_same_whole_and_streamed(client: openai.OpenAI) -> N
     ]
 
 
-def test_a_chat_answer_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_a_chat_answer_is_the_same_complete_and_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(messages=USER, **GREEDY)
     message = whole.choices[0].message
     assert message.role == "assistant" and whole.id.startswith("chatcmpl-")
@@ -87,7 +87,7 @@ def test_a_chat_answer_is_the_same_whole_and_streamed(client: openai.OpenAI) -> 
     assert pieces[0].choices[0].delta.role == "assistant"
 
 
-def test_speculation_does_not_change_the_answer_and_says_what_it_did(client: openai.OpenAI) -> None:
+def test_speculation_changes_no_answer_and_reports_its_counts(client: openai.OpenAI) -> None:
     for extra in ({"temperature": 0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}):
         body = {**GREEDY, **extra, "prompt": "import os", "max_tokens": 40}
         drafted = client.completions.create(**body)
@@ -118,7 +118,7 @@ def test_the_stream_of_a_chat_follows_the_grammar(http: httpx.Client) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
 
 
-def test_a_stream_brings_whole_blocks_and_usage_that_grows(http: httpx.Client) -> None:
+def test_a_stream_has_an_event_per_block_and_growing_usage(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = stream(http, "/v1/completions", prompt="x = ", stream_options=options, return_token_ids=True)
     *chunks, last = found
@@ -132,7 +132,7 @@ def test_a_stream_brings_whole_blocks_and_usage_that_grows(http: httpx.Client) -
     assert [i for block in blocks for i in block] == whole["choices"][0]["token_ids"]
 
 
-def test_several_prompts_and_completions_keep_their_places(http: httpx.Client) -> None:
+def test_several_prompts_and_completions_keep_their_indices(http: httpx.Client) -> None:
     body = {**GREEDY, "temperature": 1.0, "seed": 3, "prompt": ["a = ", "b = "], "n": 2}
     whole = http.post("/v1/completions", json=body).json()
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
@@ -148,7 +148,7 @@ def test_several_prompts_and_completions_keep_their_places(http: httpx.Client) -
     assert set(ends.values()) == {1}
 
 
-def test_a_stop_string_ends_the_answer_and_is_named(http: httpx.Client) -> None:
+def test_a_stop_string_ends_the_answer_and_is_reported(http: httpx.Client) -> None:
     whole = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).json()["choices"][0]["text"]
     stop = next(c for c in whole[3:] if c.isascii())
     choice = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "stop": stop}).json()["choices"][0]
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_the_answer_and_is_named(http: httpx.Client) -> None:
     assert choice["text"] == whole[: whole.index(stop)]
 
 
-def test_a_prompt_seen_before_is_read_from_the_cache(http: httpx.Client) -> None:
+def test_a_repeated_prompt_is_read_from_the_cache(http: httpx.Client) -> None:
     body = {**GREEDY, "prompt": list(range(60, 160)), "max_tokens": 2}
     cached = [
         http.post("/v1/completions", json={**body, **salt}).json()["usage"]["prompt_tokens_details"]
@@ -203,7 +203,7 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), ERRORS)
-def test_a_wrong_request_is_answered_in_openais_shape(
+def test_a_wrong_request_is_answered_in_openais_form(
     http: httpx.Client, path: str, body: Any, status: int, param: str | None
 ) -> None:
     response = http.post(path, json=body)
@@ -215,7 +215,7 @@ def test_a_wrong_request_is_answered_in_openais_shape(
     assert response.headers["x-request-id"]
 
 
-def test_malformed_bodies_and_methods_are_answered_in_openais_shape(http: httpx.Client) -> None:
+def test_malformed_bodies_and_methods_are_answered_in_openais_form(http: httpx.Client) -> None:
     broken = http.post(
         "/v1/completions", content=b'{"prompt": ', headers={"content-type": "application/json"}
     )
@@ -240,7 +240,7 @@ def test_malformed_bodies_and_methods_are_answered_in_openais_shape(http: httpx.
         '"truncate_prompt_tokens": 0',
     ],
 )
-def test_extreme_values_are_refused_and_harm_nobody(http: httpx.Client, fields: str) -> None:
+def test_extreme_values_are_refused_and_harm_no_other_request(http: httpx.Client, fields: str) -> None:
     content = f'{{"prompt": "x", {fields}}}'.encode()
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["message"]
@@ -277,7 +277,7 @@ def test_extreme_values_that_are_allowed_are_served(http: httpx.Client, fields: 
         '"prompt": "x", "user": "\\ud800", "metadata": {"tenant": "\\udc00", "\\ud800": "x"}',
     ],
 )
-def test_half_a_character_is_read_as_the_sign_for_it(http: httpx.Client, fields: str) -> None:
+def test_a_lone_surrogate_is_read_as_the_replacement_character(http: httpx.Client, fields: str) -> None:
     content = f'{{"max_tokens": 2, "temperature": 0, {fields}}}'
     headers = {"content-type": "application/json"}
     found = []
@@ -311,7 +311,7 @@ def test_the_template_gets_its_variables(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
-def test_what_is_a_field_of_its_own_is_no_template_variable(http: httpx.Client, name: str) -> None:
+def test_a_field_is_not_accepted_as_a_template_variable(http: httpx.Client, name: str) -> None:
     body = {**GREEDY, "messages": USER, "chat_template_kwargs": {name: False}}
     for path in ("/v1/chat/completions", "/tokenize"):
         response = http.post(path, json=body)
@@ -379,8 +379,8 @@ def test_the_request_id_is_echoed_and_logged_without_any_text(
     assert "secret" not in caplog.text
 
 
-def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
-    def leave_at_once(body: dict[str, Any]) -> None:
+def test_disconnects_free_their_requests(server: LiveServer) -> None:
+    def disconnect_at_once(body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with socket.create_connection(server.address) as connection:
@@ -389,7 +389,7 @@ def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
     def one(index: int) -> None:
         body = {**GREEDY, "prompt": [60 + index] * 20, "max_tokens": 400, "ignore_eos": True}
         if index % 4 == 0:  # with and without a stream
-            leave_at_once({**body, "stream": index % 8 == 0})
+            disconnect_at_once({**body, "stream": index % 8 == 0})
             return
         with httpx.Client(base_url=server.url, timeout=60) as http:
             stays = index % 4 == 3
@@ -407,7 +407,7 @@ def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
 
 
 class DyingExecutor(PassingExecutor):
-    """A real executor whose workers die when they are told to."""
+    """A real executor whose workers die on command."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(make_executor(config))
@@ -443,7 +443,7 @@ def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(con
         assert told.endswith(" 1.0"), "the stream that had begun was let in"
 
 
-def test_a_key_opens_all_but_the_open_paths_and_large_bodies_are_refused(config: EngineConfig) -> None:
+def test_all_but_the_open_paths_need_a_key_and_large_bodies_are_refused(config: EngineConfig) -> None:
     settings = ServerSettings(
         api_key=("first", "second"), max_request_bytes=2000, sse_keep_alive_interval=0.001
     )

@@ -1,4 +1,4 @@
-"""Speculation as a request asks for it, and as its answer tells of it, over real HTTP."""
+"""Speculation fields of requests and answers, over real HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USAGE = {"include_usage": True}
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server that tells nothing of speculation by itself."""
+    """A server that reports nothing about speculation by default."""
     target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
     config = EngineConfig.from_dict(
         {
@@ -46,7 +46,7 @@ def answer(http: httpx.Client, **body: Any) -> Any:
 
 
 def check_trace(figures: Any, num_tokens: int) -> None:
-    """What is told of tokens, of steps and of all of it agree."""
+    """The reported tokens, steps and totals agree."""
     trace = figures["trace"]
     assert trace["first_token"] == 0 and trace["truncated"] is False
     assert len(trace["origins"]) == len(trace["steps"]) == num_tokens
@@ -63,7 +63,7 @@ def check_trace(figures: Any, num_tokens: int) -> None:
     assert len(verified) == figures["num_spec_steps"] == len(figures["per_step_drafted"])
 
 
-def test_a_trace_tells_of_each_token_where_it_came_from(http: httpx.Client) -> None:
+def test_a_trace_has_the_origin_of_each_token(http: httpx.Client) -> None:
     plain = answer(http, speculative=False)
     assert plain["metrics"]["time_to_first_token_ms"] > 0 and "speculative_decoding" not in plain["metrics"]
     traced = answer(http, speculative=TRACED)
@@ -73,7 +73,7 @@ def test_a_trace_tells_of_each_token_where_it_came_from(http: httpx.Client) -> N
     assert max(figures["per_step_drafted"]) == 3 and len(figures["acceptance_histogram"]) == 16
 
 
-def test_a_stop_string_cuts_the_trace_with_the_text(http: httpx.Client) -> None:
+def test_a_stop_string_truncates_trace_and_text(http: httpx.Client) -> None:
     whole = answer(http)["choices"][0]["text"]
     traced = answer(http, speculative={"return_trace": True}, stop=whole[len(whole) // 2 :][:2])
     trace = traced["metrics"]["speculative_decoding"]["trace"]
@@ -81,7 +81,7 @@ def test_a_stop_string_cuts_the_trace_with_the_text(http: httpx.Client) -> None:
     assert len(trace["origins"]) == len(traced["choices"][0]["token_ids"]) > 0
 
 
-def test_a_streams_trace_rides_on_its_usage_chunk(http: httpx.Client) -> None:
+def test_a_streams_trace_is_in_its_usage_chunk(http: httpx.Client) -> None:
     whole = answer(http, speculative=TRACED)["metrics"]["speculative_decoding"]
     body = {**BODY, "speculative": TRACED, "stream": True, "stream_options": USAGE}
     with http.stream("POST", PATH, json=body) as response:
@@ -100,7 +100,7 @@ def test_a_streams_trace_rides_on_its_usage_chunk(http: httpx.Client) -> None:
         {"speculative": {"enabled": False, "return_trace": True}},
     ],
 )
-def test_a_trace_that_has_no_place_is_said_to_be_ignored(http: httpx.Client, body: Any) -> None:
+def test_an_unsupported_trace_is_named_as_ignored(http: httpx.Client, body: Any) -> None:
     with http.stream("POST", PATH, json={**BODY, "max_tokens": 2, "speculative": TRACED, **body}) as response:
         assert response.status_code == 200
         assert response.headers["x-ignored-params"] == "speculative.return_trace"
@@ -109,7 +109,7 @@ def test_a_trace_that_has_no_place_is_said_to_be_ignored(http: httpx.Client, bod
 @pytest.mark.parametrize(
     "wrong", [{"max_tokens": -1}, {"max_tokens": 1.5}, {"max_token": 1}, {"drafter": "d"}]
 )
-def test_what_speculation_cannot_be_is_refused_by_name(http: httpx.Client, wrong: Any) -> None:
+def test_invalid_speculation_fields_are_refused_by_name(http: httpx.Client, wrong: Any) -> None:
     response = http.post(PATH, json={**BODY, "speculative": wrong})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == f"speculative.{next(iter(wrong))}"
@@ -128,13 +128,13 @@ def test_an_answer_without_a_draft_has_numbers_as_in_vllm() -> None:
     assert figures["acceptance_histogram"] == [0, 0, 0, 0]
 
 
-def test_tokens_of_a_step_are_its_accepted_drafts_and_then_the_targets_own() -> None:
+def test_a_steps_tokens_are_accepted_drafts_and_then_the_targets_own() -> None:
     found = list(token_origins(STEPS))
     assert found[:3] == [(0, "plain"), (1, "draft"), (1, "bonus")]
     assert found[3:] == [*[(2, "draft")] * 3, (2, "bonus"), (3, "draft")]  # the last one was cut
 
 
-def test_a_detailed_answer_tells_verify_steps_and_a_long_trace_is_cut() -> None:
+def test_a_detailed_answer_has_verify_steps_and_a_long_trace_is_truncated() -> None:
     summary = acceptance(metrics(()), 3, detailed=False)
     assert summary["per_step_accepted"] is None and "trace" not in summary
     detailed = acceptance(metrics(STEPS), 3, detailed=True)

@@ -1,4 +1,4 @@
-"""`response_format` and `structured_outputs` over HTTP: held, and refused by the field that came."""
+"""`response_format` and `structured_outputs` over HTTP: they hold, or are refused by field."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_sdk_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
     pytest.fail("no answer came to an end")
 
 
-def test_a_stream_is_held_as_the_whole_answer_is(client: openai.OpenAI) -> None:
+def test_a_stream_is_constrained_like_a_complete_answer(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": USER,
@@ -101,7 +101,7 @@ def test_a_stream_is_held_as_the_whole_answer_is(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "text"}, "max_tokens": 3}, r"(.|\n)*"),
     ],
 )
-def test_completions_are_held_too(http: httpx.Client, fields: dict[str, Any], pattern: str) -> None:
+def test_completions_are_constrained_too(http: httpx.Client, fields: dict[str, Any], pattern: str) -> None:
     response = http.post("/v1/completions", json={"prompt": "x", "seed": 2, "max_tokens": 40, **fields})
     assert response.status_code == 200, response.text
     assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
@@ -130,7 +130,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param", "word"), REFUSED)
-def test_what_cannot_be_held_to_is_a_400_that_names_the_field(
+def test_an_unsupported_constraint_is_a_400_that_names_the_field(
     http: httpx.Client, fields: dict[str, Any], param: str, word: str, stream: bool
 ) -> None:
     response = http.post("/v1/chat/completions", json={"messages": USER, "stream": stream, **fields})
@@ -140,7 +140,7 @@ def test_what_cannot_be_held_to_is_a_400_that_names_the_field(
 
 
 def requests_of_the_guide() -> list[dict[str, Any]]:
-    """Its JSON: a whole request a block, or one a line; and where it ends, so that it can be read back."""
+    """JSON examples of a guide's code block: one per block, or one per line; and where each ends."""
     text = (ROOT / "docs/how-to/structured-output.md").read_text()
     blocks = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
     pieces = [piece for block in blocks for piece in ([block] if block[1] == "\n" else block.splitlines())]
@@ -148,7 +148,7 @@ def requests_of_the_guide() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("body", requests_of_the_guide())
-def test_what_the_guide_sends_is_taken(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_the_guides_requests_are_accepted(http: httpx.Client, body: dict[str, Any]) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     response = http.post(path, json={**body, "max_tokens": 4})
     if "thinking_token_budget" in body:  # this pair does not think

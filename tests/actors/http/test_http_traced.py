@@ -1,4 +1,4 @@
-"""What is told of requests afterwards, by one server: spans, lines of JSON, their lives, and the audit."""
+"""Records of requests on one server: spans, JSON logs, timelines, and the audit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """A real receiver of OTLP over HTTP: keeps what it is sent."""
+    """A real receiver of OTLP over HTTP that keeps what it gets."""
 
     def __init__(self) -> None:
         spans: list[Any] = []
@@ -85,7 +85,7 @@ def collector() -> Iterator[Collector]:
 
 
 class Lying(PassingExecutor):
-    """A real executor that can be made to let a wrong draft through."""
+    """A real executor that can be made to accept a wrong draft."""
 
     lies = False
 
@@ -145,7 +145,7 @@ def http(server: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What a replica would write with --log-format json."""
+    """The lines that a replica would write with --log-format json."""
     ours, told = logging.getLogger("manta"), io.StringIO()
     handler = logging.StreamHandler(told)
     handler.setFormatter(JsonFormatter({"process": "replica", "replica": "r1", "engine": NAME}))
@@ -175,7 +175,7 @@ def flushed(server: LiveServer, collector: Collector, request_id: str) -> dict[s
     return {"root": root, **children}
 
 
-def test_a_request_is_a_span_with_its_queue_prefill_and_decoding(
+def test_a_request_is_a_span_with_queue_prefill_and_decode(
     server: LiveServer, http: httpx.Client, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "traced-1"}
@@ -203,7 +203,7 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decoding(
     assert collector.resources[0]["service.name"] == "manta"
 
 
-def test_names_of_spans_are_those_of_the_conventions(
+def test_span_names_follow_the_conventions(
     server: LiveServer, http: httpx.Client, collector: Collector
 ) -> None:
     body = {**BODY, "prompt": "x", "presence_penalty": 0.1, "frequency_penalty": 0.1, "n": 2}
@@ -215,7 +215,7 @@ def test_names_of_spans_are_those_of_the_conventions(
     assert {name for name in told if name.startswith("gen_ai.")} <= known | newer
 
 
-def test_a_request_that_no_engine_had_is_a_span_with_its_status_and_reason(
+def test_a_refused_request_is_a_span_with_its_status_and_reason(
     server: LiveServer, http: httpx.Client, collector: Collector
 ) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "traced-3"}
@@ -251,7 +251,7 @@ def test_each_row_of_a_batch_is_a_span(server: LiveServer, http: httpx.Client, c
     assert values(failed.pop("root").attributes)["error.type"] == "BadRequestError" and not failed
 
 
-def test_a_collector_that_cannot_be_is_refused_and_a_missing_extra_is_named(
+def test_an_invalid_collector_is_refused_and_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint") as caught:
@@ -270,7 +270,7 @@ def test_a_collector_that_cannot_be_is_refused_and_a_missing_extra_is_named(
     assert tracing.open_tracing(ServerSettings(), "r") is None, "the environment may mean others"
 
 
-def test_lines_of_json_name_the_request_and_the_process(http: httpx.Client, log: io.StringIO) -> None:
+def test_json_log_lines_name_the_request_and_the_process(http: httpx.Client, log: io.StringIO) -> None:
     answer = http.post(
         "/v1/completions", json={**BODY, "prompt": "a secret", "request_id": "logged-1"}
     ).json()
@@ -293,7 +293,7 @@ def test_lines_of_json_name_the_request_and_the_process(http: httpx.Client, log:
     assert refused["status"] == 400 and refused["param"] == "prompt" and "secret" not in log.getvalue()
 
 
-def test_what_is_logged_after_the_first_request_is_not_about_it(log: io.StringIO) -> None:
+def test_later_log_lines_do_not_name_the_first_request(log: io.StringIO) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         about_request("ready-check")
         logging.getLogger("manta.test").info("within")
@@ -314,7 +314,7 @@ def explained(*arguments: str, url: str | None = None) -> Any:
     return CliRunner().invoke(app, ["logs", "explain", *arguments, *where])
 
 
-def test_a_requests_life_is_explained_by_either_of_its_names(server: LiveServer, http: httpx.Client) -> None:
+def test_a_request_is_explained_by_either_of_its_ids(server: LiveServer, http: httpx.Client) -> None:
     body = {**BODY, "prompt": list(range(60, 160)), "temperature": 0}
     http.post("/v1/completions", json=body)
     answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "lived-1"}).json()
@@ -342,7 +342,7 @@ def test_a_requests_life_is_explained_by_either_of_its_names(server: LiveServer,
     assert http.get("/explain", params={"id": "lived-1"}).status_code == 401
 
 
-def test_log_files_explain_what_their_lines_say(tmp_path: Path) -> None:
+def test_log_files_explain_a_request_from_their_lines(tmp_path: Path) -> None:
     replica, worker = tmp_path / "replica.err", tmp_path / "worker.err"
     replica.write_text(
         "(Replica pid=7) "
@@ -359,9 +359,7 @@ def test_log_files_explain_what_their_lines_say(tmp_path: Path) -> None:
     assert explained("nobody", "-f", str(replica)).exit_code != 0
 
 
-def test_finished_answers_are_computed_again_and_found_the_same(
-    server: LiveServer, http: httpx.Client
-) -> None:
+def test_finished_answers_are_audited_and_equal(server: LiveServer, http: httpx.Client) -> None:
     before = audits(http)
     drafted = server.engine.stats().num_draft_tokens
     stop = http.post("/v1/completions", json={**BODY, "prompt": "q", "seed": 5}).json()["choices"][0]["text"][
@@ -375,7 +373,7 @@ def test_finished_answers_are_computed_again_and_found_the_same(
     assert server.engine.stats().num_draft_tokens == drafted_by_us, "nothing is drafted for an audit"
 
 
-def test_an_answer_that_would_differ_is_named_with_its_place(
+def test_a_differing_answer_is_named_with_its_token(
     http: httpx.Client, server: LiveServer, executors: list[Lying], log: io.StringIO
 ) -> None:
     wait_for(lambda: server.engine.stats().running == 0)
@@ -392,9 +390,7 @@ def test_an_answer_that_would_differ_is_named_with_its_place(
     assert warning["request_id"] == "wrong-1" and "from token 1 of 24 on" in warning["message"]
 
 
-def test_an_online_request_ends_an_audit_which_goes_on_behind_what_it_compared(
-    server: LiveServer, http: httpx.Client
-) -> None:
+def test_an_online_request_interrupts_an_audit_which_resumes(server: LiveServer, http: httpx.Client) -> None:
     wait_for(lambda: server.engine.stats().running == 0)
     before, headers = audits(http), {"Authorization": "Bearer root"}
     body = {**BODY, "prompt": "long", "max_tokens": 250}
@@ -413,7 +409,7 @@ def test_an_online_request_ends_an_audit_which_goes_on_behind_what_it_compared(
     assert last["finish_reason"] == "length" and last["begun_tokens"] > 0
 
 
-def test_answers_beyond_what_is_kept_are_skipped() -> None:
+def test_answers_beyond_the_audit_queue_are_skipped() -> None:
     counted: list[str] = []
     audit = LosslessAudit(None, 1.0, counted.append)  # type: ignore[arg-type]  # nothing is computed
     for i in range(MAX_WAITING + 2):

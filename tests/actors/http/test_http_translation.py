@@ -1,4 +1,4 @@
-"""Bodies of the Responses and the Messages API become a chat; errors use the words of the body."""
+"""Bodies of the Responses and the Messages API become a chat; errors name the body's own fields."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
 
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
-    """What a template gets; reasoning stands there under several names."""
+    """What a template gets; reasoning is there under several names."""
     messages = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
     shown = parse_arguments(messages)
     return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
 
 
 def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
-    """A turn with a call, as a client sends it back."""
+    """A turn with a call, as a client returns it."""
     return [
         {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
         {
@@ -73,7 +73,7 @@ def test_items_of_an_answer_are_one_message() -> None:
     assert said(chat) == TALK
 
 
-def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
+def test_blocks_of_an_answer_are_one_message_and_results_are_separate() -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
     chat = messages(
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
@@ -94,7 +94,7 @@ def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
     assert said(chat) == TALK
 
 
-def test_answers_of_different_turns_stay_apart() -> None:
+def test_answers_of_different_turns_stay_separate() -> None:
     chat = responses(
         input=[
             {"role": "user", "content": "a"},
@@ -136,7 +136,7 @@ RETURNED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("returned", "text"), RETURNED)
-def test_what_a_tool_returned_is_read_or_named_whichever_way_it_comes(returned: Any, text: str) -> None:
+def test_tool_results_are_read_or_named_in_every_form(returned: Any, text: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": returned}
     message = {"role": "tool", "tool_call_id": "c1", "content": returned}
     output = {"type": "function_call_output", "call_id": "c1", "output": returned}
@@ -151,7 +151,7 @@ def test_what_a_tool_returned_is_read_or_named_whichever_way_it_comes(returned: 
     assert said(failed)[0]["content"] == f"Error: {text}".rstrip()
 
 
-def test_a_users_own_documents_are_read_and_images_refused_with_a_sentence() -> None:
+def test_a_users_documents_are_read_and_images_are_refused() -> None:
     document = {"type": "document", "title": "t", "source": SOURCE}
     chat = messages(messages=[{"role": "user", "content": [document, {**TEXT, "text": "So?"}]}])
     assert said(chat) == [{"role": "user", "content": "t\npage\nSo?"}]
@@ -161,7 +161,7 @@ def test_a_users_own_documents_are_read_and_images_refused_with_a_sentence() -> 
         assert refused.value.param == "messages.0.content.1"
 
 
-def test_text_behind_a_call_goes_on_with_the_text_before_it() -> None:
+def test_text_after_a_call_continues_the_text_before_it() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'}
     use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
     items = [{"role": "assistant", "content": text} for text in ("a ", "b")]
@@ -171,7 +171,7 @@ def test_text_behind_a_call_goes_on_with_the_text_before_it() -> None:
     assert said(one) == said(other) == [{"role": "assistant", "content": "a b", "tool_calls": [CALL]}]
 
 
-def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
+def test_tools_choices_and_formats_are_translated_to_a_chats() -> None:
     tool = {"type": "function", "name": "weather", "description": "d", "parameters": SCHEMA, "strict": True}
     one = responses(
         input="x",
@@ -205,7 +205,7 @@ def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
     assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
 
 
-def test_tools_that_a_client_runs_become_functions() -> None:
+def test_client_side_tools_become_functions() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
     inner = {"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}
     tools = [
@@ -241,7 +241,7 @@ def test_tools_that_a_client_runs_become_functions() -> None:
 
 
 def test_calls_of_every_kind_of_tool_are_part_of_the_conversation() -> None:
-    """What other servers have said, too: a session may have begun there."""
+    """Answers of other servers, where a session may have begun."""
     chat = responses(
         input=[
             USER,
@@ -275,14 +275,14 @@ def test_calls_of_every_kind_of_tool_are_part_of_the_conversation() -> None:
     assert (patched["content"], listed["content"]) == ("r", '[{"stdout": "é"}]')
 
 
-def test_a_message_of_the_assistant_that_comes_last_is_gone_on_with() -> None:
+def test_a_last_assistant_message_is_continued() -> None:
     said_so_far = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
     chat = messages(messages=said_so_far)
     assert chat.continue_final_message and not chat.add_generation_prompt
     assert not messages(messages=said_so_far[:1]).continue_final_message
 
 
-def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
+def test_thinking_is_switched_if_the_template_has_a_switch() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "thinking": {"type": "disabled"}}
     assert messages(**body).chat_template_kwargs == {"enable_thinking": False}
     assert messages(heeds=NONE, **body).chat_template_kwargs is None
@@ -294,7 +294,7 @@ def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     assert ResponsesRequest.model_validate(none).ignored(NONE) == ["reasoning.effort"]
 
 
-def test_a_refusal_calls_a_field_by_one_name_throughout() -> None:
+def test_an_error_names_a_field_consistently() -> None:
     told = "max_completion_tokens=9 and a prompt: leave max_completion_tokens out."
     with pytest.raises(RequestError) as raised, said_of({"max_completion_tokens": "max_output_tokens"}):
         raise RequestError(told, param="max_completion_tokens")
@@ -361,7 +361,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "body", "param"), WRONG)
-def test_what_is_wrong_is_said_in_the_bodys_own_words(make: Any, body: dict[str, Any], param: str) -> None:
+def test_errors_name_the_fields_of_the_original_body(make: Any, body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
         make(**body)
     assert refused.value.param == param and refused.value.message

@@ -1,4 +1,4 @@
-"""JSON parsed in slices is what orjson makes of it at once, and what orjson refuses is refused."""
+"""JSON parsed in slices equals orjson's result, and what orjson refuses is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES = st.recursive(
 
 
 def bodies(value: Any) -> list[bytes]:
-    """The same value as clients write it: with characters as they are, escaped, and with spaces."""
+    """The same value in clients' spellings: plain characters, escaped, and with whitespace."""
     return [orjson.dumps(value), json.dumps(value).encode(), json.dumps(value, indent=2).encode()]
 
 
@@ -50,14 +50,14 @@ def small_slices() -> Any:
 
 @settings(max_examples=80)
 @given(VALUES)
-def test_slices_make_the_same_value(value: Any) -> None:
+def test_json_parsed_in_slices_gives_the_same_value(value: Any) -> None:
     for body in bodies(value):
         assert loads_in_slices(body) == value
 
 
 @settings(max_examples=200)
 @given(VALUES, st.integers(0, 2), st.data())
-def test_what_is_broken_somewhere_is_refused_as_at_once(value: Any, form: int, data: st.DataObject) -> None:
+def test_broken_json_is_refused_like_by_a_single_parse(value: Any, form: int, data: st.DataObject) -> None:
     body = bytearray(bodies(value)[form])
     at = data.draw(st.integers(0, len(body)))
     body[at : at + data.draw(st.integers(0, 1))] = data.draw(
@@ -72,7 +72,7 @@ def test_a_long_string_is_cut_between_its_characters(text: str) -> None:
         assert loads_in_slices(body) == [text, {"a": text}]
 
 
-def test_no_more_than_a_slice_is_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_slice_is_parsed_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_slices, "SLICE_BYTES", SLICE_BYTES)
     message = {"role": "user", "content": "x\n" * 100_000}
     body = orjson.dumps({"messages": [message] * 5, "prompt": list(range(300_000)), "n": 1})

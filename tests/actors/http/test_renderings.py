@@ -1,4 +1,4 @@
-"""One conversation is one prompt by whichever of five doors it comes: the same tokens or the same refusal."""
+"""One conversation is one prompt in all five APIs: the same tokens or the same error."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def parts_of(message: Json) -> list[str]:
 
 
 def as_items(messages: list[Json]) -> Json:
-    """The body of /v1/responses."""
+    """The body for /v1/responses."""
     body: Json = {"input": []}
     for at, message in enumerate(messages):
         role, texts = message["role"], parts_of(message)
@@ -155,7 +155,7 @@ def as_items(messages: list[Json]) -> Json:
 
 
 def as_blocks(messages: list[Json]) -> Json:
-    """The body of /v1/messages, which knows no developers, and tools' outputs in a user's message."""
+    """The body for /v1/messages, which has no developer role and puts tool outputs in user messages."""
     body: Json = {"messages": []}
     for at, message in enumerate(messages):
         role = message["role"].replace("developer", "system")
@@ -238,7 +238,7 @@ SHAPES: dict[str, list[Json]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_conversation_has_one_rendering_by_five_doors(doors: Doors, shape: str) -> None:
+def test_a_conversation_has_one_rendering_in_five_apis(doors: Doors, shape: str) -> None:
     messages = SHAPES[shape]
     for name, template in ROLE_TEMPLATES.items():
         found = doors.ask(messages, template)

@@ -1,4 +1,4 @@
-"""Half a character (a lone surrogate) in JSON and in text is read as U+FFFD."""
+"""A lone surrogate in JSON and in text is read as U+FFFD."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_half_a_character_becomes_the_sign_for_it(name: str) -> None:
+def test_a_lone_surrogate_becomes_the_replacement_character(name: str) -> None:
     text, read = HALVES[name]
     assert without_surrogates(text) == read
     for written in (json.dumps(text), json.dumps(text).replace("\\ud", "\\uD"), f'"{text}"'):
@@ -45,7 +45,7 @@ def test_half_a_character_becomes_the_sign_for_it(name: str) -> None:
 
 
 @given(VALUES)
-def test_json_with_halves_is_read_as_the_same_value_with_signs_for_them(value: Any) -> None:
+def test_json_with_lone_surrogates_is_read_with_replacement_characters(value: Any) -> None:
     body = json.dumps(value).encode()
     wanted = map_texts(json.loads(body), without_surrogates)
     assert loads(body) == loads(bytearray(body)) == loads(body.decode()) == wanted
@@ -63,7 +63,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("format", WRITTEN)
-def test_values_of_a_call_that_are_read_and_written_again_hold_no_halves(format: str) -> None:
+def test_values_of_a_call_contain_no_lone_surrogates(format: str) -> None:
     schemas = {"f": {"type": "object", "properties": {"a": {"type": "array"}}}}
     splitter = Splitter(None, CALLS[format], schemas=schemas, id_seed="x")
     text = WRITTEN[format].format('["\\ud800"]')

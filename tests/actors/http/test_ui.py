@@ -43,19 +43,19 @@ def server(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-def test_the_root_leads_to_the_page_and_needs_no_key(server: LiveServer) -> None:
+def test_the_root_redirects_to_the_page_and_needs_no_key(server: LiveServer) -> None:
     found = httpx.get(f"{server.url}/", follow_redirects=True)
     assert found.status_code == 200 and found.url.path == "/ui" and "data-batches" in found.text
 
 
-def test_a_page_without_batches_asks_for_none() -> None:
+def test_a_page_without_batches_requests_none() -> None:
     app = FastAPI()
     app.include_router(ui_routes(batches=False))
     assert "data-batches" not in TestClient(app).get("/ui").text
 
 
 @pytest.mark.parametrize("page", ["/docs", "/redoc"])
-def test_the_documentation_needs_no_other_server(server: LiveServer, page: str) -> None:
+def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: str) -> None:
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         html = http.get(page).text
         wanted = re.findall(r"""(?:src|href|spec-url)=["']([^"']+)|url: '([^']+)'""", html)
@@ -66,7 +66,7 @@ def test_the_documentation_needs_no_other_server(server: LiveServer, page: str) 
 
 
 def wait_for(browser: Browser, what: str) -> Any:
-    """What a script says once that is true of the page."""
+    """The value of a script once it is true on the page."""
     deadline_s = time.monotonic() + 60
     while not (found := browser.run(f"return {what}")):
         assert time.monotonic() < deadline_s, what
@@ -76,7 +76,7 @@ def wait_for(browser: Browser, what: str) -> Any:
 
 @pytest.fixture(scope="module")
 def browser(server: LiveServer) -> Iterator[Browser]:
-    """With the page open and its key given."""
+    """Open the page and enter its key."""
     with real_browser() as browser:
         browser.open(f"{server.url}/ui", 1280)
         wait_for(browser, "document.getElementById('state').textContent === 'give the API key'")
@@ -92,8 +92,10 @@ LANES = """[...document.querySelectorAll('.turn:first-child .lane')].map((lane) 
   lane.querySelector('.text').textContent])"""
 
 
-def test_blocks_land_by_origin_and_both_lanes_say_the_same(browser: Browser, server: LiveServer) -> None:
-    """And the colours are those of the request's trace, which knows what an answer's end has cut."""
+def test_blocks_are_colored_by_origin_and_both_columns_are_equal(
+    browser: Browser, server: LiveServer
+) -> None:
+    """Colors follow the request's trace, which includes the truncation at an answer's end."""
     browser.run(
         "document.getElementById('tokens').value = 40; document.getElementById('temperature').value = 1;"
         "document.getElementById('go').click()"
@@ -124,7 +126,7 @@ def test_blocks_land_by_origin_and_both_lanes_say_the_same(browser: Browser, ser
         assert words in wait_for(browser, f"document.getElementById('{bar}').getAttribute('aria-label')")
 
 
-def test_a_chat_goes_on_by_keyboard_until_another_begins(browser: Browser) -> None:
+def test_a_chat_continues_by_keyboard_until_a_new_one_begins(browser: Browser) -> None:
     browser.run(
         "document.getElementById('anew').click(); document.getElementById('race').checked = false;"
         "window.bodies = []; const real = window.fetch;"
@@ -159,7 +161,7 @@ def test_batches_are_shown_with_their_progress(browser: Browser, server: LiveSer
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_sticks_out_and_all_is_named_and_readable(browser: Browser, scheme: str) -> None:
+def test_on_a_phone_nothing_overflows_and_all_is_labeled_and_readable(browser: Browser, scheme: str) -> None:
     browser.look_like(360, 740, "dark" if scheme == "dark" else "light")
     browser.run(
         "document.getElementById('anew').click(); document.getElementById('race').checked = true;"
@@ -175,7 +177,9 @@ def test_on_a_phone_nothing_sticks_out_and_all_is_named_and_readable(browser: Br
     assert nameless == 0, "every field and picture has words for those who do not see it"
 
 
-def test_the_page_asks_nobody_else_and_can_be_left_out(server: LiveServer, config: EngineConfig) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_can_be_disabled(
+    server: LiveServer, config: EngineConfig
+) -> None:
     answer = httpx.get(f"{server.url}/ui")
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
     assert "http" not in answer.text, "no address"

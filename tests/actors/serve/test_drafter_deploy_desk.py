@@ -1,4 +1,4 @@
-"""What replicas of a deployment make of a trial together, and answers decoded again in the shadow."""
+"""Replicas decide a drafter trial together; shadow trials decode answers again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = {"drafter": "a", "candidate": {"drafter": "b", "auto_promote": True, "m
 
 
 class MemoryBoard:
-    """What Ray's store keeps, here."""
+    """A stand-in for Ray's internal key-value store."""
 
     def __init__(self) -> None:
         self.wished: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class MemoryBoard:
 
 
 class Engine:
-    """Who is told which drafter to use; the evidence of its trial is set from outside."""
+    """A stand-in for an engine that records its drafter; tests set the evidence of its trial."""
 
     def __init__(self) -> None:
         self.drafter, self.candidate = "a", None
@@ -102,7 +102,7 @@ class Replicas:
             await desk.configure(user_config)
 
     async def look(self) -> None:
-        for _ in range(2):  # the first to be asked hears the others the second time
+        for _ in range(2):  # the first replica sees the others' reports the second time
             for desk in self.desks:
                 await desk._look()
 
@@ -115,7 +115,7 @@ def evidence(better: float, requests: int = 10) -> Evidence:
     return Evidence(better, -better, candidate=ArmStats(requests))
 
 
-def test_replicas_decide_together_and_one_that_comes_later_begins_with_the_verdict() -> None:
+def test_replicas_decide_together_and_a_later_one_starts_with_the_verdict() -> None:
     async def run() -> None:
         replicas = Replicas()
         one, other = [await replicas.start(CONFIG) for _ in range(2)]
@@ -135,7 +135,9 @@ def test_replicas_decide_together_and_one_that_comes_later_begins_with_the_verdi
     asyncio.run(run())
 
 
-def test_a_worse_one_goes_and_the_same_trial_does_not_begin_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worse_candidate_is_removed_and_its_trial_does_not_start_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def run() -> None:
         replicas = Replicas()
         engine = await replicas.start(CONFIG)
@@ -160,7 +162,7 @@ def test_a_worse_one_goes_and_the_same_trial_does_not_begin_again(caplog: pytest
     asyncio.run(run())
 
 
-def test_without_auto_promote_a_better_one_waits_for_a_word() -> None:
+def test_without_auto_promote_a_better_candidate_waits_for_the_operator() -> None:
     async def run() -> None:
         replicas = Replicas()
         asked = {"drafter": "a", "candidate": {**CONFIG["candidate"], "auto_promote": False}}
@@ -175,7 +177,7 @@ def test_without_auto_promote_a_better_one_waits_for_a_word() -> None:
     asyncio.run(run())
 
 
-def test_what_is_wrong_is_refused_and_all_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_trials_are_refused_and_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         replicas = Replicas()
         engine = await replicas.start({"drafter": "a"})
@@ -191,7 +193,7 @@ def test_what_is_wrong_is_refused_and_all_stays(caplog: pytest.LogCaptureFixture
     asyncio.run(run())
 
 
-def test_where_serve_was_given_no_user_config_the_boards_wish_counts() -> None:
+def test_without_user_config_the_stored_candidate_counts() -> None:
     async def run() -> None:
         replicas = Replicas()
         engine = await replicas.start()
@@ -236,7 +238,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield up
 
 
-def test_in_the_shadow_answers_are_decoded_again_by_both_and_clients_see_nothing(
+def test_shadow_trials_decode_answers_again_with_both_drafters_unseen_by_clients(
     server: LiveServer, tmp_path: Path
 ) -> None:
     other = make_tiny_drafter(tmp_path / "other", vocab_size=VOCAB, seed=2)

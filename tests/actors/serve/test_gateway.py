@@ -1,4 +1,4 @@
-"""Replicas behind a gateway in one process: who gets a request, what outlives an engine, what clients see."""
+"""Replicas behind a gateway in one process: routing, streams that survive engines, clients' answers."""
 
 from __future__ import annotations
 
@@ -82,14 +82,16 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream; [DONE] must end it, and nothing that gateways are told may be left."""
+    """The events of a stream; [DONE] must end it, and nothing meant for gateways may be left."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_shared_prompts_are_found_where_they_were_computed(http: httpx.Client, stand: GatewayStand) -> None:
-    """By the engines' own counts, against choice by chance."""
+def test_shared_prompts_are_routed_to_the_replica_that_computed_them(
+    http: httpx.Client, stand: GatewayStand
+) -> None:
+    """By the engines' own counts, compared with random choice."""
     dice, pair = random.Random(4), stand.replicas[:2]
 
     def by_chance(body: dict[str, Any]) -> None:
@@ -118,7 +120,7 @@ def test_shared_prompts_are_found_where_they_were_computed(http: httpx.Client, s
     assert max(load) <= 1.2 * sum(load) / 2
 
 
-def test_a_request_has_one_id_at_the_gateway_and_its_replica_and_is_logged_by_one_of_them(
+def test_a_request_has_one_id_at_gateway_and_replica_and_is_logged_once(
     http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2, "request_id": "body"}
@@ -151,11 +153,11 @@ def test_a_request_is_explained_by_the_replica_that_served_it(http: httpx.Client
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "id"
 
 
-def test_a_gateway_answers_for_receipts_by_itself(http: httpx.Client) -> None:
+def test_a_gateway_answers_receipts_itself(http: httpx.Client) -> None:
     assert http.get("/receipts").status_code == 501, "its endpoint keeps none"
 
 
-def test_an_upload_that_does_not_come_is_its_clients_fault(
+def test_an_incomplete_upload_is_its_clients_fault(
     http: httpx.Client, stand: GatewayStand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 0.3)
@@ -167,7 +169,7 @@ def test_an_upload_that_does_not_come_is_its_clients_fault(
     assert all(member.is_ready for member in stand.fleet.members)
 
 
-def test_each_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand: GatewayStand) -> None:
+def test_every_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand: GatewayStand) -> None:
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
     assert http.get("/v1/models/other").json()["max_model_len"] > 0
     before = [replica.engine.stats().generation_tokens for replica in stand.replicas]
@@ -191,7 +193,7 @@ def test_a_body_nested_deeper_than_json_is_written_is_answered_by_a_replica(
     assert 400 <= answer.status_code < 500, answer.text
 
 
-def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client) -> None:
+def test_wrong_requests_are_answered_by_a_replica_in_openais_form(http: httpx.Client) -> None:
     for content, param in ((b"{", None), (b'{"prompt": "x", "n": 0}', "n"), (b'{"prompt": {}}', "prompt")):
         wrong = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == param
@@ -200,7 +202,9 @@ def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client)
     assert http.post("/v1/completions", headers={"Authorization": "Bearer no"}).status_code == 401
 
 
-def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: GatewayStand) -> None:
+def test_agents_routes_are_forwarded_and_keep_their_apis_form(
+    http: httpx.Client, stand: GatewayStand
+) -> None:
     before = stand.replicas[2].engine.stats().generation_tokens
     with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", max_retries=0) as client:
         asked: dict[str, Any] = {"model": "other", "input": "x", "max_output_tokens": 4}
@@ -234,7 +238,7 @@ def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: 
     assert stand.replicas[2].engine.stats().generation_tokens > before
 
 
-def test_a_stream_of_agents_that_loses_its_replica_ends_in_its_apis_words(
+def test_an_agents_stream_that_loses_its_replica_ends_in_its_apis_form(
     http: httpx.Client, stand: GatewayStand
 ) -> None:
     common = {"model": "other", "stream": True, "ignore_eos": True}
@@ -260,7 +264,7 @@ def test_a_stream_of_agents_that_loses_its_replica_ends_in_its_apis_words(
             time.sleep(0.05)
 
 
-def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:
+def test_a_replicas_endpoint_accepts_only_gateways(http: httpx.Client, stand: GatewayStand) -> None:
     door = stand.replicas[0].door
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
     assert httpx.get(f"{door.url}/health").status_code == 403
@@ -284,7 +288,7 @@ def test_a_session_stays_with_one_replica(http: httpx.Client, stand: GatewayStan
     assert 'model_name="tiny",reason="session"}' in http.get("/metrics").text
 
 
-def test_one_exposition_has_the_samples_of_each_replica_together(http: httpx.Client) -> None:
+def test_one_metrics_page_has_the_samples_of_all_replicas(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
     assert len(running) == 3 and all('replica="r' in line for line in running)
@@ -311,7 +315,7 @@ def mortal(num_steps: int) -> Callable[[EngineConfig], Executor]:
 
 
 def dying(config: EngineConfig, *num_steps: int) -> GatewayStand:
-    """Replicas that die one after the other, and one that does not; they are asked in this order."""
+    """Replicas that die one after the other, and one that does not; they are tried in this order."""
     models = [(config, served("tiny"))] * (len(num_steps) + 1)
     return GatewayStand(models, makers=[*map(mortal, num_steps), None])
 
@@ -324,7 +328,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineConfig, name: str) -> None:
+def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineConfig, name: str) -> None:
     body = {
         "model": "tiny",
         "max_tokens": 150,
@@ -345,7 +349,7 @@ def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineCo
     assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
 
 
-def test_reasoning_and_calls_go_on_where_they_were_cut(tmp_path: Path) -> None:
+def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
     body |= {"stream": True, "tools": TOOLS, "structured_outputs": {"choice": [SAID]}}
     with dying(chat_config(tmp_path, HERMES), 4) as stand:
@@ -360,7 +364,7 @@ def test_reasoning_and_calls_go_on_where_they_were_cut(tmp_path: Path) -> None:
 
 
 def said(response: httpx.Response) -> dict[str, str]:
-    """What the deltas of a stream say, put together; ids of calls, made of the response's, left out."""
+    """The contents of a stream's deltas, joined; ids of calls, derived from the response's, are removed."""
     found: dict[str, str] = {}
 
     def add(name: str, text: str | None) -> None:
@@ -378,7 +382,7 @@ def said(response: httpx.Response) -> dict[str, str]:
 
 
 def content(response: httpx.Response) -> tuple[str, list[int], int, list[Any], dict[str, int]]:
-    """Text, tokens, how often a role opens the answer, reasons of its end, usage."""
+    """Text, tokens, number of role events, finish reasons, usage."""
     text, ids, opened, reasons, usage = "", list[int](), 0, list[Any](), dict[str, int]()
     for event in events(response):
         for choice in event["choices"]:
@@ -393,7 +397,7 @@ def content(response: httpx.Response) -> tuple[str, list[int], int, list[Any], d
     return text, ids, opened, reasons, {n: usage[n] for n in ("prompt_tokens", "completion_tokens")}
 
 
-def test_a_whole_answer_is_asked_for_again_and_several_streams_end_with_an_error(
+def test_a_complete_answer_is_requested_again_and_several_streams_end_with_an_error(
     config: EngineConfig,
 ) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True, "seed": 1, "temperature": 1}
@@ -412,12 +416,12 @@ POISON = "poison: kills"
 
 
 class Poisoned(PassingExecutor):
-    """A real executor that dies of a request whose prompt is POISON, and whenever it is told to.
+    """A real executor that dies of a request with the prompt POISON, and on command.
 
     Args:
-        token_ids: with which such a prompt begins.
-        num_tokens: that the request gets before.
-        killed: dies at the next step once it is set.
+        token_ids: the beginning of such a prompt.
+        num_tokens: tokens that the request gets before.
+        killed: once set, it dies at the next step.
     """
 
     def __init__(
@@ -445,7 +449,7 @@ Kills = list[threading.Event]
 
 
 def poisoned(config: EngineConfig, count: int, *, num_tokens: int = 0) -> tuple[GatewayStand, Kills]:
-    """Replicas that die of POISON, and what kills each of them from outside."""
+    """Replicas that die of POISON, and functions that kill each of them from outside."""
     token_ids = Tokenizer.load(Path(config.model)).encode(POISON)
     kills = [threading.Event() for _ in range(count)]
     makers = [partial(Poisoned, token_ids=token_ids, num_tokens=num_tokens, killed=kill) for kill in kills]
@@ -479,7 +483,7 @@ def metric(stand: GatewayStand, name: str) -> float:
         pytest.param(12, {"stream": True, "n": 2}, id="several, late", marks=pytest.mark.slow),
     ],
 )
-def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
+def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
     config: EngineConfig, num_tokens: int, more: dict[str, Any]
 ) -> None:
     body = {"model": "tiny", "prompt": POISON, "max_tokens": 60, "ignore_eos": True, "temperature": 0, **more}
@@ -492,7 +496,7 @@ def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
         disturbed = [stream.result() for stream in streams]
         assert len(dead(stand)) == 2
         told = [_errors(answer) for answer in answers]
-        if "n" in more:  # it had begun, and cannot go on: its client asks again
+        if "n" in more:  # it had started and cannot continue: its client retries
             assert [error["code"] for error in told] == [503, 503, 422]
         else:
             assert [error["code"] for error in told] == [422] * 3
@@ -509,14 +513,14 @@ def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
 
 
 def _errors(response: httpx.Response) -> dict[str, Any]:
-    """The error that a response is, or that ends it."""
+    """The error of a response, or the one that ends its stream."""
     if response.status_code != 200:
         return response.json()["error"]
     return events(response)[-1]["error"]
 
 
 @pytest.mark.slow
-def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(config: EngineConfig) -> None:
+def test_streams_survive_two_deaths_with_another_cause(config: EngineConfig) -> None:
     stand, kills = poisoned(replace(config, max_num_seqs=16, num_pages=1024), 3)
     with stand, ThreadPoolExecutor(32) as pool:
         undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 250), range(12)))
@@ -533,7 +537,7 @@ def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(c
 
 
 class DyingReplicas:
-    """Replicas whose processes die of every request, for a gateway that is real: they close the connection.
+    """Replicas that die of every request, for a real gateway: they close the connection.
 
     Attributes:
         asked: requests that they got.
@@ -584,7 +588,7 @@ class DyingReplicas:
         ("GET", "/v1/files", None, [422, 422, 422], [2, 2, 2]),
     ],
 )
-def test_whatever_kills_replicas_has_two_of_them(
+def test_no_request_kills_more_than_two_replicas(
     method: str, path: str, fields: Any, wanted: list[int], counts: list[int]
 ) -> None:
     with DyingReplicas(4) as replicas, httpx.Client(base_url=replicas.url, timeout=30) as http:
@@ -594,7 +598,7 @@ def test_whatever_kills_replicas_has_two_of_them(
             assert ("retry-after" in answer.headers) == (status == 503) and "error" in answer.json()
 
 
-def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineConfig) -> None:
+def test_a_gateway_reports_no_replicas_and_full_replicas(config: EngineConfig) -> None:
     with GatewayStand([(config, served("tiny"))], max_requests=0) as stand:
         full = httpx.post(f"{stand.url}/v1/completions", json={"prompt": "x"})
         assert full.status_code == 503 and full.headers["retry-after"] and "full" in full.text
@@ -607,7 +611,7 @@ def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineCo
         none.choose(none.models[0])
 
 
-def test_a_replica_that_goes_ends_its_streams_and_gets_no_new_ones(config: EngineConfig) -> None:
+def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(config: EngineConfig) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with GatewayStand([(config, served("tiny"))] * 2) as stand:
         goes, stays = stand.replicas
@@ -625,7 +629,7 @@ def test_a_replica_that_goes_ends_its_streams_and_gets_no_new_ones(config: Engin
         assert stays.engine.stats().finished["length"] == 3
 
 
-def test_what_waits_for_a_lost_replica_is_let_go() -> None:
+def test_waits_for_a_lost_replica_end() -> None:
     async def wait() -> None:
         member = Member(record("a", 1), heard_s=0.0)
         with member.attempt() as until_lost:
@@ -653,7 +657,7 @@ def record(replica: str, beat: int, **more: Any) -> ReplicaRecord:
     return ReplicaRecord(replica=replica, beat=beat, **{**facts, **more})
 
 
-def test_a_broken_replica_is_left_out_until_its_beats_go_on(stand: GatewayStand) -> None:
+def test_a_broken_replica_is_skipped_until_its_heartbeats_resume(stand: GatewayStand) -> None:
     fleet = Fleet([ServedModel(("m",))], stand.directory)
     model = fleet.models[0]
     fleet.update([record("a", 1), record("b", 1)])
@@ -665,7 +669,7 @@ def test_a_broken_replica_is_left_out_until_its_beats_go_on(stand: GatewayStand)
     assert first in fleet.ready(model)
 
 
-def test_a_full_replica_is_passed_over_and_the_load_of_others_counts(stand: GatewayStand) -> None:
+def test_a_full_replica_is_skipped_and_the_load_of_others_counts(stand: GatewayStand) -> None:
     fleet = Fleet([ServedModel(("m",))], stand.directory)
     fleet.update([record("a", 1, running=2), record("b", 1, state="draining"), record("c", 1, running=1)])
     assert fleet.choose(fleet.models[0])[0].name == "c"
@@ -673,7 +677,7 @@ def test_a_full_replica_is_passed_over_and_the_load_of_others_counts(stand: Gate
         fleet.choose(fleet.models[0], without={"c"})
 
 
-def test_requests_to_a_model_that_sleeps_wait_for_one_call_that_wakes_it(stand: GatewayStand) -> None:
+def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: GatewayStand) -> None:
     calls: list[ServedModel] = []
 
     async def wake(model: ServedModel) -> None:
@@ -696,7 +700,7 @@ def test_requests_to_a_model_that_sleeps_wait_for_one_call_that_wakes_it(stand: 
         forlorn.choose(forlorn.models[0])
 
 
-def test_the_directory_forgets_who_is_silent() -> None:
+def test_the_registry_drops_silent_replicas() -> None:
     now_s = 0.0
     directory = Directory(lambda: now_s)
     directory.beat(record("a", 1))
@@ -719,7 +723,7 @@ pieces = st.lists(
 
 
 @given(pieces, st.lists(st.integers(1, 40)), st.booleans())
-def test_a_told_stream_gives_out_what_is_known_and_nothing_else(
+def test_a_resumable_stream_releases_only_events_with_known_tokens(
     pieces: list[tuple[str, list[int]]], cuts: list[int], ends: bool
 ) -> None:
     num_chars, sent, shown, ids = 0, b"", b"", list[int]()
@@ -741,7 +745,7 @@ def test_a_told_stream_gives_out_what_is_known_and_nothing_else(
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31))
-def test_an_origin_survives_the_way(token_ids: list[int], num_chars: int) -> None:
+def test_a_resume_origin_survives_serialization(token_ids: list[int], num_chars: int) -> None:
     origin = ResumeOrigin(
         id="x", created_s=1, seed=2**63 - 1, attempt=2, begun=Begun(tuple(token_ids), num_chars)
     )
@@ -749,7 +753,7 @@ def test_an_origin_survives_the_way(token_ids: list[int], num_chars: int) -> Non
     assert ResumeOrigin.read(origin.header(), origin.prefix()) == origin
 
 
-def test_a_gateways_process_knows_no_torch(tmp_path: Path) -> None:
+def test_a_gateways_process_does_not_import_torch(tmp_path: Path) -> None:
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""HAProxy under its supervisor, with the configuration that the installed Serve writes. Processes, no Ray."""
+"""HAProxy under its supervisor, with the configuration of the installed Serve. Processes, no Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replicas() -> Iterator[list[Replica]]:
         replica.shutdown()
 
 
-def test_haproxy_that_is_killed_is_back_at_once_and_serve_sees_no_other(
+def test_a_killed_haproxy_is_restarted_immediately_unseen_by_serve(
     front: Front, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
@@ -51,15 +51,15 @@ def test_haproxy_that_is_killed_is_back_at_once_and_serve_sees_no_other(
     os.kill(before, signal.SIGKILL)
     until(lambda: front.ask("/v1/models")[0] == 200, within_s=3.0)
     assert front.haproxy_pid() != before
-    until(lambda: front.told_pid() == front.processes[-1].pid)
+    until(lambda: front.reported_pid() == front.processes[-1].pid)
     front.start(replicas[:1])  # a reload: the new one takes over, the old one ends, and stays so
     assert front.processes[0].wait(WAIT_S) == 0
     assert front.ask("/v1/models") == (200, "a")
     front.processes[-1].kill()
-    until(lambda: front.ask("/v1/models")[0] == 0)  # nobody is left behind
+    until(lambda: front.ask("/v1/models")[0] == 0)  # no connection remains
 
 
-def test_probes_follow_the_replicas_and_a_server_that_stops_refuses_in_openais_shape(
+def test_probes_follow_the_replicas_and_a_stopping_server_refuses_in_openais_form(
     front: Front, replicas: list[Replica]
 ) -> None:
     front.start([])
@@ -89,7 +89,7 @@ def test_probes_follow_the_replicas_and_a_server_that_stops_refuses_in_openais_s
     assert front.ask("/v1/models")[0] == 503
 
 
-def test_what_a_replica_refuses_because_it_goes_another_one_answers_unless_it_would_be_kept_twice(
+def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_something(
     front: Front, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
@@ -103,8 +103,8 @@ def test_what_a_replica_refuses_because_it_goes_another_one_answers_unless_it_wo
     assert sum(replica.asked for replica in replicas) == asked + 1
 
 
-def told(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """The answer on a connection, and that it is closed then."""
+def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """The answer on a connection, which must be closed afterwards."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     body = response.read()
@@ -113,7 +113,7 @@ def told(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     return response.status, {name.lower(): value for name, value in response.getheaders()}, body
 
 
-def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[Replica]) -> None:
+def test_incomplete_requests_are_closed_and_delay_no_others(replicas: list[Replica]) -> None:
     front = Front(HAProxyFolder(), head_time_s=1)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
     try:
@@ -122,8 +122,8 @@ def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[
         heads, half = ([front.send(sent) for _ in range(75)] for sent in (head, head + b"\r\n{"))
         for path in ("/health", "/v1/models"):
             assert front.ask(path)[0] == 200
-        assert {told(connection)[0] for connection in heads} == {408}
-        for status, headers, body in map(told, half):
+        assert {final_answer(connection)[0] for connection in heads} == {408}
+        for status, headers, body in map(final_answer, half):
             assert status == 408 and json.loads(body)["error"]["code"] == 408
             assert headers["content-type"] == "application/json" and headers["x-request-id"]
         assert not any(replica.asked for replica in replicas)
@@ -132,7 +132,7 @@ def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[
 
 
 @pytest.mark.parametrize("status", UNFINISHED)
-def test_a_client_whose_request_is_refused_before_its_body_has_come_is_answered_and_closed(
+def test_a_request_refused_before_its_body_is_answered_and_its_connection_closed(
     front: Front, replicas: list[Replica], status: int
 ) -> None:
     front.start(replicas[:1])
@@ -164,7 +164,7 @@ def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
 
 
 def kept_alive(connection: socket.socket) -> bool:
-    """Whether a connection that asks for a probe may ask again."""
+    """Whether a connection that requests a probe may send another request."""
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     response = http.client.HTTPResponse(connection)
     response.begin()
@@ -172,8 +172,8 @@ def kept_alive(connection: socket.socket) -> bool:
     return not response.will_close
 
 
-def test_idle_connections_lock_nobody_out(replicas: list[Replica]) -> None:
-    """Of 40 connections one address has 30."""
+def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) -> None:
+    """One address has 30 of 40 connections."""
     probes = free_port()
     limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
     front = Front(HAProxyFolder(), head_time_s=4, environment=limits)
@@ -206,14 +206,16 @@ def test_idle_connections_lock_nobody_out(replicas: list[Replica]) -> None:
         assert front.ask("/v1/models", port=probes)[0] == 404
         with idle("127.0.0.4") as connection:
             assert not kept_alive(connection), "where more than half are in use"
-        until(lambda: front.ask("/v1/models")[0] == 200, within_s=20.0)  # those that never asked are closed
+        until(
+            lambda: front.ask("/v1/models")[0] == 200, within_s=20.0
+        )  # connections without a request are closed
         for connection in held:
             connection.close()
     finally:
         front.end()
 
 
-def test_connections_are_as_many_as_files_allow() -> None:
+def test_the_number_of_connections_follows_the_open_file_limit() -> None:
     for files in (64, 256, 1024, 20_000, 1 << 20):
         limits = Connections.of(files, {})
         assert (1 <= limits.per_source <= limits.most and 2 * limits.total < files) or files == 64
@@ -224,10 +226,10 @@ def test_connections_are_as_many_as_files_allow() -> None:
             Connections.of(1024, {PER_SOURCE: wrong})
 
 
-def test_a_request_has_one_id_whoever_answers_it(front: Front, replicas: list[Replica]) -> None:
+def test_a_request_has_one_id_whichever_process_answers(front: Front, replicas: list[Replica]) -> None:
     def id_of(asked: str) -> str:
         head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {asked}\r\n\r\n"
-        return told(front.send(head.encode()))[1]["x-request-id"]
+        return final_answer(front.send(head.encode()))[1]["x-request-id"]
 
     front.start([])
     assert id_of("mine") == "mine"  # HAProxy
@@ -238,7 +240,7 @@ def test_a_request_has_one_id_whoever_answers_it(front: Front, replicas: list[Re
         assert len(id_of(wrong)) == 36
 
 
-def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas: list[Replica]) -> None:
+def test_haproxys_own_errors_have_openais_form(front: Front, replicas: list[Replica]) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/health")[0] == 200)
     replicas[0].status = 400  # as an HTTP server says it, in plain text
@@ -246,7 +248,7 @@ def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas:
     assert status == 400 and json.loads(body)["error"]["type"] == "BadRequestError"
     replicas[0].status = 0
     head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\nConnection: close\r\n\r\n"
-    status, headers, body = told(front.send(head))
+    status, headers, body = final_answer(front.send(head))
     assert status == 503 and headers["retry-after"] and headers["x-request-id"] == "mine"
     assert json.loads(body)["error"]["type"] == "ServiceUnavailableError"
 
@@ -257,9 +259,7 @@ def open_files(pid: int) -> Iterator[str]:
             yield os.readlink(link)  # noqa: PTH115
 
 
-def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(
-    front: Front, replicas: list[Replica]
-) -> None:
+def test_everything_listens_on_loopback_and_is_private(front: Front, replicas: list[Replica]) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
     links = list(open_files(front.haproxy_pid()))
@@ -272,7 +272,7 @@ def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(
         assert (front.folder.path / "node" / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_what_a_server_that_was_killed_leaves_is_removed() -> None:
+def test_files_of_a_killed_server_are_removed() -> None:
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from haproxy_front import Front, HAProxyFolder;"
         "front = Front(HAProxyFolder()); front.start([]);"
@@ -289,7 +289,7 @@ def test_what_a_server_that_was_killed_leaves_is_removed() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_folders_of_servers_that_were_killed_with_all_of_theirs_are_removed_by_the_next() -> None:
+def test_the_next_start_removes_folders_of_killed_servers() -> None:
     script = (
         "import time; from manta.actors.haproxy.run_dir import HAProxyFolder;"
         "folder = HAProxyFolder(); print(folder.path, flush=True); time.sleep(60)"
@@ -311,7 +311,7 @@ def test_folders_of_servers_that_were_killed_with_all_of_theirs_are_removed_by_t
     assert not alive.exists()
 
 
-def test_another_configuration_than_serves_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_unlike_serves_is_refused(tmp_path: Path) -> None:
     places = Places(tmp_path, tmp_path, tmp_path, tmp_path)
     with pytest.raises(ValueError, match="stats socket"):
         rewritten("global\n", places, Connections(1, 1, 1))
@@ -329,7 +329,7 @@ def test_joined_metrics_have_each_family_once_and_no_series_twice() -> None:
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (8, "2"), (64, "4")])
-def test_haproxy_has_few_threads_where_cores_are_few(
+def test_haproxy_has_few_threads_on_few_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: str
 ) -> None:
     monkeypatch.delenv("RAY_SERVE_HAPROXY_NBTHREAD", raising=False)

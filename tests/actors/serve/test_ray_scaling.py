@@ -1,4 +1,4 @@
-"""Our policy behind Serve's own machinery; our account of Ray's default beside Ray's source. No cluster."""
+"""Our policy in Serve's own machinery; our model of Ray's default against Ray's source. No cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = ReplicaStats(running=8, max_num_seqs=8, decode_tokens_per_s=100.0).as_dic
 
 
 def context(config: AutoscalingConfig, now_s: float, **known: Any) -> AutoscalingContext:
-    """As the controller makes one."""
+    """A replica id as the controller makes it."""
     blank: dict[str, Any] = {
         "deployment_id": DeploymentID("manta"),
         "deployment_name": "manta",
@@ -43,7 +43,7 @@ def context(config: AutoscalingConfig, now_s: float, **known: Any) -> Autoscalin
 
 
 def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list[TimeStampedValue]]]:
-    """Raw metrics: one point of each figure of each replica."""
+    """Raw metrics: one point of each value of each replica."""
     return {
         name: {f"r{i}": [TimeStampedValue(now_s, figures[name])] for i, figures in enumerate(replicas)}
         for name in replicas[0]
@@ -51,7 +51,7 @@ def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list
 
 
 def served(**changed: Any) -> tuple[AutoscalingConfig, Callable[[AutoscalingContext], tuple[int, Any]]]:
-    """The policy as the controller has it: pickled, made there, within Serve's bounds and delays."""
+    """The policy as in the controller: pickled, loaded there, within Serve's bounds and delays."""
     config = AutoscalingConfig(**{**scaling_options(0, 9, ScalingRules())["autoscaling_config"], **changed})
     policy = config.policy.from_serialized_policy_def(
         {"policy_function": POLICY, "policy_kwargs": config.policy.policy_kwargs},
@@ -60,7 +60,7 @@ def served(**changed: Any) -> tuple[AutoscalingConfig, Callable[[AutoscalingCont
     return config, rays._apply_autoscaling_config(_resolve_policy_callable(policy))
 
 
-def test_serve_follows_the_policy_up_and_back_to_nothing() -> None:
+def test_serve_follows_the_policy_up_and_down_to_zero() -> None:
     config, policy = served()
     target, seen = 1, []
     for now_s in range(1300):
@@ -80,19 +80,19 @@ def test_serve_follows_the_policy_up_and_back_to_nothing() -> None:
     assert seen[-1] == 0
 
 
-def test_nothing_changes_before_the_replicas_have_said_anything() -> None:
+def test_nothing_changes_before_the_replicas_report() -> None:
     config, policy = served()
     silent = context(config, 0.0, current_num_replicas=3, target_num_replicas=3)
     assert policy(silent)[0] == 3
 
 
-def test_serve_starts_from_nothing_with_the_first_request() -> None:
+def test_serve_starts_from_zero_with_the_first_request() -> None:
     config, policy = served()
     waits = context(config, 0.0, current_num_replicas=0, target_num_replicas=0, total_num_requests=1.0)
     assert policy(waits)[0] == 1
 
 
-def test_wrong_rules_are_refused_by_name() -> None:
+def test_wrong_scaling_options_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean policy_kwargs\.load_high"):
         SpeculativeScaling(load_hig=0.7)
     with pytest.raises(ConfigError, match="load_low"):
@@ -100,12 +100,12 @@ def test_wrong_rules_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("replicas", [0, "0", "4:1", "a", "1:", True, "-1:2"])
-def test_numbers_of_replicas_that_cannot_be_are_refused(replicas: Any) -> None:
+def test_impossible_numbers_of_replicas_are_refused(replicas: Any) -> None:
     with pytest.raises(ConfigError, match="least:most"):
         parse_replicas(replicas)
 
 
-def test_a_fixed_number_is_serves_own_setting_and_a_range_asks_for_the_policy() -> None:
+def test_a_fixed_number_is_serves_own_setting_and_a_range_uses_the_policy() -> None:
     assert scaling_options(*parse_replicas(3), ScalingRules()) == {"num_replicas": 3}
     config = AutoscalingConfig(
         **scaling_options(*parse_replicas("0:4"), ScalingRules(load_high=0.9))["autoscaling_config"]
@@ -125,7 +125,7 @@ factors = st.sampled_from([0.5, 1.0, 1.5])
 
 @settings(max_examples=150)
 @given(moments, st.floats(0.5, 8), factors, factors, st.sampled_from([None, 5.0]))
-def test_rays_default_is_what_rays_source_says(
+def test_the_simulated_default_policy_equals_rays_source(
     moments: list[tuple[float, int, float]], ongoing: float, up: float, down: float, to_zero_s: float | None
 ) -> None:
     known = {
@@ -161,8 +161,8 @@ def test_rays_default_is_what_rays_source_says(
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=12),
     st.integers(1, 100),
 )
-def test_the_requests_that_ray_counts_are_those_of_rays_source(counts: list[list[int]], later_s: int) -> None:
-    """Replicas come one after the other and stay; some rows of counts are longer than others."""
+def test_the_simulated_request_counts_equal_rays_source(counts: list[list[int]], later_s: int) -> None:
+    """Replicas start one after the other and stay; some count series are longer than others."""
     config = RaySettings(metrics_interval_s=6.0)
     requests = OngoingRequests(config)
     width, series = 0, {}

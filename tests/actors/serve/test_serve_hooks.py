@@ -1,4 +1,4 @@
-"""Our door around what Serve listens with: one id, and OpenAI's shape for what Serve says itself. No Ray."""
+"""The hooks around Serve's HTTP: one request id, and OpenAI's form for Serve's own errors. No Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> tuple[int, Headers, bytes]:
-    """What a client gets of an answer that the application gives, with so many ids, to a request with one."""
+    """The ids that a client gets for an answer with a number of ids, to a request with one."""
     sent: list[Message] = []
     seen: list[str | None] = []
 
@@ -50,7 +50,7 @@ def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> t
     return sent[0]["status"], headers, sent[1]["body"]
 
 
-def test_a_full_queue_of_serves_is_said_as_the_engines_own_would_be() -> None:
+def test_a_full_serve_queue_gives_the_same_error_as_the_engines() -> None:
     plain = b"Request dropped due to backpressure"
     status, headers, body = answer(503, "text/plain; charset=utf-8", plain, [], "mine")
     error = json.loads(body)["error"]
@@ -64,7 +64,7 @@ def test_a_full_queue_of_serves_is_said_as_the_engines_own_would_be() -> None:
     [(True, True, True, 425), (False, False, True, 425), (True, False, True, 503), (True, True, False, 503)],
     ids=["it is to go", "it was dead", "it died under the request", "it is full"],
 )
-def test_another_replica_gets_a_request_only_if_the_engine_has_not_died_under_it(
+def test_a_request_is_resent_only_if_its_engine_did_not_die_during_it(
     monkeypatch: pytest.MonkeyPatch, lived: bool, lives: bool, draining: bool, status: int
 ) -> None:
     class Replica:
@@ -88,7 +88,7 @@ def test_another_replica_gets_a_request_only_if_the_engine_has_not_died_under_it
     assert sent[0]["status"] == status
 
 
-def test_of_two_ids_the_applications_own_is_told_and_none_that_fits_no_header() -> None:
+def test_the_applications_request_id_takes_precedence_and_invalid_ones_are_not_returned() -> None:
     for ids, wanted in ((["body", "mine"], ["body"]), (["mine"], ["mine"]), ([], ["mine"])):
         _, headers, body = answer(200, "application/json", b"{}", ids, "mine")
         assert headers.getlist("x-request-id") == wanted and body == b"{}"
@@ -96,7 +96,7 @@ def test_of_two_ids_the_applications_own_is_told_and_none_that_fits_no_header() 
     assert len(headers["x-request-id"]) == 32
 
 
-def test_a_replica_knows_by_its_environment_whether_the_door_is_there(
+def test_a_replica_knows_from_its_environment_whether_the_serve_hooks_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CALLBACK, raising=False)
@@ -107,7 +107,7 @@ def test_a_replica_knows_by_its_environment_whether_the_door_is_there(
     assert not door_is_there()
 
 
-def test_tracebacks_in_a_replica_are_read_as_python_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_of_a_replica_have_pythons_format(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve._private import logging_utils
 
     monkeypatch.setattr(builtins, "print", logging_utils.redirected_print)  # as Serve does in a replica

@@ -1,4 +1,4 @@
-"""`batch_invariant`: in half precision, too, no token depends on speculation or company; else refused.
+"""`batch_invariant`: no token depends on speculation or the batch in half precision; else it is refused.
 
 In Triton's interpreter in fp16 (its bf16 products are broken) with few short requests; on a GPU
 (`devices.py`) in bf16, with all knobs and block lengths.
@@ -53,10 +53,10 @@ def open_llm(target: Path, drafter: Path | None, num_drafts: int = 0, **changes:
     )
 
 
-def test_speculation_and_company_change_no_token_in_half_precision(
+def test_speculation_and_other_requests_change_no_token_in_half_precision(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
-    """One by one and plainly, against all at once in chunks of prompts, with drafts."""
+    """Compare requests run one by one and plainly with all together, in chunks of prompts and with drafts."""
     asked = [
         (prompt, replace(KNOBS[name], seed=i, max_tokens=TOKENS))
         for name in NAMES
@@ -82,7 +82,7 @@ def test_rows_of_the_fused_passes_are_invariant_on_the_device() -> None:
 
 
 class _SummedAlone(TorchBackend):
-    """Adds up otherwise where a row is alone, as libraries do."""
+    """A product that sums in another order for a single row, as libraries do."""
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         whole, halves = super().linear(weight_OH), weight_OH.tensor_split(2, dim=1)
@@ -96,7 +96,7 @@ class _SummedAlone(TorchBackend):
         return project
 
 
-def test_what_does_not_hold_is_seen_at_start_and_refused(tiny_qwen3: Path) -> None:
+def test_batch_invariance_that_does_not_hold_is_detected_at_start_and_refused(tiny_qwen3: Path) -> None:
     plan = plan_load(settings(tiny_qwen3, batch_invariant=True, attention_backend="torch", device="cpu"))
     with pytest.raises(ConfigError, match=r"batch_invariant does not hold here.*dtype to float32") as caught:
         check_invariance(plan, _SummedAlone())
@@ -112,7 +112,7 @@ def test_what_does_not_hold_is_seen_at_start_and_refused(tiny_qwen3: Path) -> No
         ("auto", CPU, 4, r"tensor_parallel_size=4.*1 or 2"),
     ],
 )
-def test_what_cannot_hold_is_refused_before_a_weight_is_read(
+def test_impossible_batch_invariance_is_refused_before_a_weight_is_read(
     tiny_qwen3: Path, backend: str, device: torch.device, ranks: int, match: str
 ) -> None:
     config = settings(tiny_qwen3, attention_backend=backend, batch_invariant=True)

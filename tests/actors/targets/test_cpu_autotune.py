@@ -1,4 +1,4 @@
-"""Which way of computing a CPU takes: what was measured of it, among those that are exact and asked for."""
+"""Which backend a CPU uses: the fastest measured one among those that are exact and allowed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD = ModelStackSpec(name="target", sizes=frozenset({250, 1000}), head_dims=froz
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where measurements are kept; all ways run on the machine."""
+    """The folder of measurements; all backends run on this machine."""
     monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
     if cpu_ways.instructions_of_passes() is None:
         pytest.skip("no compiled pass here")
@@ -42,7 +42,7 @@ def measure(
     seconds: dict[CpuConfig, float],
     exact: tuple[CpuConfig, ...] = cpu_ways.WAYS,
 ) -> list[CpuConfig]:
-    """Try the ways of a machine that takes so long; which of them were asked whether they are exact."""
+    """Simulate a machine with given times; return the choice and the backends checked for exactness."""
     asked: list[CpuConfig] = []
 
     def is_exact(way: CpuConfig, num_threads: int) -> bool:
@@ -60,7 +60,7 @@ def chosen(model: ModelStackSpec = MODEL, num_values: int = 10**6, **settings: A
     return choose_cpu_config(config, [model], "bfloat16", MACHINE, num_values)
 
 
-def test_the_choice_is_what_the_trial_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_measured_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == COMPILED, "by itself"
     measure(monkeypatch, {COMPILED: 0.004, LOOPS: 0.003, WIDE: 0.001})
     assert chosen() == WIDE
@@ -71,20 +71,20 @@ def test_the_choice_is_what_the_trial_measured(monkeypatch: pytest.MonkeyPatch) 
     assert chosen(tensor_parallel_size=2) == COMPILED, "workers, which must agree, do not look"
 
 
-def test_what_is_not_exact_or_hardly_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inexact_or_hardly_faster_backend_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measure(monkeypatch, {COMPILED: 0.0031, LOOPS: 0.001, WIDE: 0.003}, exact=(WIDE,))
     assert chosen() == COMPILED
     assert asked == [LOOPS], "nobody would choose the others for their speed"
 
 
-def test_a_model_that_the_fastest_way_cannot_run_gets_the_fastest_of_the_others(
+def test_a_model_that_the_fastest_backend_cannot_run_gets_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure(monkeypatch, {COMPILED: 0.001, LOOPS: 0.008, WIDE: 0.004})
     assert chosen() == COMPILED and chosen(ODD) == WIDE
 
 
-def test_nothing_is_measured_twice_and_another_cpu_s_or_instructions_file_is_not_read(
+def test_measurements_are_reused_only_for_the_same_cpu_and_instructions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure(monkeypatch, {COMPILED: 0.004, LOOPS: 0.003, WIDE: 0.001})
@@ -111,7 +111,7 @@ def test_nothing_is_measured_twice_and_another_cpu_s_or_instructions_file_is_not
     ],
     ids=["cut", "list", "old", "foreign", "zero", "nan", "words", "another form"],
 )
-def test_a_stale_or_corrupt_file_is_as_good_as_none_and_replaced(
+def test_a_stale_or_corrupt_file_is_ignored_and_replaced(
     monkeypatch: pytest.MonkeyPatch, folder: Path, damage: Any
 ) -> None:
     measure(monkeypatch, {COMPILED: 0.004, LOOPS: 0.003, WIDE: 0.001})
@@ -122,7 +122,7 @@ def test_a_stale_or_corrupt_file_is_as_good_as_none_and_replaced(
     assert measured(2)[COMPILED] == Timed(0.001, exact=True)
 
 
-def test_the_trial_itself_times_every_way_of_this_machine_and_gives_threads_back() -> None:
+def test_the_trial_times_every_backend_of_this_machine_and_frees_its_threads() -> None:
     before = torch.get_num_threads()
     machine_s = [way for way in cpu_ways.WAYS if way.runs([cpu_ways._TRIAL_SPEC], MACHINE)]
     for way in machine_s:

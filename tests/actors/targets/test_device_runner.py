@@ -1,7 +1,7 @@
-"""The GPU's path end to end: its kernels, its runner, the scheduler running ahead; where, says `devices.py`.
+"""The GPU path end to end: kernels, runner, the scheduler running ahead (device: see `devices.py`).
 
 In Triton's interpreter everything but CUDA's own part (streams, graphs) runs as it does on a GPU. It must
-bring the tokens that PyTorch's kernels bring, one by one.
+give the tokens of PyTorch's kernels, one by one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torch import Tensor
 from waits import counting_waits
 
 pytestmark = pytest.mark.xdist_group("device runner")
-# In the interpreter those whose layers are of different kinds; others are composed of the same kernels.
+# In the interpreter only families with layers of different kinds; others use the same kernels.
 DIFFERENT = ("qwen3", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_5")
 FAMILIES_HERE = [n for n, f in FAMILIES.items() if not f.composed and (ON_GPU or WHOLE or n in DIFFERENT)]
 
 
-def test_packed_experts_are_multiplied_packed_and_change_no_token(
+def test_packed_experts_stay_packed_in_products_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt-oss as it is published; PyTorch's kernels take its experts dequantised."""
+    """gpt-oss as published; PyTorch's kernels get its experts dequantized."""
     target = publish(make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5), tmp_path / "published")
     params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
     expected, _ = generate(target, None, "torch", params)
@@ -58,8 +58,8 @@ def test_packed_experts_are_multiplied_packed_and_change_no_token(
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
-    """Of families that have kernels; where its layers slide, the drafter's first one does, too: pages are
-    given back."""
+    """For families with kernels; with sliding layers the drafter's first one slides, too, so pages are
+    freed."""
     changes = {key: size for key, size in SMALL_STATES.items() if key in FAMILIES[family].changes}
     target = make_tiny_target(tmp_path / "target", family, seed=5, **changes)
     spec = read_model(target)
@@ -80,8 +80,8 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
         assert bool(routed) == (0 < counted.experts_read <= counted.routed_layers * max(experts))
 
 
-def test_a_dflash2_drafter_drafts_what_the_host_s_does(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Its layers slide, too; as many of its drafts stand, of each request."""
+def test_a_dflash2_drafter_on_the_device_drafts_as_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """A drafter with sliding layers and accepted drafts for each request."""
     drafter = make_tiny_drafter(tmp_path, sliding_window=20, second=True)
     hot = [replace(p, temperature=4.0, max_tokens=5) for p in PARAMS[1:]]
     found: list[list[tuple[list[int], list[int]]]] = []
@@ -102,8 +102,8 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
     assert stats.num_drafts > 0 and stats.preemptions > 0
 
 
-def test_rules_change_no_other_token_than_the_host_s_do(tiny_llama: Path, tiny_drafter: Path) -> None:
-    """Beside a request without any; run ahead, so that the host does not know what was generated."""
+def test_rules_give_the_hosts_tokens(tiny_llama: Path, tiny_drafter: Path) -> None:
+    """Next to a request without rules; run ahead, so the host does not know the generated tokens."""
     rules = {"presence_penalty": 2.0, "repetition_penalty": 2.0, "allowed_token_ids": tuple(range(1, 40))}
     params = [replace(PARAMS[0], **rules), PARAMS[1], replace(PARAMS[2], frequency_penalty=2.0)]
     expected, _ = generate(tiny_llama, None, "torch", params)
@@ -112,8 +112,8 @@ def test_rules_change_no_other_token_than_the_host_s_do(tiny_llama: Path, tiny_d
     assert got == expected and stats.num_drafts > 0
 
 
-def test_log_probabilities_are_the_host_s(tiny_llama: Path, tiny_drafter: Path) -> None:
-    """Of prompts in chunks and of what is chosen, ruled or not, run ahead; beside one that asks for none."""
+def test_log_probabilities_equal_the_hosts(tiny_llama: Path, tiny_drafter: Path) -> None:
+    """Log probabilities of prompts in chunks and of chosen tokens, run ahead; another request has none."""
     asked = [
         replace(PARAMS[0], logprobs=2, prompt_logprobs=1),
         PARAMS[1],
@@ -136,10 +136,8 @@ def test_log_probabilities_are_the_host_s(tiny_llama: Path, tiny_drafter: Path) 
                 assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
-def test_steps_of_all_kinds_wait_for_nothing_and_bring_what_the_host_s_bring(
-    tiny_qwen3: Path, tiny_drafter: Path
-) -> None:
-    """Prompts, decoding beside a prompt, ragged drafts with padding in rows and requests, filters."""
+def test_steps_of_all_kinds_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    """Prompts, decoding with a prompt, ragged drafts with padding in rows and requests, filters."""
     prompts = [[5, 6, 7], [9] * 7, [11], [12, 13], [14] * 4]
     warm, narrow = (replace(GREEDY, temperature=1.0, top_k=k, seed=9) for k in (0, 4))
     telling = replace(narrow, logprobs=2, prompt_logprobs=1)
@@ -162,10 +160,8 @@ def test_steps_of_all_kinds_wait_for_nothing_and_bring_what_the_host_s_bring(
     assert all(seconds > 0 for seconds in asdict(ragged.timings).values())
 
 
-def test_a_trimmed_step_fills_its_rows_and_brings_what_the_host_s_does(
-    tiny_qwen3: Path, tiny_drafter: Path
-) -> None:
-    """Beside a prompt; log probabilities of rows that the host cannot place; then a step without context."""
+def test_a_trimmed_step_fills_its_rows_and_equals_the_hosts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    """With a prompt; log probabilities of rows that the host cannot locate; then a step without context."""
     prompts = [[5, 6, 7], [9] * 7, [11, 3], [14] * 4]
     warm = replace(GREEDY, temperature=1.0, seed=9)
     sampling = [replace(GREEDY, logprobs=1), warm, replace(warm, top_k=4, logprobs=2), GREEDY]
@@ -194,18 +190,18 @@ def test_a_trimmed_step_fills_its_rows_and_brings_what_the_host_s_does(
     assert plain.num_drafts is None and plain.margins is None and plain.timings.inject_s == 0
 
 
-def test_prompts_are_looked_up_without_a_wait_and_bring_what_the_host_finds(tiny_qwen3: Path) -> None:
+def test_ngram_lookup_never_waits_and_equals_the_hosts(tiny_qwen3: Path) -> None:
     """A text that repeats itself, and one that does not."""
-    prompts = [[20] * 3 + [110] * 3, [5, 6]]  # the target goes on with 110
+    prompts = [[20] * 3 + [110] * 3, [5, 6]]  # the target continues with 110
     twins = Twins.open(tiny_qwen3, None, prompts, method="ngram")
     enter = [twins.steps.admit(*of) for of in zip(range(2), prompts, strict=True)]
     twins.run([0, 0], [6, 2], [0, 0], admitted=enter)
     assert twins.run(twins.computed(), [4, 3], [3, 2]).num_tokens.tolist() == [4, 1]
 
 
-def test_chains_wait_for_nothing_and_are_the_host_s(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Their margins tell: of ragged chains beside padding and a prompt, from features kept in an earlier
-    step, at the end of a page, and behind a prompt's first token."""
+def test_eagle3_chains_never_wait_and_equal_the_hosts(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Margins are compared for ragged chains with padding and a prompt, from features of an earlier step, at
+    the end of a page, and after a prompt's first token."""
     drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
     prompts = [[9] * 16, [11], [5, 6, 7]]
     twins = Twins.open(tiny_qwen3, drafter, prompts, method="eagle3")
@@ -231,7 +227,7 @@ class OtherRank:
         return torch.cat((tensor, self._shown), dim=dim)
 
 
-def test_the_best_choice_of_two_ranks_wins_and_of_equal_ones_the_first() -> None:
+def test_the_better_choice_of_two_ranks_wins_and_ties_go_to_the_first() -> None:
     scores = torch.tensor([[1.5, -2.0, 3.0, -float("inf")], [1.0, -1.0, 3.0, 0.5]])
     ids = torch.tensor([[4, 5, 6, 0], [70, 80, 90, 100]])
     theirs = torch.stack((scores[1].view(torch.int32), ids[1].int())).unsqueeze(0)
@@ -239,7 +235,7 @@ def test_the_best_choice_of_two_ranks_wins_and_of_equal_ones_the_first() -> None
 
 
 @pytest.mark.parametrize("wait", ["from_numpy", "tensor", "item", "tolist", "nonzero"])
-def test_what_waits_is_counted(wait: str) -> None:
+def test_waits_for_the_device_are_counted(wait: str) -> None:
     if ON_GPU:
         pytest.skip("PyTorch counts")
     values, ways = (
@@ -314,13 +310,13 @@ def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def tiny_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of which half of the layers are recurrent."""
+    """A target half of whose layers are recurrent."""
     folder = tmp_path_factory.mktemp("states")
     return make_tiny_target(folder, "qwen3_5", seed=5, num_hidden_layers=2, **SMALL_STATES)
 
 
-def test_states_behind_drafts_that_stood_or_not_are_the_host_s(tiny_states: Path, tmp_path: Path) -> None:
-    """Right drafts are looked up, in a prompt that repeats what the target says; beside another's prompt."""
+def test_states_after_accepted_and_rejected_drafts_equal_the_hosts(tiny_states: Path, tmp_path: Path) -> None:
+    """Correct drafts are looked up in a prompt with the target's output; another prompt runs, too."""
     with opened(tiny_states, None, "torch") as llm:
         (said,) = tokens_of(llm, [[5, 6, 7]], [replace(KNOBS["greedy"], max_tokens=24)])
     stood: set[int] = set()

@@ -1,4 +1,4 @@
-"""Recurrent states where the device drives steps: copied, saved, found again; where, says `devices.py`."""
+"""Recurrent states in device-driven steps: copied, saved, found again (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STATES, NUM_SLOTS, MAX_DRAFTS, ROOM = 6, 3, 3, 8
 
 
 class Mirrors:
-    """The host's and the device's over memories of the same content, which no layer changes."""
+    """The host's and the device's states over memories with the same content, which no layer changes."""
 
     def __init__(self) -> None:
         size = (2, KIND, NUM_STATES, MAX_DRAFTS, torch.float32)
@@ -47,7 +47,7 @@ class Mirrors:
         self._upload = Upload(self._states.arena, 1, self._states.most_changes)
 
     def run(self, plan: SchedulerOutput, num_tokens: list[int]) -> list[int]:
-        """A step that brings so many tokens; how many records its passes fold, the same of both."""
+        """Run a step with a number of tokens; return the records that its passes fold."""
         r = host_rows.StepRequests.of(plan, np.zeros(NUM_SLOTS, np.int64))
         self._host.apply(plan)
         decodes, rows = bool(plan.num_drafts.any()), self._host.rows(r)
@@ -89,13 +89,13 @@ def entering(plan: SchedulerOutput, *entries: tuple[int, StateEntry]) -> Schedul
     return replace(plan, admitted=tuple(replace(one, slot=slot, state=entry) for slot, entry in entries))
 
 
-def test_the_device_s_states_stand_where_the_host_s_do() -> None:
+def test_the_devices_states_have_the_hosts_positions() -> None:
     mirrors = Mirrors()
     first = entering(
         dummy_step([0, 0], [5, 4], [0, 0]), (0, StateEntry(0, None, 0)), (1, StateEntry(1, None, 0))
     )
     assert mirrors.run(replace(first, saves=saves_of((0, 3, 2), (0, 9, 3))), [1, 1]) == [0, 0]
-    # All drafts of one stand, none of the other; saved behind a draft, behind the anchor, nowhere.
+    # All drafts of one are accepted, none of the other; saved after a draft, after the anchor, nowhere.
     saves = saves_of((0, 8, 3), (1, 5, 4), (1, 6, 5))
     second = replace(dummy_step([5, 4], [4, 4], [3, 3]), saves=saves)
     assert mirrors.run(second, [4, 1]) == [0, 0]
@@ -142,10 +142,10 @@ def test_preemption_prefix_hits_and_aborts_change_no_token(pair: tuple[Path, Pat
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
 @pytest.mark.parametrize(("ranks", "placement"), [(1, "split"), (2, "colocated"), (2, "split")])
-def test_ranks_and_a_drafter_apart_change_no_token(
+def test_ranks_and_a_split_drafter_change_no_token(
     ray_session: None, tmp_path: Path, ranks: int, placement: str
 ) -> None:
-    """Each rank keeps the states of its heads; a drafter apart keeps none, and hears of the target's."""
+    """Each rank keeps the states of its heads; a split drafter keeps none and gets the target's ids."""
     sizes = {**SMALL_STATES, "linear_num_key_heads": 2}
     target = make_tiny_target(tmp_path / "target", "qwen3_5", seed=5, **sizes)
     drafter = make_tiny_drafter(tmp_path / "drafter")
@@ -162,7 +162,7 @@ def test_ranks_and_a_drafter_apart_change_no_token(
 
 
 @pytest.mark.slow
-def test_eagle3_over_states_changes_no_token(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_eagle3_with_recurrent_states_changes_no_token(pair: tuple[Path, Path], tmp_path: Path) -> None:
     drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8)
     with opened(pair[0], None, "torch") as llm:

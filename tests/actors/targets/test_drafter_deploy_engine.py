@@ -1,4 +1,4 @@
-"""Two drafters in one engine: each drafts as if it were alone, neither changes a token, either may go."""
+"""Two drafters in one engine: each drafts as if alone, neither changes a token, each can be removed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from manta.drafter.step.request_states import RequestStates
 from steps import settings
 from tiny import TINY_VOCAB, make_tiny_drafter
 
-Seen = dict[tuple[str, int], tuple[int, ...]]  # drafts, by request and where they stand
+Seen = dict[tuple[str, int], tuple[int, ...]]  # drafts, by request and position
 LONG = 24  # tokens of an answer
 
 
 class Served:
-    """An engine in this process whose drafts are kept."""
+    """An engine in this process whose drafts are recorded."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
@@ -55,7 +55,7 @@ class Served:
     def answers(
         self, requests: list[Request], at_step: dict[int, Callable[[], None]]
     ) -> dict[str, list[int]]:
-        """All served together; some things are done before some steps."""
+        """Serve all requests together; `actions` run before some steps."""
         found: dict[str, list[int]] = {request.request_id: [] for request in requests}
         for request in requests:
             self.engine.add_request(request)
@@ -78,7 +78,7 @@ class Served:
 
 
 def requests(name: str, on_trial: Callable[[int], bool] = lambda i: False) -> list[Request]:
-    """Four, greedy and not, that begin alike: their pages are shared."""
+    """Four requests, greedy and sampled, with a common prefix: their pages are shared."""
     shared = [3 + i % 90 for i in range(20)]
     return [
         Request(
@@ -103,7 +103,7 @@ def config(tiny_qwen3: Path, tiny_drafter: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def alone(config: EngineConfig, other: Path) -> Iterator[dict[str, tuple[dict[str, list[int]], Seen]]]:
-    """Answers and drafts of each drafter by itself."""
+    """Answers and drafts of each drafter alone."""
     found = {}
     spec = config.speculative_config
     assert spec is not None
@@ -115,14 +115,14 @@ def alone(config: EngineConfig, other: Path) -> Iterator[dict[str, tuple[dict[st
 
 
 def same(seen: Seen, wanted: Seen, name: str) -> int:
-    """How many blocks of the requests of this name are those that are wanted."""
+    """How many blocks of the requests with this name equal the expected ones."""
     shared = [key for key in seen if key[0] == name and key in wanted]
     for key in shared:
         assert seen[key] == wanted[key], f"at {key}"
     return len(shared)
 
 
-def test_each_drafts_for_its_requests_as_if_it_were_alone(config: EngineConfig, alone, other: Path) -> None:
+def test_each_drafter_drafts_for_its_requests_as_if_alone(config: EngineConfig, alone, other: Path) -> None:
     served = Served(config)
     served.answers(requests("before"), {})  # pages that the candidate does not know
     served.begin(other)
@@ -137,7 +137,7 @@ def test_each_drafts_for_its_requests_as_if_it_were_alone(config: EngineConfig, 
 
 
 @pytest.mark.parametrize("promoted", [True, False])
-def test_at_its_end_requests_run_on_with_the_drafter_that_stays(
+def test_requests_continue_with_the_remaining_drafter_after_a_trial(
     config: EngineConfig, alone, other: Path, promoted: bool
 ) -> None:
     served = Served(config)
@@ -152,7 +152,7 @@ def test_at_its_end_requests_run_on_with_the_drafter_that_stays(
     served.executor.close()
 
 
-def test_of_those_who_began_in_the_trial_no_token_is_computed_anew(
+def test_requests_that_started_in_a_trial_are_not_recomputed(
     config: EngineConfig, alone, other: Path
 ) -> None:
     for promoted in (True, False):
@@ -171,7 +171,7 @@ def test_of_those_who_began_in_the_trial_no_token_is_computed_anew(
         served.executor.close()
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_an_unfitting_candidate_is_refused_and_changes_nothing(
     config: EngineConfig, alone, tmp_path: Path
 ) -> None:
     served = Served(config)

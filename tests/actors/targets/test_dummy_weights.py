@@ -1,4 +1,4 @@
-"""`load_format="dummy"`, `hf_overrides`: a model of any depth starts from config.json and tokenizer."""
+"""`load_format="dummy"` and `hf_overrides`: a model of any depth starts from config.json and tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Without a file of weights."""
+    """A checkpoint without weights."""
     folders = make_text_pair(tmp_path_factory.mktemp("shapes"))
     for folder in folders:
         (folder / "model.safetensors").unlink()
@@ -48,10 +48,10 @@ def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str,
     return captured.out, captured.err
 
 
-def test_a_pair_without_weights_generates_at_the_depth_that_is_asked_for(
+def test_a_pair_without_weights_generates_at_the_requested_depth(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twice the same; and its drafter, which drafts noise, changes no token."""
+    """Two starts are equal, and the drafter, which drafts noise, changes no token."""
     target, drafter = map(str, pair)
     flags = ("-m", target, "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}')
     plain, _ = generated(capsys, *flags)
@@ -64,13 +64,13 @@ def test_a_pair_without_weights_generates_at_the_depth_that_is_asked_for(
     assert deep != plain, "four layers are not two"
 
 
-def test_weights_are_looked_for_unless_they_are_made_up(pair: tuple[Path, Path]) -> None:
+def test_weights_are_required_unless_they_are_dummies(pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(pair[0]), device="cpu")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         plan_load(config)
 
 
-def test_ranks_hold_parts_of_one_whole(pair: tuple[Path, Path]) -> None:
+def test_ranks_hold_parts_of_the_same_dummy_weights(pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(pair[0]), device="cpu", dtype="float32", load_format="dummy")
     plan, source = plan_load(config), Checkpoints()
     whole, *ranks = (
@@ -86,7 +86,7 @@ def test_ranks_hold_parts_of_one_whole(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> None:
-    """Loading ends with steps of a made-up prompt; their logits are numbers, and of no single token."""
+    """Loading ends with dummy steps; their logits are numbers and do not favor one token."""
     folder = make_tiny_target(tmp_path, family, seed=3)
     for file in folder.glob("*.safetensors"):
         file.unlink()
@@ -99,8 +99,8 @@ def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> No
     assert logits.isfinite().all() and logits.std() > 0.1
 
 
-def test_packed_experts_are_made_up_as_bytes(tmp_path: Path) -> None:
-    """Their values vary as those of any matrix do."""
+def test_packed_dummy_experts_are_bytes(tmp_path: Path) -> None:
+    """Their values vary like those of any matrix."""
     folder = make_tiny_target(tmp_path, "gpt_oss", intermediate_size=64)
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
     plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))
@@ -111,7 +111,7 @@ def test_packed_experts_are_made_up_as_bytes(tmp_path: Path) -> None:
     assert values.shape == (8, 64, 64) and float(values.std()) == pytest.approx(64**-0.5, rel=0.4)
 
 
-def test_made_up_tensors_keep_variance_and_map_tokens_to_themselves() -> None:
+def test_dummy_tensors_keep_variance_and_map_tokens_to_themselves() -> None:
     shapes = {"a.weight": (64, 32, 400), "norm.weight": (400,), "q.bias": (8,), "d2t": (16,)}
     tensors = RandomTensors(shapes, torch.float32, torch.device("cpu"))
     assert float(tensors.get("a.weight").std()) == pytest.approx(400**-0.5, rel=0.02)
@@ -126,7 +126,7 @@ def written(folder: Path, config: dict) -> Path:
     return folder
 
 
-def test_fewer_layers_keep_the_first_of_what_layers_differ_in(
+def test_fewer_layers_keep_the_first_entries_of_lists_by_layer(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     raw = json.loads((pair[0] / "config.json").read_text())
@@ -144,7 +144,7 @@ def test_fewer_layers_keep_the_first_of_what_layers_differ_in(
             read_model(folder, {"num_hidden_layers": 6})
 
 
-def test_an_override_that_nobody_reads_is_refused_with_the_nearest_key(pair: tuple[Path, Path]) -> None:
+def test_an_unread_override_is_refused_with_the_nearest_key(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=r"num_hiden_layers=2 changes nothing.*num_hidden_layers\?"):
         read_model(pair[0], {"num_hiden_layers": 2})
     with pytest.raises(CheckpointError, match=r"block_sise=4 must be absent"):
@@ -181,7 +181,7 @@ NEW_SPELLING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, 
         ({"sliding_window": 9}, {"max_window_layers": 2}, "does not use it"),
     ],
 )
-def test_an_override_that_loses_or_changes_nothing_is_refused_with_the_key_that_wins(
+def test_an_override_without_effect_is_refused_with_the_key_that_takes_precedence(
     pair: tuple[Path, Path], tmp_path: Path, keys: dict, overrides: dict, words: str
 ) -> None:
     raw = json.loads((pair[0] / "config.json").read_text())
@@ -191,7 +191,7 @@ def test_an_override_that_loses_or_changes_nothing_is_refused_with_the_key_that_
 
 
 @pytest.mark.parametrize("keys", [{}, NEW_SPELLING])
-def test_a_yarn_that_is_overridden_holds_whatever_the_spelling_and_lengthens_sequences(
+def test_an_overridden_yarn_applies_in_every_spelling_and_lengthens_sequences(
     pair: tuple[Path, Path], tmp_path: Path, keys: dict
 ) -> None:
     raw = {**json.loads((pair[0] / "config.json").read_text()), **keys, "max_position_embeddings": 128}
@@ -207,7 +207,7 @@ def test_a_yarn_that_is_overridden_holds_whatever_the_spelling_and_lengthens_seq
         plan_load(settings(folder, load_format="dummy", max_model_len=512))
 
 
-def test_what_an_override_repeats_is_no_error(pair: tuple[Path, Path]) -> None:
+def test_an_override_that_repeats_a_value_is_accepted(pair: tuple[Path, Path]) -> None:
     raw = json.loads((pair[0] / "config.json").read_text())
     assert read_model(pair[0], raw) == read_model(pair[0])
 
@@ -215,7 +215,7 @@ def test_what_an_override_repeats_is_no_error(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, raw in PUBLISHED.items() if raw["architectures"][0] in READERS]
 )
-def test_no_family_takes_an_override_that_it_does_not_read(name: str, tmp_path: Path) -> None:
+def test_no_family_accepts_an_override_that_it_does_not_read(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_hiden_layers=2 changes nothing"):
         read_model(written(tmp_path / "raw", PUBLISHED[name]), {"num_hiden_layers": 2})
 
@@ -226,7 +226,7 @@ def test_overrides_must_be_a_mapping(config: type) -> None:
         config(model="m", hf_overrides="four")
 
 
-def test_a_job_knows_what_its_answers_were_made_of() -> None:
+def test_a_job_records_the_checkpoint_settings_of_its_answers() -> None:
     overrides = {"num_hidden_layers": 2}
     config = EngineConfig(model="m", load_format="dummy", hf_overrides=overrides)
     assert settings_identity(config) == {"load_format": "dummy", "hf_overrides": overrides}

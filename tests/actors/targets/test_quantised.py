@@ -1,4 +1,4 @@
-"""`quantization`: eight bits a weight, and then the tokens of the quantised target; where, says `devices.py`.
+"""`quantization`: eight-bit weights, and the tokens of the quantized target (device: see `devices.py`).
 
 Products by themselves are in `test_kernels_products.py`.
 """
@@ -27,7 +27,7 @@ PARAMS = [replace(KNOBS["greedy"], max_tokens=3)] * len(CASES)
 
 
 def rounded(saved: Path, folder: Path) -> Path:
-    """The checkpoint with the numbers that its weights are when they are quantised."""
+    """The checkpoint with the dequantized values of its quantized weights."""
     folder.mkdir()
     (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
     tensors = load_file(saved / "model.safetensors")
@@ -39,7 +39,7 @@ def rounded(saved: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("target_s", "drafter_s"), [("fp8", None), (None, "fp8")])
-def test_tokens_are_those_of_the_quantised_target_and_a_drafter_s_weights_change_none(
+def test_tokens_are_the_quantized_targets_and_a_drafters_weights_change_none(
     target_s: str | None,
     drafter_s: str | None,
     tiny_qwen3: Path,
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_the_quantised_target_and_a_drafter_s_weights_change
     assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"
 
 
-def test_without_the_kernels_it_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_quantization_without_gpu_kernels_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"quantization='fp8' needs Triton's kernels.*torch on cpu"
     ) as caught:
@@ -87,7 +87,7 @@ def test_without_the_kernels_it_is_refused(tiny_qwen3: Path, tiny_drafter: Path)
     assert caught.value.param == "speculative_config.quantization"
 
 
-def test_an_unknown_one_is_refused(tiny_qwen3: Path) -> None:
+def test_an_unknown_quantization_is_refused(tiny_qwen3: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantization='int3' is not known.*fp8"):
         settings(tiny_qwen3, quantization="int3")
     with pytest.raises(ConfigError, match=r"speculative_config\.quantization='int3'"):

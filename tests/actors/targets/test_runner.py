@@ -1,4 +1,4 @@
-"""A step end to end: drafts, verdict, injection; through the engine, against transformers and the oracle."""
+"""A step end to end through the engine: drafts, verification, context; against transformers and oracle."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_speculation_changes_no_token(
 
 
 class Recorded:
-    """A source of drafts that keeps what another one proposed."""
+    """A proposer that records another one's proposals."""
 
     def __init__(self, inner: DraftSource) -> None:
         self._inner = inner
@@ -150,14 +150,14 @@ def test_drafts_equal_the_oracles_after_chunked_prefill(
     expected, steps = decode(hugging_face, oracle, PROMPTS[2], len(tokens), TINY_BLOCK, choose)
     assert tokens == expected
     theirs = [(s.position, s.drafts) for s in steps if s.drafts]
-    # Near the end both shorten the block, each by a rule of its own, and a shorter block is another block.
+    # Near the end both shorten the block by different rules, and a shorter block has other drafts.
     whole = [step for step in theirs if len(step[1]) == TINY_BLOCK - 1]
     assert len(whole) >= 3
     assert [step for step in recorded.seen if len(step[1]) == TINY_BLOCK - 1] == whole
 
 
 class KnowsAll:
-    """A source of drafts that has seen the output; `wrong_at` spoils every block at that draft."""
+    """A proposer that knows the output; `wrong_at` makes that draft of every block wrong."""
 
     def __init__(self, texts: dict[int, list[int]], wrong_at: int | None = None) -> None:
         self._texts, self._wrong_at = texts, wrong_at
@@ -179,7 +179,7 @@ class KnowsAll:
 
 
 @pytest.mark.parametrize("wrong_at", [None, 0, 2, 5])
-def test_right_drafts_stand_up_to_the_first_wrong_one(
+def test_correct_drafts_are_accepted_up_to_the_first_wrong_one(
     target: Path, tiny_drafter: Path, plain: list[list[int]], wrong_at: int | None
 ) -> None:
     runner, _ = open_runner(target, tiny_drafter)
@@ -208,10 +208,8 @@ def test_right_drafts_stand_up_to_the_first_wrong_one(
     assert result.token_ids.dtype == result.num_tokens.dtype == np.int32
 
 
-def test_drafts_that_never_come_cost_no_token(
-    target: Path, tiny_drafter: Path, plain: list[list[int]]
-) -> None:
-    """A split drafter that has died proposes -1 only."""
+def test_missing_drafts_cost_no_token(target: Path, tiny_drafter: Path, plain: list[list[int]]) -> None:
+    """A dead split drafter proposes only -1."""
     runner, _ = open_runner(target, tiny_drafter)
     runner.drafts = KnowsAll({0: [-1] * 200})
     steps, text = Steps(4), PROMPTS[1] + plain[1]
@@ -223,7 +221,7 @@ def test_drafts_that_never_come_cost_no_token(
         assert result.token_ids[0].tolist() == [text[at + 1], -1, -1, -1, -1, -1]
 
 
-def test_a_step_of_prefill_chunks_alone_returns_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_a_step_of_prefill_chunks_returns_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     runner, _ = open_runner(tiny_qwen3, tiny_drafter)
     steps = Steps(4)
     result = runner.execute(
@@ -254,7 +252,7 @@ def test_a_shared_prefix_keeps_the_drafters_context(
     assert drafts[0] == drafts[1]
 
 
-def test_plain_decoding_taps_nothing_and_refuses_drafts(tiny_qwen3: Path) -> None:
+def test_plain_decoding_reads_no_taps_and_refuses_drafts(tiny_qwen3: Path) -> None:
     runner, info = open_runner(tiny_qwen3)
     assert info.num_speculative_tokens == 0 and runner.drafts is None
     steps = Steps(4)
@@ -271,7 +269,7 @@ def test_parts_of_a_step_are_timed(tiny_qwen3: Path, tiny_drafter: Path) -> None
     assert min(timings.draft_s, timings.verify_s, timings.sample_s, timings.inject_s) > 0
 
 
-def test_a_closed_executor_is_dead_and_closes_twice(tiny_qwen3: Path) -> None:
+def test_a_closed_executor_is_dead_and_can_be_closed_again(tiny_qwen3: Path) -> None:
     config = settings(tiny_qwen3, num_threads=1)
     executor = make_executor(config)
     assert isinstance(executor, InProcessExecutor)

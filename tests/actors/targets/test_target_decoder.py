@@ -53,14 +53,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_tiny_target(tmp_path_factory.mktemp("variant"), family, seed=11, **changes)
 
 
-def test_logits_of_every_row_equal_transformers_in_chunks_and_in_company(checkpoint: Path) -> None:
+def test_logits_of_every_row_equal_transformers_in_chunks_and_batches(checkpoint: Path) -> None:
     requests = computed(load(checkpoint))
     for tokens, logits in zip(requests.tokens, requests.logits, strict=True):
         expected, _ = oracle(checkpoint, tokens)
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_taps_are_the_outputs_of_blocks_before_the_final_norm_in_the_order_asked(checkpoint: Path) -> None:
+def test_taps_are_outputs_of_blocks_before_the_final_norm_in_the_given_order(checkpoint: Path) -> None:
     requests = computed(load(checkpoint))
     weights = weights_of(checkpoint)
     final_norm = RMSNorm(weights.final_norm(), weights.spec.rms_norm_eps)
@@ -69,19 +69,19 @@ def test_taps_are_the_outputs_of_blocks_before_the_final_norm_in_the_order_asked
         third, first, last = torch.cat(taps).unbind(1)
         torch.testing.assert_close(third, hidden[3], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(first, hidden[1], atol=1e-4, rtol=1e-4)
-        # transformers shows the last block's output only behind the final norm.
+        # transformers returns the last block's output only after the final norm.
         torch.testing.assert_close(final_norm(last), hidden[4], atol=1e-4, rtol=1e-4)
         assert not torch.allclose(last, hidden[4], atol=1e-2)
 
 
-def test_bfloat16_stays_close_to_transformers(tiny_qwen3: Path) -> None:
+def test_bfloat16_is_close_to_transformers(tiny_qwen3: Path) -> None:
     requests = computed(load(tiny_qwen3, torch.bfloat16))
     expected, _ = oracle(tiny_qwen3, requests.tokens[2])
     got = torch.cat(requests.logits[2]).float()
     assert torch.cosine_similarity(got, expected, dim=-1).min() > 0.999
 
 
-def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: Path) -> None:
+def test_omitted_config_values_take_the_familys_defaults(tmp_path: Path) -> None:
     folder = make_tiny_target(tmp_path, "llama")
     raw = json.loads((folder / "config.json").read_text())
     for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "mlp_bias"):
@@ -93,8 +93,8 @@ def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: 
 
 
 @torch.inference_mode()
-def test_a_drafter_borrows_the_ends_as_they_are_stored(tmp_path: Path) -> None:
-    """Not normed, neither scaled nor capped: what the target itself makes of them."""
+def test_a_drafter_borrows_embedding_and_head_as_stored(tmp_path: Path) -> None:
+    """Without norm, scale and cap, which the target applies itself."""
     folder = make_tiny_target(tmp_path, "muse_glimmer")
     model, weights = load(folder), weights_of(folder)
     spec, ids = weights.spec, torch.arange(TINY_VOCAB)

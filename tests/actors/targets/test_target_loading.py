@@ -1,4 +1,4 @@
-"""What a user can get wrong about checkpoints and settings: the error names the field and the remedy."""
+"""User errors in checkpoints and settings: the error names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of these tests must come before any weight is read."""
+    """Errors in these tests must be raised before a weight is read."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
@@ -38,7 +38,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
-    """A checkpoint with values of its config.json replaced; None removes."""
+    """A checkpoint with changed values in its config.json; None removes one."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     raw = json.loads((copy / "config.json").read_text())
@@ -69,7 +69,7 @@ def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
     ],
 )
-def test_a_target_that_cannot_be_served_is_refused(
+def test_an_unsupported_target_is_refused(
     tiny_qwen3: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -103,7 +103,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
         ("../nowhere", "not a hub id"),
     ],
 )
-def test_a_checkpoint_that_is_nowhere_is_named_with_its_field(
+def test_a_missing_checkpoint_is_named_with_its_field(
     tiny_qwen3: Path, field: str, name: str, message: str
 ) -> None:
     config = settings(Path(name)) if field == "model" else settings(tiny_qwen3, Path(name))
@@ -168,9 +168,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, shipped_pair:
     assert caught.value.param == "tokenizer"
 
 
-def test_drafts_per_step_default_to_the_block_without_its_anchor(
-    tiny_qwen3: Path, tiny_drafter: Path
-) -> None:
+def test_drafts_per_step_default_to_the_block_size_minus_one(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     assert plan_load(settings(tiny_qwen3, tiny_drafter)).num_speculative_tokens == TINY_BLOCK - 1
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 4}
     assert plan_load(settings(tiny_qwen3, speculative_config=spec)).num_speculative_tokens == 4
@@ -186,7 +184,7 @@ def test_more_drafts_than_the_block_holds_are_refused_with_sglangs_counting(
     assert caught.value.param == "speculative_config.num_speculative_tokens"
 
 
-def test_sequences_are_as_long_as_both_models_allow(
+def test_the_maximum_length_is_what_both_models_allow(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     assert plan_load(settings(tiny_qwen3, max_model_len=None)).max_model_len == 512
@@ -207,7 +205,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 
 
 @pytest.mark.parametrize("invariant", [True, False])
-def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
+def test_dtype_auto_on_a_cpu_is_bf16_if_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
     monkeypatch.setattr(cpu_ways, "measured", lambda _: {})  # another test's engine may have tried the ways
@@ -221,9 +219,7 @@ def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
 
 
-def test_pages_are_as_large_as_the_device_reads_best(
-    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_size_depends_on_the_device(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def page_size(**changes: object) -> int:
         return plan_load(settings(tiny_qwen3, **changes)).page_size
 
@@ -245,7 +241,7 @@ def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
 PAGE_BYTES = 4 * 16 * 2 * 2 * 16 * 4  # layers, tokens, k and v, kv heads, head_dim, fp32
 
 
-def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_the_number_of_pages_follows_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     def pages(*models: Path, **changes: object) -> int:
         return load_runner(settings(*models, **changes))[1].num_pages[0]
 
@@ -256,7 +252,7 @@ def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path)
     assert pages(tiny_qwen3, tiny_drafter, kv_cache_memory_bytes=30 * PAGE_BYTES) == 20
 
 
-def test_ram_bounds_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ram_limits_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_ram_bytes", lambda: 4 * 10 * PAGE_BYTES)
     assert load_runner(settings(tiny_qwen3))[1].num_pages == (10,)
     with pytest.raises(
@@ -266,7 +262,7 @@ def test_ram_bounds_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.param == "max_model_len"
 
 
-def test_what_is_planned_is_what_loads(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_planned_sizes_equal_loaded_sizes(tiny_qwen3: Path, tmp_path: Path) -> None:
     drafter = make_tiny_drafter(tmp_path / "drafter", block_size=8)
     plan = plan_load(settings(tiny_qwen3, drafter))
     assert (plan.tap_ids, plan.split, plan.num_speculative_tokens) == ((0, 1, 2), False, 7)
@@ -285,7 +281,7 @@ def test_what_is_planned_is_what_loads(tiny_qwen3: Path, tmp_path: Path) -> None
         ({}, "multiples of 32, not all of the target's are"),
     ],
 )
-def test_a_compiled_pass_that_cannot_be_says_why_before_a_weight_is_read(
+def test_an_impossible_compiled_pass_is_refused_before_a_weight_is_read(
     tiny_qwen3: Path,
     monkeypatch: pytest.MonkeyPatch,
     nothing_loads: None,
@@ -302,7 +298,7 @@ def test_a_compiled_pass_that_cannot_be_says_why_before_a_weight_is_read(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
+def test_step_memory_is_measured_by_allocating_everything_once(
     tiny_qwen3: Path, tiny_drafter: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""

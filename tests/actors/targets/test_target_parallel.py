@@ -1,4 +1,4 @@
-"""A target split over ranks computes what the whole one does. Ranks are threads here: no process, no net."""
+"""A target sharded over ranks computes what one rank does. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def expected(target: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("target", [name for name in SPLIT if not FAMILIES[name].lean], indirect=True)
-def test_four_ranks_that_share_two_kv_heads_choose_the_tokens_of_one(
+def test_four_ranks_that_share_two_kv_heads_give_the_tokens_of_one(
     target: Path, expected: list[list[int]]
 ) -> None:
     config = settings(target, num_pages=80, tensor_parallel_size=4)
@@ -56,7 +56,7 @@ def test_four_ranks_that_share_two_kv_heads_choose_the_tokens_of_one(
 
 
 def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
-    """Four ranks cannot share out 30 inner states, but 8 experts."""
+    """Four ranks cannot split 30 inner states, but 8 experts."""
     folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=30)
     whole, _ = load_runner(settings(folder, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
@@ -69,7 +69,7 @@ def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
         assert got == expected
 
 
-def test_two_ranks_that_draft_choose_the_tokens_of_one_that_does_not(
+def test_two_drafting_ranks_give_the_tokens_of_one_plain_rank(
     target: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     hidden = read_model(target).hidden_size
@@ -84,10 +84,8 @@ def test_two_ranks_that_draft_choose_the_tokens_of_one_that_does_not(
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
-def test_a_drafter_proposes_on_two_ranks_what_it_does_on_one(
-    method: str, tiny_qwen3: Path, tmp_path: Path
-) -> None:
-    """A DFlash2's candidates are of a head that is split, an EAGLE-3's rows of a split embedding."""
+def test_a_drafter_proposes_the_same_on_two_ranks(method: str, tiny_qwen3: Path, tmp_path: Path) -> None:
+    """DFlash2's candidates come from a split head, EAGLE-3's rows from a split embedding."""
     if method == "dflash":
         drafter = make_tiny_drafter(tmp_path / "drafter", second=True)
     else:
@@ -140,7 +138,7 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
 
 
 def rows_by_kind(spec: ModelSpec) -> list[int]:
-    """Of the first layer's first product: q, k and v, and what a delta rule has beside them."""
+    """The first layer's first product: q, k and v, and the other inputs of a delta rule."""
     mixer = spec.layers[0].mixer
     if isinstance(mixer, TargetAttention):
         return [spec.axis_size(axis, 0) for axis in ("q", "kv", "value")]
@@ -150,7 +148,7 @@ def rows_by_kind(spec: ModelSpec) -> list[int]:
 
 
 def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gate and up, and down, of its dense MLP and of its experts."""
+    """Gate, up and down of the layer's dense MLP and experts."""
     match mlp:
         case DenseTensors():
             return [(mlp.gate_up_IH, mlp.down_HI)]
@@ -160,7 +158,7 @@ def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
             return [*products(mlp.dense), *products(mlp.routed)]
 
 
-def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> None:
+def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> None:
     config = read_model(target)
     ids = torch.arange(config.vocab_size)
     hidden = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -197,7 +195,7 @@ def test_a_size_that_does_not_divide_is_refused_before_loading(
     assert caught.value.param == "tensor_parallel_size"
 
 
-def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
+def test_kv_heads_are_repeated_if_there_are_more_ranks(target: Path) -> None:
     config = read_model(target)
     first = next(i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, TargetAttention))
     kv = [Sharding(config, rank, 4).kv_heads(first) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""Long texts beside the event loop: what is refused unread, what leaves the loop alone, what comes out."""
+"""Encoding of long texts: refusals by length, no blocking of the event loop, the same ids."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def encoder(tokenizer: Tokenizer) -> Iterator[AsyncPromptEncoder]:
 
 
 class Unread(Tokenizer):
-    """Fails where a text is encoded that must be refused by its length."""
+    """Fails if a text is encoded that must be refused by its length."""
 
     def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
         raise AssertionError("the text was encoded")
 
 
 class Waiting(Tokenizer):
-    """Encodes when the event loop has had turns meanwhile."""
+    """Encodes only after the event loop has run meanwhile."""
 
     turns: threading.Semaphore
     running: int = 0
@@ -60,7 +60,7 @@ class Waiting(Tokenizer):
         return super().encode_unlocked(text, add_special_tokens=add_special_tokens)
 
 
-async def count_turns(done: asyncio.Event) -> int:
+async def count_loop_turns(done: asyncio.Event) -> int:
     turns = 0
     while not done.is_set():
         turns += 1
@@ -68,7 +68,7 @@ async def count_turns(done: asyncio.Event) -> int:
     return turns
 
 
-def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: AsyncPromptEncoder) -> None:
+def test_the_ids_equal_a_plain_encoding(tokenizer: Tokenizer, encoder: AsyncPromptEncoder) -> None:
     for text in ("", "x", CODE[: LONG_TEXT_CHARS // 2], CODE * 20, "e\u0301\u2603 " * 4000):
         wanted = tokenizer.encode(text)
         assert asyncio.run(encoder.text(text)) == wanted
@@ -78,7 +78,7 @@ def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: As
             assert ended == (wanted[-count:] if count else [])
 
 
-def test_a_text_that_cannot_fit_is_refused_unread_in_the_engines_words(folder: Path) -> None:
+def test_a_text_that_cannot_fit_is_refused_unread_with_the_engines_message(folder: Path) -> None:
     encoder = AsyncPromptEncoder(Unread.load(folder), max_model_len=100)
     for what in ("prompt", "messages"):
         with pytest.raises(
@@ -92,14 +92,14 @@ def test_a_text_that_cannot_fit_is_refused_unread_in_the_engines_words(folder: P
         asyncio.run(encoder.list_tokens("x" * 10_000_000, 1000))
 
 
-def test_a_text_that_may_fit_is_counted_and_refused_by_its_number(tokenizer: Tokenizer) -> None:
+def test_a_text_that_may_fit_is_encoded_and_refused_by_its_tokens(tokenizer: Tokenizer) -> None:
     count = len(tokenizer.encode("word " * 100))
     with pytest.raises(RequestError, match=rf"has {count} tokens.*max_model_len={count}\."):
         asyncio.run(AsyncPromptEncoder(tokenizer, count).text("word " * 100))
     assert len(asyncio.run(AsyncPromptEncoder(tokenizer, count + 1).text("word " * 100))) == count
 
 
-def test_of_a_truncated_text_that_surely_is_too_long_only_the_end_is_read(folder: Path) -> None:
+def test_only_the_end_of_an_overlong_truncated_text_is_encoded(folder: Path) -> None:
     read: list[int] = []
 
     class Recording(Tokenizer):
@@ -113,10 +113,10 @@ def test_of_a_truncated_text_that_surely_is_too_long_only_the_end_is_read(folder
     assert read[0] < 50_000 < len(text)
 
 
-def test_the_event_loop_goes_on_while_long_texts_are_encoded(encoder: AsyncPromptEncoder) -> None:
+def test_the_event_loop_runs_while_long_texts_are_encoded(encoder: AsyncPromptEncoder) -> None:
     async def run() -> tuple[int, int]:
         done = asyncio.Event()
-        counting = asyncio.create_task(count_turns(done))
+        counting = asyncio.create_task(count_loop_turns(done))
         count = len(await encoder.text(CODE * 300))
         done.set()
         return await counting, count
@@ -126,7 +126,7 @@ def test_the_event_loop_goes_on_while_long_texts_are_encoded(encoder: AsyncPromp
     assert turns > 20  # with Python's lock held it is one or two
 
 
-def test_long_texts_are_encoded_a_few_at_a_time_also_when_their_readers_leave(folder: Path) -> None:
+def test_few_long_texts_are_encoded_at_a_time_also_after_disconnects(folder: Path) -> None:
     tokenizer = Waiting.load(folder)
     assert isinstance(tokenizer, Waiting)
     tokenizer.turns = threading.Semaphore(0)
@@ -147,7 +147,7 @@ def test_long_texts_are_encoded_a_few_at_a_time_also_when_their_readers_leave(fo
     assert tokenizer.most == MAX_LONG_TEXTS
 
 
-def test_the_engine_encodes_beside_its_loop_and_admits_an_id_once(
+def test_the_engine_encodes_off_its_loop_and_admits_an_id_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Waiting.turns = threading.Semaphore(0)

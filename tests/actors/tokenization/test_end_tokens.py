@@ -25,7 +25,7 @@ END, TURN = 0, 2  # <|endoftext|>, which config.json names, and <|im_end|>
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose vocabulary is padded, with a tokenizer that ends turns by a token of its own."""
+    """A target with a padded vocabulary and a tokenizer that ends turns with its own token."""
     folder = make_tiny_target(tmp_path_factory.mktemp("padded") / "target", "qwen3", vocab_size=PADDED)
     other, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -70,7 +70,7 @@ def settings(target: Path, **more: Any) -> EngineConfig:
         (END, None, {"content": "<|im_end|>", "special": True}, (END, TURN)),
     ],
 )
-def test_the_tokenizers_end_token_ends_an_answer_too(
+def test_the_tokenizers_end_token_also_ends_an_answer(
     target: Path, of_config: object, of_generation: object, of_tokenizer: object, ends: tuple[int, ...]
 ) -> None:
     write(target, "config", eos_token_id=of_config)
@@ -97,7 +97,7 @@ def test_an_end_token_in_the_padding_is_named_and_ends_an_answer(target: Path) -
 
 @pytest.mark.parametrize("token_id", [PADDED, 10**6, -1])
 @pytest.mark.parametrize("name", ["config", "generation_config"])
-def test_an_end_token_that_the_model_cannot_make_is_refused_by_file_and_key(
+def test_an_end_token_that_the_model_cannot_generate_is_refused_by_file_and_key(
     target: Path, name: str, token_id: int
 ) -> None:
     write(target, "generation_config", eos_token_id=None)
@@ -110,7 +110,7 @@ def test_an_end_token_that_the_model_cannot_make_is_refused_by_file_and_key(
         plan_load(settings(target, hf_overrides={"eos_token_id": PADDED}))
 
 
-def test_ids_of_files_are_those_of_the_tokenizer(made: Path, shipped_pair: tuple[Path, Path]) -> None:
+def test_ids_in_config_files_equal_the_tokenizers(made: Path, shipped_pair: tuple[Path, Path]) -> None:
     for folder in (made, shipped_pair[0]):
         tokenizer, found = Tokenizer.load(folder), TokenIds.read(folder)
         assert found is not None and found.known == set(range(tokenizer.vocab_size))

@@ -1,4 +1,4 @@
-"""The one door for prompts: however a conversation comes, it is the same tokens or the same refusal."""
+"""Every API gives a conversation the same tokens or the same error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def doors(config: EngineConfig) -> Iterator[dict[str, Ask]]:
-    """Every way to ask for the answer to a conversation, by name; `/tokenize` gives its tokens alone."""
+    """Every API that answers a conversation, by name; `/tokenize` only returns its tokens."""
     with (
         LLM(**asdict(config)) as llm,
         LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
@@ -112,7 +112,7 @@ def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
         {"chat_template_kwargs": {"messages": []}},
     ],
 )
-def test_a_conversation_is_the_same_whichever_way_it_comes(
+def test_a_conversation_has_the_same_prompt_in_every_api(
     doors: dict[str, Ask], options: dict[str, Any]
 ) -> None:
     found = {name: ask(options) for name, ask in doors.items()}
@@ -121,21 +121,21 @@ def test_a_conversation_is_the_same_whichever_way_it_comes(
     assert found == wanted
 
 
-def test_a_conversation_is_truncated_whichever_way_it_comes(doors: dict[str, Ask]) -> None:
+def test_a_conversation_is_truncated_in_every_api(doors: dict[str, Ask]) -> None:
     chat, stream, batch = (doors[n]({"truncate_prompt_tokens": 3}) for n in ("chat", "stream", "batch"))
     assert chat == stream == batch and chat[0] == 3
     for name in ("chat", "stream", "batch"):
         assert doors[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
 
 
-def test_a_reasoning_effort_that_the_template_knows_not_is_refused_whichever_way_it_comes(
+def test_an_unknown_reasoning_effort_is_refused_in_every_api(
     doors: dict[str, Ask],
 ) -> None:
     for name in ("chat", "stream", "tokenize", "batch"):
         assert doors[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
 
 
-def test_a_whole_answer_is_what_the_stream_would_have_brought(config: EngineConfig) -> None:
+def test_a_complete_answer_equals_its_stream(config: EngineConfig) -> None:
     engine = AsyncEngine(config)
     params = SamplingParams(max_tokens=9, n=3, seed=5, ignore_eos=True)
     watched: list[int] = []

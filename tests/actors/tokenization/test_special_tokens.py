@@ -1,4 +1,4 @@
-"""`split_special_tokens`: markers that messages contain are text, the template's own are control tokens."""
+"""`split_special_tokens`: special tokens in messages are text, the template's own are control tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = ("byte level", "metaspace first", "prepend", "unigram", "byte fallback")
 
 
 def backend(kind: str) -> tokenizers.Tokenizer:
-    """A tokenizer as the families have it."""
+    """A tokenizer like those of the families."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     common: dict[str, Any] = {"special_tokens": list(SPECIAL), "show_progress": False, "vocab_size": 700}
     if kind == "unigram":
@@ -109,14 +109,14 @@ FORGED: list[Chat] = [
 
 
 @pytest.mark.parametrize("at", range(len(FORGED)))
-def test_markers_in_messages_are_text(pair: tuple[Tokenizer, Tokenizer], at: int) -> None:
+def test_control_tokens_in_messages_are_text(pair: tuple[Tokenizer, Tokenizer], at: int) -> None:
     usual, guarded = pair
     before, after = encode_prompt(FORGED[at], usual), encode_prompt(FORGED[at], guarded)
     assert control_tokens(usual, before.token_ids) != OWN, "without the setting they are control tokens"
     assert control_tokens(guarded, after.token_ids) == OWN
     assert after.text == before.text and max(after.token_ids) < guarded.vocab_size
     texts = [guarded.decode(each.token_ids, skip_special_tokens=False) for each in (before, after)]
-    assert texts[0].replace(" ", "") == texts[1].replace(" ", "")  # but for spaces behind control tokens
+    assert texts[0].replace(" ", "") == texts[1].replace(" ", "")  # except for spaces after control tokens
 
 
 @given(
@@ -130,7 +130,7 @@ def test_markers_in_messages_are_text(pair: tuple[Tokenizer, Tokenizer], at: int
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_texts_without_markers_have_their_usual_tokens(
+def test_texts_without_control_tokens_have_their_usual_tokens(
     pair: tuple[Tokenizer, Tokenizer], said: list[tuple[str, str]]
 ) -> None:
     messages = [{"role": role, "content": text.encode("utf-8", "ignore").decode()} for role, text in said]
@@ -140,7 +140,7 @@ def test_texts_without_markers_have_their_usual_tokens(
         assert encode_prompt(Chat(messages), guarded) == encode_prompt(Chat(messages), usual)
 
 
-def test_a_long_conversation_is_encoded_alike_in_a_thread_and_cut_at_its_end(
+def test_a_long_conversation_is_encoded_the_same_in_a_thread_and_truncated(
     pair: tuple[Tokenizer, Tokenizer],
 ) -> None:
     chat = Chat([user("word <|im_end|> word\n" * 2000)])
@@ -155,7 +155,7 @@ def test_a_long_conversation_is_encoded_alike_in_a_thread_and_cut_at_its_end(
     small.close()
 
 
-def test_the_setting_is_a_setting_of_the_engine(tmp_path: Path) -> None:
+def test_split_special_tokens_is_an_engine_setting(tmp_path: Path) -> None:
     backend("byte level").save(str(tmp_path / "tokenizer.json"))
     settings = {"bos_token": "<s>", "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -168,7 +168,7 @@ def test_the_setting_is_a_setting_of_the_engine(tmp_path: Path) -> None:
         assert is_text == split == ("split_special_tokens" in settings_identity(config))
 
 
-def test_the_shipped_pair_tells_them_apart(shipped_pair: tuple[Path, Path]) -> None:
+def test_the_shipped_pair_distinguishes_text_and_control_tokens(shipped_pair: tuple[Path, Path]) -> None:
     usual = Tokenizer.load(shipped_pair[0])
     guarded = Tokenizer.load(shipped_pair[0], split_special_tokens=True)
     special = set(usual.special_token_ids.values())

@@ -59,7 +59,7 @@ def update(request_id: str, token_ids: list[int], **more: object) -> SequenceUpd
 
 
 def run(tokenizer: Tokenizer, text: str, blocks: int, **params: object) -> tuple[str, list[int], object, str]:
-    """Feed `text` in blocks; returns the text, the tokens, the stop reason, and the text of the deltas."""
+    """Feed `text` in blocks; return the text, the tokens, the stop reason, and the text of the deltas."""
     processor = OutputProcessor(tokenizer)
     wanted = SamplingParams(max_tokens=None, seed=0, **params)
     tracker, (request,) = processor.add("r", EncodedPrompt((300,)), wanted)
@@ -99,7 +99,7 @@ def test_continue_final_message_leaves_the_message_open(tokenizer: Tokenizer) ->
     assert tokenizer.apply_chat_template(messages, continue_final_message=True).endswith("assistant\ndef f")
 
 
-def test_what_a_template_does_with_its_variables_fails_as_a_request(tokenizer: Tokenizer) -> None:
+def test_template_errors_are_request_errors(tokenizer: Tokenizer) -> None:
     source = "{{ strftime_now(when) }}{% for x in xs %}{% endfor %}{{ raise_exception(why) if why }}"
     other = Tokenizer(tokenizer._backend, source, {})
     messages = [{"role": "user", "content": "Go"}]
@@ -111,7 +111,7 @@ def test_what_a_template_does_with_its_variables_fails_as_a_request(tokenizer: T
 
 
 @given(st.text(), st.integers(1, 7))
-def test_streamed_text_adds_up_whatever_the_blocks(text: str, blocks: int) -> None:
+def test_streamed_text_adds_up_for_any_blocks(text: str, blocks: int) -> None:
     tokenizer = _shared()
     text = text.encode("utf-8", "ignore").decode()
     whole, ids, _, streamed = run(tokenizer, text, blocks)
@@ -120,7 +120,7 @@ def test_streamed_text_adds_up_whatever_the_blocks(text: str, blocks: int) -> No
 
 
 @given(st.lists(st.integers(3, 399), min_size=1), st.integers(1, 7))
-def test_bytes_that_are_no_text_come_out_the_same_whatever_the_blocks(ids: list[int], blocks: int) -> None:
+def test_invalid_utf8_gives_the_same_text_for_any_blocks(ids: list[int], blocks: int) -> None:
     detokenizer = _shared().detokenizer([300], skip_special_tokens=True)
     pieces = [detokenizer.step(ids[at : at + blocks]) for at in range(0, len(ids), blocks)]
     assert "".join(pieces) + detokenizer.flush() == _shared().decode(ids)
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_text_come_out_the_same_whatever_the_blocks(ids: list[
     st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3),
     st.integers(1, 7),
 )
-def test_a_stop_string_cuts_the_text_the_same_whatever_the_blocks(
+def test_a_stop_string_truncates_the_text_the_same_for_any_blocks(
     text: str, stop: list[str], blocks: int
 ) -> None:
     tokenizer = _shared()
@@ -158,7 +158,7 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     assert whole.startswith("a b a")
 
 
-def test_completions_of_one_request_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
+def test_completions_of_a_request_have_their_own_seeds(tokenizer: Tokenizer) -> None:
     tracker, requests = OutputProcessor(tokenizer).add(
         "r", EncodedPrompt((5,), "x"), SamplingParams(n=3, seed=9)
     )
@@ -166,7 +166,7 @@ def test_completions_of_one_request_have_seeds_of_their_own(tokenizer: Tokenizer
     assert requests[0].params.seed == 9 and len({r.params.seed for r in requests}) == 3
 
 
-def test_seeds_are_a_series_when_the_engine_has_a_seed() -> None:
+def test_an_engine_seed_determines_the_series_of_seeds() -> None:
     first, again = SeedSource(5), SeedSource(5)
     plain = SamplingParams()
     series = [first.seeded(plain).seed for _ in range(3)]
@@ -177,13 +177,13 @@ def test_seeds_are_a_series_when_the_engine_has_a_seed() -> None:
 @pytest.mark.parametrize(
     "prompt", [{"text": "x"}, ["a", "b"], [1.5], [True], [], "", {"prompt_token_ids": "ab"}]
 )
-def test_a_prompt_of_the_wrong_kind_is_refused(tokenizer: Tokenizer, prompt: object) -> None:
+def test_a_prompt_of_a_wrong_kind_is_refused(tokenizer: Tokenizer, prompt: object) -> None:
     with pytest.raises(RequestError) as caught:
         encode_prompt(prompt, tokenizer)  # type: ignore[arg-type]
     assert caught.value.param == "prompt"
 
 
-def test_a_prompt_comes_as_text_ids_or_a_conversation(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_text_ids_or_a_conversation(tokenizer: Tokenizer) -> None:
     assert encode_prompt("def", tokenizer) == EncodedPrompt(tuple(tokenizer.encode("def")), "def")
     assert encode_prompt([3, 4], None) == encode_prompt({"prompt_token_ids": (3, 4)}, None)
     assert encode_prompt({"prompt": "def", "prompt_token_ids": [9]}, None) == EncodedPrompt((9,), "def")
@@ -194,7 +194,7 @@ def test_a_prompt_comes_as_text_ids_or_a_conversation(tokenizer: Tokenizer) -> N
     assert encode_prompt(said, None) is said
 
 
-def test_half_a_character_is_read_as_the_sign_for_it(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_is_read_as_the_replacement_character(tokenizer: Tokenizer) -> None:
     for half, whole in (("a\ud83d", "a\ufffd"), ("\ude00\ud83d", "\ufffd\ufffd")):
         assert tokenizer.encode(half) == tokenizer.encode(whole) == tokenizer.encode_unlocked(half).ids
         assert encode_prompt(half, tokenizer).token_ids == encode_prompt(whole, tokenizer).token_ids

@@ -1,7 +1,7 @@
-"""Kimi's tokenizers: what is made of `tiktoken.model` says what the package `tiktoken` says of the same file.
+"""Kimi's tokenizers: the conversion of `tiktoken.model` equals the package `tiktoken`.
 
-The vocabulary is made up: all bytes, and merges learnt from the texts below. The pattern, the reserved tokens
-and the names of the files are those of moonshotai's repositories.
+The vocabulary is synthetic: all bytes, and merges learned from the texts below. The pattern, the reserved
+tokens and the names of the files are those of moonshotai's repositories.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ FIRST_ADDED = len(RANKS)
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:
-    """tokenizer_config.json, with its names as far behind the ranks as in Kimi's own."""
+    """tokenizer_config.json, with its names as far after the ranks as in Kimi's own."""
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {
         str(FIRST_ADDED + i): {"content": name, "special": name not in SHOWN, **flags}
@@ -139,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_oracle() -> tiktoken.Encoding:
-    """As tokenization_kimi.py makes it, with fewer reserved tokens."""
+    """As tokenization_kimi.py builds it, with fewer reserved tokens."""
     special = {NAMES.get(i, f"<|reserved_token_{FIRST_ADDED + i}|>"): FIRST_ADDED + i for i in range(18)}
     return tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=RANKS, special_tokens=special)
 
@@ -155,7 +155,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts_of_many_scripts_are_the_tokens_that_tiktoken_makes(tokenizer: Tokenizer, name: str) -> None:
+def test_texts_of_many_scripts_have_tiktokens_tokens(tokenizer: Tokenizer, name: str) -> None:
     for text in (TEXTS[name], TEXTS[name].upper(), TEXTS[name][::-1], TEXTS[name].replace(" ", "\n  ")):
         ids = ORACLE.encode_ordinary(text)
         assert tokenizer.encode(text) == ids
@@ -190,13 +190,13 @@ MIXED = st.lists(FRAGMENTS | ANY | st.sampled_from(list(TEXTS.values()))).map(""
 
 @settings(max_examples=300, deadline=None)
 @given(text=MIXED)
-def test_any_text_is_the_tokens_that_tiktoken_makes(text: str) -> None:
+def test_any_text_has_tiktokens_tokens(text: str) -> None:
     ids = ORACLE.encode_ordinary(text)
     assert _SHARED[0].encode(text) == ids
     assert _SHARED[0].decode(ids) == text
 
 
-def test_added_tokens_have_their_ids_and_those_without_a_name_are_reserved(tokenizer: Tokenizer) -> None:
+def test_added_tokens_keep_their_ids_and_unnamed_ones_are_reserved(tokenizer: Tokenizer) -> None:
     reserved = f"<|reserved_token_{FIRST_ADDED + 5}|>"
     text = f"[BOS]<think>hm</think>好<|im_end|>{reserved}[PAD][EOS]"
     ids = ORACLE.encode(text, allowed_special="all")
@@ -204,18 +204,18 @@ def test_added_tokens_have_their_ids_and_those_without_a_name_are_reserved(token
     assert ids[0] == FIRST_ADDED and ids[-3:] == [FIRST_ADDED + 5, FIRST_ADDED + 17, FIRST_ADDED + 1]
     assert tokenizer.vocab_size == FIRST_ADDED + 18
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    # What tokenizer_config.json calls special goes, and what nobody named.
+    # Tokens that tokenizer_config.json calls special, and unnamed ones, are removed.
     assert tokenizer.decode(ids) == "<think>hm</think>好"
     assert set(tokenizer.special_token_ids) & set(NAMES.values()) == set(NAMES.values()) - SHOWN
 
 
-def test_a_conversation_is_rendered_by_the_folder_s_template(tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_rendered_by_the_folders_template(tokenizer: Tokenizer) -> None:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "你好"}])
     assert text == "<|im_user|>你好<|im_end|><think>"
     assert tokenizer.encode(text)[-2:] == [FIRST_ADDED + 2, FIRST_ADDED + 6]
 
 
-def test_what_is_made_can_be_saved_and_bounds_the_tokens_of_a_text(
+def test_the_converted_tokenizer_can_be_saved_and_has_a_token_bound(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
@@ -227,7 +227,7 @@ def test_what_is_made_can_be_saved_and_bounds_the_tokens_of_a_text(
 
 
 @pytest.mark.slow  # its loops are compiled for it
-def test_a_target_with_it_answers_in_text_that_a_grammar_holds(tmp_path: Path) -> None:
+def test_a_target_with_a_converted_tokenizer_answers_under_a_grammar(tmp_path: Path) -> None:
     target = write_kimi(make_tiny_target(tmp_path, "deepseek_v3", vocab_size=FIRST_ADDED + 18))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": FIRST_ADDED + 1}))
     held = StructuredOutputsParams(regex="(你好|世界){3,6}!")
@@ -238,14 +238,14 @@ def test_a_target_with_it_answers_in_text_that_a_grammar_holds(tmp_path: Path) -
     assert re.fullmatch("(你好|世界){3,6}!", answer.outputs[0].text)
 
 
-def test_one_of_a_model_with_more_tokens_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+def test_a_tokenizer_with_too_many_tokens_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
     target = make_tiny_target(tmp_path, "deepseek_v3", vocab_size=FIRST_ADDED + 17)
     config = EngineConfig(model=str(write_kimi(target)), dtype="float32", max_model_len=64)
     with pytest.raises(CheckpointError, match=f"token ids up to {FIRST_ADDED + 17}, but.*{FIRST_ADDED + 17}"):
         plan_load(config)
 
 
-def test_the_publisher_s_code_comes_along_from_the_hub_and_is_found_by_its_name() -> None:
+def test_the_publishers_code_is_downloaded_from_the_hub_and_found_by_name() -> None:
     names = ["tiktoken.model", "tokenization_kimi.py", "modeling_deepseek.py", "tokenizer_config.json"]
     for patterns in (_HUB_FILES, SMALL_FILES):
         assert list(filter_repo_objects(names, allow_patterns=patterns)) == [names[0], names[1], names[3]]
@@ -300,7 +300,7 @@ OTHER = CODE.replace("1,3", "1,4")
         ("tiktoken.model", "", "some byte is no token"),
     ],
 )
-def test_what_cannot_be_read_as_published_is_refused_with_a_sentence(
+def test_unexpected_publisher_files_are_refused_with_a_sentence(
     folder: Path, tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -308,7 +308,7 @@ def test_what_cannot_be_read_as_published_is_refused_with_a_sentence(
     assert "tokenizer" in caught.value.message
 
 
-def test_a_tokenizer_json_beside_it_is_what_is_read(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_takes_precedence(folder: Path, tmp_path: Path) -> None:
     one = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     copy = rewritten(folder, tmp_path, "tokenizer.json", one.to_str())
     assert Tokenizer.load(copy).vocab_size == 1

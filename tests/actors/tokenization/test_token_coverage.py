@@ -1,4 +1,4 @@
-"""The bound on what a token covers: true for every text, and given up where it would not be."""
+"""The bound on a token's characters holds for every text, and is absent where it would not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(pieces: list[str]) -> None
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_runs_of_what_shrinks_most_do_not_break_the_bound(piece: str) -> None:
+def test_runs_of_the_longest_tokens_keep_the_bound(piece: str) -> None:
     for backend in KEEPING:
         coverage = token_coverage(backend)
         assert coverage is not None
@@ -100,13 +100,11 @@ def test_the_shipped_tokenizer_has_a_bound(shipped_pair: tuple[Path, Path]) -> N
         (byte_level(normalizer=normalizers.Replace(tokenizers.Regex(" +"), " ")), " " * 5000),
         (byte_level(normalizer=normalizers.Replace("    ", "a")), " " * 4000),
         (byte_level(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), "a" + " " * 5000),
-        (byte_level(vocab={"a": 0}, merges=[]), "a" + "b" * 5000),  # what is not known is dropped
+        (byte_level(vocab={"a": 0}, merges=[]), "a" + "b" * 5000),  # unknown characters are dropped
         (byte_level(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "a" + " " * 5000),
         (tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")), "b" * 5000),
     ],
 )
-def test_there_is_no_bound_where_one_token_swallows_any_amount_of_text(
-    backend: tokenizers.Tokenizer, text: str
-) -> None:
+def test_a_token_of_unbounded_text_means_no_bound(backend: tokenizers.Tokenizer, text: str) -> None:
     assert len(backend.encode(text).ids) < 1200  # legal, however long
     assert token_coverage(backend) is None

@@ -105,7 +105,7 @@ LAYOUTS: dict[str, tuple[object, str | None, dict[str, str]]] = {
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("named", [None, "rag"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_the_template_is_the_one_that_transformers_takes(
+def test_the_chosen_template_equals_transformers(
     tmp_path: Path, case: str, named: str | None, tools: list[dict[str, Any]] | None
 ) -> None:
     template, file, others = LAYOUTS[case]
@@ -130,7 +130,7 @@ def test_the_template_is_the_one_that_transformers_takes(
         assert ours.apply_chat_template(SAID, tools=tools, source=named) == expected
 
 
-def test_a_variable_of_any_template_counts(tmp_path: Path) -> None:
+def test_variables_of_every_template_are_known(tmp_path: Path) -> None:
     template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}{{ x }}"}]
     tokenizer = Tokenizer.load(write(tmp_path, make_backend(True).to_str(), template=template))
     assert tokenizer.template_uses("tools") and not tokenizer.template_uses("documents")
@@ -139,13 +139,13 @@ def test_a_variable_of_any_template_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template", [5, ["d"], [{"name": "default"}], [{"name": 1, "template": "d"}], [{"template": "d"}]]
 )
-def test_templates_of_another_form_are_refused_by_file(tmp_path: Path, template: object) -> None:
+def test_malformed_templates_are_refused_by_file(tmp_path: Path, template: object) -> None:
     write(tmp_path, make_backend(True).to_str(), template=template)
     with pytest.raises(CheckpointError, match=r"config\.json: chat_template must be Jinja, or a list"):
         Tokenizer.load(tmp_path)
 
 
-def test_a_broken_template_for_tools_is_found_at_the_start(tmp_path: Path) -> None:
+def test_a_broken_tool_template_is_found_at_start(tmp_path: Path) -> None:
     template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{% if %}"}]
     write(tmp_path, make_backend(True).to_str(), template=template)
     with pytest.raises(CheckpointError, match="it is no Jinja template"):

@@ -97,7 +97,7 @@ def test_any_rank_can_answer(spawn) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, **SMALL)], ids=["large slots", "tiny slots"])
-def test_messages_of_any_size_arrive_whole(spawn, layout: Layout) -> None:
+def test_messages_of_any_size_arrive_complete(spawn, layout: Layout) -> None:
     channel = StepChannel(2, layout)
     for rank in range(2):
         spawn(channel.address, rank)
@@ -171,7 +171,7 @@ def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
     assert _shared_files() == before
 
 
-def test_a_worker_on_another_machine_is_told_so() -> None:
+def test_a_worker_on_another_machine_gets_a_clear_error() -> None:
     with pytest.raises(PeerLostError, match="not on this machine"):
         knock(f"manta-nobody-listens/{'00' * 64}", 0)
 
@@ -189,14 +189,14 @@ def test_closing_twice_and_without_workers_is_fine(spawn) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) < descriptors
 
 
-def test_accept_gives_up_when_a_worker_stays_away() -> None:
+def test_accept_times_out_if_a_worker_does_not_connect() -> None:
     channel = StepChannel(1)
     with pytest.raises(TimeoutError):
         channel.accept(timeout_s=0.2)
     channel.close()
 
 
-def test_a_sleeping_worker_wakes_at_once_and_gets_what_was_sent_meanwhile(spawn) -> None:
+def test_a_sleeping_worker_wakes_and_reads_all_messages(spawn) -> None:
     channel = StepChannel(1)
     spawn(channel.address, 0)
     channel.accept()
@@ -207,7 +207,7 @@ def test_a_sleeping_worker_wakes_at_once_and_gets_what_was_sent_meanwhile(spawn)
     channel.close()
 
 
-def test_the_two_ends_work_inside_one_process() -> None:
+def test_both_ends_work_in_one_process() -> None:
     channel = StepChannel(1)
     knocked = knock(channel.address, 0)
     channel.accept()
@@ -227,7 +227,7 @@ def _shared_files() -> set[str]:
 
 
 class BreakingWorker(Worker):
-    """A rank whose second step breaks."""
+    """A rank whose second step fails."""
 
     def _open(self) -> None:
         self.device = torch.device("cpu")
@@ -245,7 +245,7 @@ class BreakingWorker(Worker):
     def news(self) -> None: ...
 
 
-def test_a_worker_whose_step_breaks_names_the_requests_that_it_had(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_whose_step_fails_names_its_requests(caplog: pytest.LogCaptureFixture) -> None:
     channel, worker = StepChannel(1), BreakingWorker()
     config = EngineConfig(model="m", device="cpu")
     setting = WorkerSetup(
@@ -272,7 +272,7 @@ def test_a_worker_whose_step_breaks_names_the_requests_that_it_had(caplog: pytes
 
 
 class _Dangerous:
-    """Runs when it is unpickled."""
+    """Has an effect when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -281,7 +281,7 @@ class _Dangerous:
         return (Path.touch, (self.mark,))
 
 
-def test_a_stranger_who_finds_the_socket_is_sent_away_and_the_worker_comes_in() -> None:
+def test_an_unauthenticated_peer_is_rejected_and_the_worker_connects() -> None:
     channel = StepChannel(1)
     name, _, key = channel.address.partition("/")
     assert f"@{name}" in Path("/proc/net/unix").read_text() and key not in Path("/proc/net/unix").read_text()
@@ -303,7 +303,7 @@ def test_a_stranger_who_finds_the_socket_is_sent_away_and_the_worker_comes_in() 
     channel.close()
 
 
-def test_a_process_that_took_the_name_of_a_dead_one_is_believed_nothing(tmp_path: Path) -> None:
+def test_a_process_that_reuses_a_dead_ones_socket_name_is_not_trusted(tmp_path: Path) -> None:
     channel = StepChannel(1)
     address = channel.address
     channel.close()

@@ -1,4 +1,4 @@
-"""The way to a drafter in another process, and its queue: both ends here, over real sockets and memory."""
+"""The link to a drafter in another process, and its queue: both ends here, real sockets and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRAFTS = [7, 8]
 
 
 class Notebook:
-    """A seat that records what it is asked and proposes the same drafts for all; `gate` makes it wait."""
+    """A drafter session that records its input and proposes the same drafts for all; `gate` makes it wait."""
 
     def __init__(
         self, name: str, notes: list[tuple[str, int]], gate: threading.Event, num_parts: int
@@ -124,7 +124,7 @@ def settle(link: DrafterClient) -> None:
 
 
 @pytest.mark.parametrize("common", ["nothing", "a request", "pages"])
-def test_the_next_plan_is_drafted_ahead_where_it_has_nothing_in_common(house: House, common: str) -> None:
+def test_the_next_plan_is_drafted_ahead_if_it_shares_no_requests(house: House, common: str) -> None:
     link, steps = house.guest("a"), Steps(4)
     first = steps.plan([0, 1], [3, 3], [3, 3], [2, 2], admitted=[steps.admit(s, [1, 2, 3]) for s in (0, 1)])
     slot = 1 if common == "a request" else 2
@@ -149,7 +149,7 @@ def test_the_next_plan_is_drafted_ahead_where_it_has_nothing_in_common(house: Ho
     assert learned == [first.step, then.step]
 
 
-def test_a_step_told_in_parts_stays_open_until_the_drafter_has_read_all_of_them(house: House) -> None:
+def test_a_step_sent_in_parts_stays_open_until_the_drafter_has_read_all_of_them(house: House) -> None:
     house.num_parts = 2
     link, steps = house.guest("a"), Steps(4)
     plan = steps.plan([0], [3], [3], [2])
@@ -163,7 +163,7 @@ def test_a_step_told_in_parts_stays_open_until_the_drafter_has_read_all_of_them(
     assert house.notes[-2:] == [("a learns", plan.step)] * 2
 
 
-def test_a_drafter_that_stops_is_waited_for_once_and_catches_up_without_confusion(house: House) -> None:
+def test_a_stopped_drafter_is_awaited_once_and_catches_up_correctly(house: House) -> None:
     link, steps = house.guest("a"), Steps(4)
     plans = [steps.plan([0], [3 + i], [3], [2]) for i in range(6)]
     link.ask(plans[0])
@@ -191,7 +191,7 @@ def test_a_drafter_that_stops_is_waited_for_once_and_catches_up_without_confusio
     assert link.drafts(plans[4].step, (1, 2)) is not None
 
 
-def test_one_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_at_once(house: House) -> None:
+def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_immediately(house: House) -> None:
     link, steps = house.guest("a"), Steps(4)
     house.gate.clear()
     for number in range(MAX_OPEN + 2):
@@ -201,7 +201,7 @@ def test_one_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_at_once(ho
         tell(link, plan)
     assert link.is_lost and not link.is_ready
     house.gate.set()
-    again = house.guest("a")  # a seat of its own
+    again = house.guest("a")  # its own session
     plan = steps.plan([0], [3], [3], [2])
     again.ask(plan)
     assert again.drafts(plan.step, (1, 2)) is not None
@@ -214,7 +214,7 @@ def test_one_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_at_once(ho
         )
 
 
-def test_who_is_refused_hears_why(house: House) -> None:
+def test_a_refused_connection_gets_the_reason(house: House) -> None:
     with pytest.raises(ConfigError, match="no pages") as caught:
         house.guest("a", num_pages=0)
     assert caught.value.param == "num_pages"
@@ -247,7 +247,7 @@ def test_a_message_of_a_process_that_does_not_know_the_key_is_not_unpickled(
     assert not (tmp_path / "ran").exists()
 
 
-def test_who_was_served_least_comes_first_and_everyone_hears_what_the_queue_was(house: House) -> None:
+def test_the_least_served_engine_is_next_and_every_engine_gets_its_queue_time(house: House) -> None:
     guests, steps = {name: house.guest(name) for name in ("a", "b")}, Steps(4)
     house.gate.clear()
     guests["b"].ask(steps.plan([0], [3], [3], [2]))
@@ -277,7 +277,7 @@ def test_who_was_served_least_comes_first_and_everyone_hears_what_the_queue_was(
 
 
 class WorkClock:
-    """In place of the server's `time`: it goes on while a seat works, and only then."""
+    """A replacement of the server's `time`: it advances only while a session works."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -286,10 +286,10 @@ class WorkClock:
         return self.now_s
 
 
-def test_a_greedy_engine_gets_no_more_of_the_drafters_time_than_modest_ones(
+def test_every_engine_gets_the_same_share_of_the_drafters_time(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 8, 2 and 1 seconds: whoever still wants some has had as much as the others, but for a step."""
+    """Steps of 8, 2 and 1 seconds: each waiting engine has had as much time as the others, within a step."""
     costs_s, asks, clock = {"greedy": 8.0, "small": 2.0, "smaller": 1.0}, 20, WorkClock()
     monkeypatch.setattr(drafter_server, "time", clock)
     draft = Notebook.draft
@@ -319,7 +319,7 @@ def test_a_greedy_engine_gets_no_more_of_the_drafters_time_than_modest_ones(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=60))
-def test_runs_of_the_mailbox_never_overlap(moves: list[tuple[bool, int]]) -> None:
+def test_mailbox_ranges_never_overlap(moves: list[tuple[bool, int]]) -> None:
     rounds, taken = RoundRobinBuffer(128, 1024), []
     for takes, size in moves:
         if takes:

@@ -1,4 +1,4 @@
-"""Fork servers: what workers that start from one are given, when they start otherwise, how servers end."""
+"""Fork servers: what their workers inherit, when workers start otherwise, how servers end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def context(**fields: object) -> tuple[str, str]:
     return f"--serialized-runtime-env-context={json.dumps(fields)}", "--language=PYTHON"
 
 
-def test_a_worker_has_what_its_client_was_given_and_what_its_server_imported(owner: Owner) -> None:
+def test_a_worker_has_its_clients_environment_and_its_servers_imports(owner: Owner) -> None:
     told = [json.loads(owner.start("--id=7", *context(env_vars={"GIVEN": "${LEFT}"}))) for _ in range(2)]
     assert owner.answer == "checked"
     assert told[0].pop("random") != told[1].pop("random")
@@ -115,9 +115,7 @@ def test_a_worker_has_what_its_client_was_given_and_what_its_server_imported(own
         ("--language=JAVA",),
     ],
 )
-def test_a_worker_with_a_program_of_its_own_starts_as_ray_starts_it(
-    owner: Owner, flags: tuple[str, ...]
-) -> None:
+def test_a_worker_with_its_own_program_starts_as_ray_starts_it(owner: Owner, flags: tuple[str, ...]) -> None:
     assert owner.start(*flags).split(maxsplit=3)[:2] == ["by", "Ray"]
 
 
@@ -127,7 +125,7 @@ def test_workers_start_as_ray_starts_them_when_no_server_is_left(owner: Owner) -
     assert not Path(owner.command[-1]).exists()
 
 
-def test_servers_end_with_an_owner_that_is_killed(owner: Owner) -> None:
+def test_servers_end_when_their_owner_is_killed(owner: Owner) -> None:
     assert listening(owner)
     owner.process.send_signal(signal.SIGKILL)
     deadline_s = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""A Ray that is started here: its token is its user's alone, and others of that user join it."""
+"""A Ray that is started here: its token is readable by its user only, whose processes join it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ else:
 """
 
 
-def test_the_token_is_private_and_opens_the_ray_for_its_user(tmp_path: Path) -> None:
+def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
     token = tmp_path / ".ray/auth_token"
     names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in names}
@@ -48,7 +48,7 @@ def test_the_token_is_private_and_opens_the_ray_for_its_user(tmp_path: Path) -> 
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
-def test_a_token_that_is_there_stays_and_is_taken_away_from_others(tmp_path: Path) -> None:
+def test_an_existing_token_is_kept_and_made_private(tmp_path: Path) -> None:
     token = tmp_path / ".ray/auth_token"
     token.parent.mkdir()
     token.write_text("mine")

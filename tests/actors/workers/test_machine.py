@@ -1,4 +1,4 @@
-"""What a process may use: the limits of its control groups, whichever version, its own and those above."""
+"""What a process may use: the limits of its control groups, both versions, including parents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Hierarchies of control groups below `mount`, yet without groups; this process may use 8 cores."""
+    """Control group hierarchies below `mount`, without groups; this process may use 8 cores."""
     mounts = [f"1 0 0:1 / {tmp_path}/mount rw - cgroup2 none rw"]
     for controllers in ("cpu", "memory"):
         mounts.append(f"1 0 0:1 / {tmp_path}/mount/{controllers} rw - cgroup none rw,{controllers},cpuacct")
@@ -51,7 +51,7 @@ def test_a_quota_bounds_the_cores(groups: Path, quota: str, cores: int) -> None:
     assert machine.owned_cores() == cores
 
 
-def test_the_least_quota_of_all_groups_above_counts(groups: Path) -> None:
+def test_the_smallest_quota_of_all_parent_groups_counts(groups: Path) -> None:
     write(
         groups,
         "0::/slice/job\n",
@@ -61,7 +61,7 @@ def test_the_least_quota_of_all_groups_above_counts(groups: Path) -> None:
     assert machine.owned_cores() == 2
 
 
-def test_version_1_counts_too_and_no_quota_is_none(groups: Path) -> None:
+def test_cgroup_version_1_counts_and_a_missing_quota_is_none(groups: Path) -> None:
     membership = "5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n"
     quota, period = "cpu__job__cpu_dot_cfs_quota_us", "cpu__job__cpu_dot_cfs_period_us"
     write(groups, membership, **{quota: "300000\n", period: "100000\n"})
@@ -70,7 +70,7 @@ def test_version_1_counts_too_and_no_quota_is_none(groups: Path) -> None:
     assert machine.owned_cores() == 8
 
 
-def test_a_path_that_only_the_host_knows_means_the_root(groups: Path) -> None:
+def test_a_cgroup_path_of_the_host_means_the_root(groups: Path) -> None:
     write(
         groups,
         "4:cpu:/docker/1a2b\n",
@@ -80,7 +80,7 @@ def test_a_path_that_only_the_host_knows_means_the_root(groups: Path) -> None:
     assert machine.owned_cores() == 2
 
 
-def test_memory_is_what_the_group_leaves_and_caches_can_go(groups: Path) -> None:
+def test_available_memory_follows_the_cgroup_without_its_caches(groups: Path) -> None:
     write(
         groups,
         "0::/job\n",
@@ -95,7 +95,7 @@ def test_memory_is_what_the_group_leaves_and_caches_can_go(groups: Path) -> None
 
 @pytest.fixture
 def quota_of_half_a_core() -> Iterator[Path]:
-    """A real control group of version 1; made by root where the kernel has them."""
+    """A real control group of version 1; needs root and kernel support."""
     folder = Path(f"/sys/fs/cgroup/cpu/manta-test-{os.getpid()}")
     try:
         folder.mkdir()

@@ -51,7 +51,7 @@ def run_workers(ranks: int, fault: bool = False) -> list[subprocess.Popen[str]]:
     return [first] + [start(rank, port) for rank in range(1, ranks)]
 
 
-def test_collectives_of_the_targets_ranks() -> None:
+def test_collectives_work_between_the_targets_ranks() -> None:
     workers = run_workers(2)
     results = [json.loads(worker.communicate(timeout=60)[0].splitlines()[-1]) for worker in workers]
     own = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Engines whose workers are Ray actors: same tokens, honest deaths, nothing left behind."""
+"""Engines whose workers are Ray actors: the same tokens, reported deaths, nothing left behind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
 def run_all(
     engine: EngineCore, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
 ) -> list[list[int]]:
-    """Tokens by request; `die` is called while they are under way."""
+    """Tokens by request; `die` is called while requests run."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []
@@ -81,7 +81,7 @@ def run_all(
     return list(tokens.values())
 
 
-def assert_nothing_is_left(executor: RayExecutor) -> None:
+def assert_no_leftovers(executor: RayExecutor) -> None:
     import ray
 
     wait_until(lambda: not any(map(alive, executor.worker_pids)))
@@ -90,7 +90,7 @@ def assert_nothing_is_left(executor: RayExecutor) -> None:
 
 
 def assert_killing_ends_it(engine: EngineCore, executor: RayExecutor, rank: int) -> None:
-    """Kill a worker under running requests."""
+    """Kill a worker while requests run."""
     start = time.monotonic()
     with pytest.raises(EngineDeadError):
         run_all(engine, die=lambda: os.kill(executor.worker_pids[rank], signal.SIGKILL))
@@ -98,10 +98,10 @@ def assert_killing_ends_it(engine: EngineCore, executor: RayExecutor, rank: int)
     with pytest.raises(EngineDeadError):
         executor.check_health()
     executor.close()
-    assert_nothing_is_left(executor)
+    assert_no_leftovers(executor)
 
 
-def test_one_target_rank_computes_as_without_ray_and_its_death_while_idle_is_noticed(plain, expected) -> None:
+def test_one_ray_rank_computes_as_without_ray_and_its_death_while_idle_is_noticed(plain, expected) -> None:
     executor = RayExecutor(plain)
     assert run_all(EngineCore(plain, executor)) == expected
     executor.check_health()
@@ -116,7 +116,7 @@ def test_one_target_rank_computes_as_without_ray_and_its_death_while_idle_is_not
 
     wait_until(dead)
     executor.close()
-    assert_nothing_is_left(executor)
+    assert_no_leftovers(executor)
 
 
 def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, expected) -> None:
@@ -130,7 +130,7 @@ def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, exp
     assert_killing_ends_it(engine, executor, rank=1)
 
 
-def test_a_split_drafter_wins_what_a_colocated_one_wins_and_a_given_group_stays(
+def test_a_split_drafter_is_accepted_like_a_colocated_one_and_a_given_group_stays(
     speculative, expected
 ) -> None:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -151,7 +151,7 @@ def test_a_split_drafter_wins_what_a_colocated_one_wins_and_a_given_group_stays(
     with pytest.raises(PlacementError, match="bundle i must hold worker i"):
         RayExecutor(replace(config, tensor_parallel_size=4), placement_group=group)
     remove_placement_group(group)
-    assert_nothing_is_left(executor)
+    assert_no_leftovers(executor)
 
 
 def test_a_topology_larger_than_the_node_is_refused_at_once(plain) -> None:
@@ -171,7 +171,7 @@ def test_a_full_node_is_reported_instead_of_waited_for(plain) -> None:
     remove_placement_group(other)
 
 
-def test_a_broken_checkpoint_arrives_as_what_it_is(plain, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_errors_of_a_broken_checkpoint_keep_their_type(plain, tiny_qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_qwen3 / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
@@ -180,7 +180,7 @@ def test_a_broken_checkpoint_arrives_as_what_it_is(plain, tiny_qwen3: Path, tmp_
 
 
 def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(speculative) -> None:
-    """The shape of a Serve replica: the actor sits in bundle 0, beside the first worker."""
+    """The shape of a Serve replica: the actor is in bundle 0, with the first worker."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own that dies, stops, comes back or is swapped: it costs no token."""
+"""A drafter in its own process that dies, stops, returns or is swapped changes no token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def shares(config: EngineConfig) -> bool:
 
 
 def requests() -> list[Request]:
-    """Some greedy, some not; their end comes after different numbers of steps."""
+    """Greedy and sampled requests that end after different numbers of steps."""
     source = np.random.default_rng(5)
     return [
         Request(
@@ -78,7 +78,7 @@ def requests() -> list[Request]:
 
 
 def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
-    """Tokens by request; `between` is called after every step, with how many there were."""
+    """Tokens by request; `between` is called with the step number after every step."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []
@@ -94,7 +94,7 @@ def run_all(engine: EngineCore, between: Callable[[int], None] = lambda step: No
 
 
 def acceptance(engine: EngineCore) -> float:
-    """Of one run of all requests: tokens per step that drafted."""
+    """Tokens per drafting step in a run of all requests."""
     before = engine.stats()
     run_all(engine)
     after = engine.stats()
@@ -106,7 +106,7 @@ def acceptance(engine: EngineCore) -> float:
 @pytest.mark.parametrize(
     ("ranks", "harms"), [(1, ["stop", "kill"]), pytest.param(2, ["kill"], marks=pytest.mark.slow)]
 )
-def test_killed_stopped_and_restarted_at_random_steps_it_costs_no_token(
+def test_a_drafter_killed_stopped_and_restarted_at_random_costs_no_token(
     split, expected, ranks: int, harms: list[str]
 ) -> None:
     moves = random.Random(ranks)
@@ -141,7 +141,7 @@ def test_killed_stopped_and_restarted_at_random_steps_it_costs_no_token(
 
 
 def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
-    """One request after the other: what is known of a drafter is known by steps."""
+    """One request after the other, so that each step has a known drafter."""
     deadline = time.monotonic() + 60.0
     number = 0
     while not is_so():
@@ -153,7 +153,7 @@ def run_until(engine: EngineCore, is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_it_is_swapped_while_requests_run_and_one_that_does_not_fit_changes_nothing(
+def test_a_drafter_is_swapped_while_requests_run_and_an_unfitting_one_changes_nothing(
     split, expected, tmp_path: Path
 ) -> None:
     other = make_tiny_drafter(tmp_path / "other", seed=2)
@@ -181,7 +181,7 @@ def test_it_is_swapped_while_requests_run_and_one_that_does_not_fit_changes_noth
         executor.close()
 
 
-def test_two_engines_share_a_drafter_which_leaves_when_both_are_gone(
+def test_two_engines_share_a_drafter_which_ends_after_both(
     split, expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray

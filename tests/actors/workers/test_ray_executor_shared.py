@@ -1,4 +1,4 @@
-"""`benchmarks shared-drafter` in short: engines of their own processes, and one drafter for all."""
+"""A short `benchmarks shared-drafter`: engines in their own processes and one drafter for all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import DrafterUse
 
 
-def test_figures_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines, three rounds of ten seconds, in the second of which one engine gets half."""
+def test_results_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two engines, three rounds of ten seconds; in the second one an engine gets half."""
     asked: list[tuple[str, int, int, float]] = []
 
     def answering(side: str, drafter: DrafterUse, tokens: int):
@@ -54,7 +54,7 @@ def test_figures_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_engines_share_a_drafter_and_its_queue_is_told(
+def test_engines_share_a_drafter_and_its_queue_is_reported(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -95,7 +95,7 @@ def test_engines_share_a_drafter_and_its_queue_is_told(
     assert written["points"][0]["sides"][0]["fairness"] == 1.0, "an engine alone is as well off as itself"
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_unmeasurable_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="side='shred' is not known"):
         SharedDrafterOptions(sides=("shred",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"engines=\(0,\)"):

@@ -1,4 +1,4 @@
-"""A split drafter that the device drives, beside its target: two threads here, that speak as processes do."""
+"""A device-driven split drafter and its target: two threads that communicate like processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiny import make_tiny_drafter
 
 @pytest.fixture(autouse=True)
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter is not made for two threads, and slow."""
+    """Triton's interpreter is not thread-safe, and slow."""
     turn = threading.Lock()
 
     def launch_alone(name: str, arguments: object, launch: Callable[[], object]) -> object:
@@ -34,11 +34,11 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash2"])
-def test_a_drafter_split_off_drafts_what_a_colocated_one_drafts(
+def test_a_split_drafter_drafts_like_a_colocated_one(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, second: bool
 ) -> None:
-    """Prompts in chunks, decoding beside a prompt, drafts that are ragged or cut, filters; nobody says where
-    slots stand."""
+    """Prompts in chunks, decoding with a prompt, ragged or trimmed drafts, filters; positions of slots are
+    not sent."""
     drafter = make_tiny_drafter(tmp_path, second=True) if second else tiny_drafter
     spec: dict[str, object] = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     small = {"max_num_seqs": 2, "max_model_len": 48}

@@ -1,4 +1,4 @@
-"""PyTorch's threads where cores are scarce: fewer of them, the same bits in fp32, and all of them again."""
+"""PyTorch's threads on few cores: fewer of them, the same bits in fp32, and all of them again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), cores)
 if len(cores) > 1:
     run_until(2)
-torch.set_num_threads(3)  # somebody else's doing
+torch.set_num_threads(3)  # set by another library
 step()
 """
 

@@ -1,4 +1,4 @@
-"""Leases: no row is lost, none has two holders, and a row that kills is found, whoever dies when."""
+"""Leases of rows: no row is lost or held twice, and rows that kill engines are found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def some(data: st.DataObject, rows: RowRanges) -> RowRanges:
 
 @settings(max_examples=60)
 @given(st.data(), st.sets(st.integers(0, 60), min_size=1), st.booleans())
-def test_whatever_happens_every_row_is_in_one_place_and_the_end_comes_when_all_are_done(
+def test_every_row_is_in_one_place_and_the_job_ends_when_all_are_done(
     data: st.DataObject, rows: set[int], ordered: bool
 ) -> None:
     book = LeaseBook(of_rows(rows), largest=8, smallest=2, ordered=ordered)
@@ -67,7 +67,7 @@ def test_whatever_happens_every_row_is_in_one_place_and_the_end_comes_when_all_a
 def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
     data: st.DataObject, num_rows: int, killers: set[int], num_engines: int
 ) -> None:
-    """Engines hold several leases; a row that kills does so with some of the others durable."""
+    """Engines hold several leases; a poison row kills its engine while some other rows are durable."""
     killers = {row for row in killers if row < num_rows}
     book = book_of(num_rows, smallest=4, largest=16)
     deaths = 0
@@ -93,7 +93,7 @@ def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
     assert all(seen >= 3 for seen in book.poison.values())
 
 
-def test_leases_shrink_towards_the_end() -> None:
+def test_leases_shrink_near_the_end() -> None:
     book = book_of(100, smallest=2, largest=16)
     sizes = []
     while lease := book.take("a", 2):
@@ -103,7 +103,7 @@ def test_leases_shrink_towards_the_end() -> None:
     assert sum(sizes) == 100
 
 
-def test_a_lost_node_casts_no_suspicion() -> None:
+def test_a_lost_node_makes_no_row_a_suspect() -> None:
     book = book_of(4, largest=4)
     for _ in range(9):
         lease = book.take("a", 1)
@@ -113,7 +113,7 @@ def test_a_lost_node_casts_no_suspicion() -> None:
     assert (book.left, book.poison) == (4, {})
 
 
-def test_rows_under_suspicion_come_after_all_others_and_in_quarantine_alone() -> None:
+def test_suspect_rows_run_after_all_others_and_alone() -> None:
     book = book_of(8, smallest=2, largest=2)
     first = book.take("a", 1)
     assert first is not None

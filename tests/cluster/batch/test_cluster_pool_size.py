@@ -1,4 +1,4 @@
-"""How many engines a job is worth: as many as shorten it, never too many, fewer when nothing is left."""
+"""The number of engines of a job: as many as shorten it, fewer when no rows are left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def test_concurrency_is_a_number_or_a_range(text: str, fewest: int, most: int) -
 
 
 @pytest.mark.parametrize("text", ["", "0", "4:1", "0:2", "a", "1:2:3", "-1", "1:"])
-def test_other_concurrency_is_refused_by_name(text: str) -> None:
+def test_invalid_concurrency_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="concurrency"):
         Concurrency.parse(text)
 
 
 def worked(bounds: Concurrency, rows_per_s: float, *, seconds: float = 10.0) -> PoolSize:
-    """One engine has started in 3 s and worked for a while."""
+    """One engine that started in 3 s and has worked for a while."""
     size = PoolSize(bounds)
     size.started(3.0)
     size.worked(1, seconds)
@@ -30,12 +30,12 @@ def worked(bounds: Concurrency, rows_per_s: float, *, seconds: float = 10.0) -> 
     return size
 
 
-def test_another_engine_is_wanted_when_what_is_left_takes_longer_than_two_starts() -> None:
+def test_another_engine_starts_if_the_remaining_rows_take_longer_than_two_starts() -> None:
     size = worked(Concurrency(1, 4), rows_per_s=10.0)
     assert [size.wanted(left, engines=1, busy=1) for left in (50, 61, 130, 9999)] == [1, 2, 3, 4]
 
 
-def test_rows_that_do_not_come_are_slow_rows() -> None:
+def test_rows_without_answers_count_as_slow() -> None:
     size = PoolSize(Concurrency(1, 4))
     size.worked(1, 0.1)
     assert size.wanted(50, engines=1, busy=1) == 1
@@ -43,14 +43,14 @@ def test_rows_that_do_not_come_are_slow_rows() -> None:
     assert size.wanted(50, engines=1, busy=1) == 4
 
 
-def test_engines_without_rows_go_when_nothing_is_left_but_never_below_the_fewest() -> None:
+def test_idle_engines_stop_when_no_row_is_left_but_not_below_the_minimum() -> None:
     size = worked(Concurrency(2, 4), rows_per_s=10.0)
     assert size.wanted(0, engines=4, busy=3) == 3
     assert size.wanted(0, engines=4, busy=0) == 2
-    assert size.wanted(1, engines=4, busy=3) == 4  # somebody may yet be needed
+    assert size.wanted(1, engines=4, busy=3) == 4  # an engine may still be needed
 
 
-def test_nothing_is_opened_for_rows_that_others_have() -> None:
+def test_no_engine_starts_for_rows_that_others_have() -> None:
     assert worked(Concurrency(3, 3), rows_per_s=10.0).wanted(0, engines=1, busy=1) == 1
 
 
@@ -61,7 +61,9 @@ def test_nothing_is_opened_for_rows_that_others_have() -> None:
     st.integers(0, 8),
     st.integers(0, 8),
 )
-def test_the_bounds_hold(fewest: int, more: int, left: int | None, engines: int, busy: int) -> None:
+def test_the_number_of_engines_keeps_its_bounds(
+    fewest: int, more: int, left: int | None, engines: int, busy: int
+) -> None:
     size = worked(Concurrency(fewest, fewest + more), rows_per_s=2.0)
     wanted = size.wanted(left, engines, min(busy, engines))
     assert wanted <= max(fewest + more, engines if left == 0 else 0)

@@ -1,4 +1,4 @@
-"""Sets of row numbers behave as Python's own sets do."""
+"""Sets of row numbers behave like Python's sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_set(ranges: sets.RowRanges) -> set[int]:
 
 
 @given(ROWS, ROWS, st.integers(0, 40))
-def test_sets_of_rows_are_sets(a: set[int], b: set[int], num_rows: int) -> None:
+def test_row_ranges_behave_like_sets(a: set[int], b: set[int], num_rows: int) -> None:
     one, other = sets.of_rows(a), sets.of_rows(b)
     assert as_set(one) == a
     assert sets.count(one) == len(a)
@@ -34,6 +34,6 @@ def test_sets_of_rows_are_sets(a: set[int], b: set[int], num_rows: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
-def test_ranges_in_any_order_make_one_value(ranges: list[tuple[int, int]]) -> None:
+def test_ranges_in_any_order_make_the_same_value(ranges: list[tuple[int, int]]) -> None:
     rows = {row for begin, end in ranges for row in range(begin, end)}
     assert sets.row_ranges(ranges) == sets.of_rows(rows)

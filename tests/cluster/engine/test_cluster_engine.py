@@ -1,4 +1,4 @@
-"""The engine's edges: how sequences end, which requests are refused and why, what the figures say."""
+"""The engine core: how sequences end, which requests are refused, and what its stats count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INFO = make_info()
 
 
 def seed_with_stop_within(count: int, **params: object) -> int:
-    """A seed under which the sequence meets an end token early."""
+    """A seed with which the sequence reaches an end token early."""
     for seed in range(1000):
         tokens, reason, _ = expected(make_request("r", seed=seed, max_tokens=40, **params), INFO)
         if reason == "stop" and 2 < len(tokens) <= count:
@@ -29,7 +29,7 @@ def seed_with_stop_within(count: int, **params: object) -> int:
     raise AssertionError("no such seed")
 
 
-def test_the_models_end_token_comes_out_last_and_is_no_stop_reason() -> None:
+def test_the_models_end_token_is_returned_last_without_a_stop_reason() -> None:
     request = make_request("r", max_tokens=40, seed=seed_with_stop_within(20))
     outputs = run(open_engine(INFO), request)
     assert outputs.tokens["r"][-1] in EOS and outputs.ends["r"] == ("stop", None)
@@ -53,13 +53,13 @@ def test_nothing_stops_before_min_tokens() -> None:
     assert len(run(open_engine(INFO), request).tokens["r"]) > 20
 
 
-def test_max_tokens_beyond_the_context_is_cut_to_the_room_left() -> None:
+def test_max_tokens_beyond_the_context_is_reduced_to_the_remainder() -> None:
     for max_tokens in (None, 10_000):
         outputs = run(open_engine(INFO), make_request("r", max_tokens=max_tokens, ignore_eos=True))
         assert len(outputs.tokens["r"]) == INFO.max_model_len - 3 and outputs.ends["r"][0] == "length"
 
 
-def test_without_max_tokens_a_sequence_grows_as_far_as_the_pages_reach() -> None:
+def test_without_max_tokens_a_sequence_grows_until_the_pages_are_used() -> None:
     info = make_info(num_pages=(4,))
     outputs = run(open_engine(info), make_request("r", max_tokens=None, ignore_eos=True))
     assert len(outputs.tokens["r"]) == 4 * 4 + 1 - 3, "the last token needs no page"
@@ -116,7 +116,7 @@ def test_a_full_queue_refuses_with_a_retryable_error() -> None:
     assert raised.value.retryable
 
 
-def test_a_burst_that_finds_seats_is_let_in_though_no_step_was_planned_since() -> None:
+def test_a_burst_that_fits_free_slots_is_accepted_between_steps() -> None:
     engine = open_engine(INFO, max_num_seqs=4, max_num_queued_reqs=1)
     add(engine, make_request("a", max_tokens=50, ignore_eos=True))
     engine.step()
@@ -132,7 +132,7 @@ def test_a_burst_that_finds_seats_is_let_in_though_no_step_was_planned_since() -
         engine.add_requests([make_request(name) for name in "ghi"])
 
 
-def test_seats_without_pages_let_nobody_in() -> None:
+def test_free_slots_without_pages_admit_no_request() -> None:
     engine = open_engine(make_info(num_pages=(20,)), max_num_seqs=8, max_num_queued_reqs=2)
     for name in "abc":
         add(engine, make_request(name, (1,) * 40, max_tokens=20, ignore_eos=True))
@@ -144,7 +144,7 @@ def test_seats_without_pages_let_nobody_in() -> None:
         add(engine, make_request("e"))
 
 
-def test_completions_of_one_prompt_are_queued_all_or_none() -> None:
+def test_completions_of_one_prompt_are_queued_together_or_not_at_all() -> None:
     engine = open_engine(INFO, max_num_seqs=1, max_num_queued_reqs=2)
     add(engine, make_request("a"))
     with pytest.raises(RequestError, match='"a" is already running'):
@@ -161,7 +161,7 @@ def test_an_idle_engine_plans_nothing() -> None:
     assert engine.plan() is None and engine.step() == [] and not engine.has_unfinished
 
 
-def test_figures_count_each_token_and_draft_once() -> None:
+def test_engine_stats_count_each_token_and_draft_once() -> None:
     engine = open_engine(INFO, survival=[1.0, 1.0, 0.0])
     run(engine, make_request("r", (2, 3), max_tokens=10, ignore_eos=True))
     stats = engine.stats()
@@ -181,7 +181,7 @@ def test_an_accepted_draft_that_ends_the_sequence_counts_as_accepted() -> None:
     assert [*first.token_ids, *second.token_ids] == expected(request, INFO)[0]
 
 
-def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
+def test_a_steps_time_is_divided_into_its_parts() -> None:
     clock = VirtualClock()
     cost = LinearCost(verify_floor_s=0.010, verify_row_s=0.001, draft_floor_s=0.002)
     executor = SimulatedExecutor(INFO, [0.5], cost, clock.advance)
@@ -197,7 +197,7 @@ def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
     engine.close()
 
 
-def test_the_time_in_the_queue_ends_with_the_first_step_of_a_request() -> None:
+def test_queue_time_ends_with_a_requests_first_step() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5), spend=clock.advance)
     engine = EngineCore(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
@@ -207,7 +207,7 @@ def test_the_time_in_the_queue_ends_with_the_first_step_of_a_request() -> None:
     assert [(u.request_id, u.queue_s) for u in updates] == [("a", 0.0), ("a", 0.0), ("b", 1.0), ("b", 1.0)]
 
 
-def test_a_snapshot_stays_as_it_was() -> None:
+def test_a_snapshot_does_not_change() -> None:
     engine = open_engine(INFO)
     before = engine.stats()
     run(engine, make_request("r", max_tokens=5))
@@ -216,7 +216,7 @@ def test_a_snapshot_stays_as_it_was() -> None:
         before.steps = 1  # type: ignore[misc]
 
 
-def test_what_a_slot_gets_to_know_of_the_parameters() -> None:
+def test_a_slot_gets_the_sampling_parameters_of_its_request() -> None:
     engine = open_engine(INFO)
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=-3, min_tokens=2)
     fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
@@ -230,7 +230,7 @@ def test_what_a_slot_gets_to_know_of_the_parameters() -> None:
     assert sampling.stop_token_ids == (*EOS, 9) and entered.token_ids.tolist() == [2, 3, 4]
 
 
-def test_the_catalogue_names_everything_once_and_histograms_have_rising_buckets() -> None:
+def test_metric_names_are_unique_and_buckets_increase() -> None:
     metrics = (*CATALOGUE, *BATCH_CATALOGUE)
     names = [metric.name for metric in metrics]
     assert len(set(names)) == len(names)
@@ -248,7 +248,7 @@ def test_more_stop_tokens_than_a_device_can_watch_for_are_refused() -> None:
     assert caught.value.param == "stop_token_ids"
 
 
-def test_a_made_up_plan_gives_each_request_its_own_pages_in_order() -> None:
+def test_a_dummy_plan_gives_each_request_its_own_pages_in_order() -> None:
     prompts = [np.zeros(n, np.int32) for n in (5, 2, 9)]
     plan = dummy_step([0, 0, 0], [5, 2, 9], [0, 0, 0], prompts=prompts, num_pages=[2, 0, 3])
     assert plan.page_slots.tolist() == [0, 0, 2, 2, 2]

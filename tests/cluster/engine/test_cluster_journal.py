@@ -1,4 +1,4 @@
-"""A request's life as it is told afterwards: what it waited for, what its steps did, how long it is kept."""
+"""A request's timeline: what it waited for, what its steps did, how long it is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = {"ignore_eos": True}
 
 
 def clocked(info: object = None, **settings: object) -> tuple[EngineCore, VirtualClock]:
-    """An engine whose steps take 10 ms of a clock of its own, drafts 2 ms of them."""
+    """An engine whose steps take 10 ms of a simulated clock, of which drafting takes 2 ms."""
     clock, info = VirtualClock(), info or make_info()
     cost = LinearCost(verify_floor_s=0.008, draft_floor_s=0.002)
     executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], cost, clock.advance)
@@ -25,7 +25,7 @@ def until_done(engine: EngineCore) -> None:
         engine.step()
 
 
-def test_a_life_says_what_was_waited_for_and_for_how_long() -> None:
+def test_a_timeline_shows_what_a_request_waited_for_and_for_how_long() -> None:
     engine, clock = clocked(max_num_seqs=1)
     first = make_request("first", max_tokens=20, **LONG)
     engine.add_request(first)
@@ -40,7 +40,7 @@ def test_a_life_says_what_was_waited_for_and_for_how_long() -> None:
     assert life.arrival_s + stay.waited["slots"] <= stay.entered_s == first_life.ended_s
 
 
-def test_a_prompt_too_many_waits_for_pages_and_one_too_long_for_rows() -> None:
+def test_an_extra_prompt_waits_for_pages_and_a_long_one_for_rows() -> None:
     engine, _ = clocked(make_info(num_pages=(10,)), max_num_batched_tokens=16)
     for name in ("a", "b", "c"):
         engine.add_request(make_request(name, range(2, 22), max_tokens=8, cache_salt=name, **LONG))
@@ -49,7 +49,7 @@ def test_a_prompt_too_many_waits_for_pages_and_one_too_long_for_rows() -> None:
     assert waited[0] == set() and "rows" in waited[1] and "pages" in waited[2]
 
 
-def test_a_life_tells_prompt_cache_drafts_and_times() -> None:
+def test_a_timeline_shows_prompt_cache_drafts_and_times() -> None:
     engine, _ = clocked(max_num_batched_tokens=16)
     prompt = tuple(range(2, 22))
     for name in ("warm", "mine"):
@@ -66,14 +66,14 @@ def test_a_life_tells_prompt_cache_drafts_and_times() -> None:
     assert [step.num_known for step in warm.stays[0].steps[:2]] == [16, 4], "in two chunks"
 
 
-def test_the_parts_of_a_response_are_found_by_its_name_and_strangers_are_not() -> None:
+def test_timelines_are_found_by_the_response_id_and_no_other() -> None:
     engine = open_engine(make_info())
     run(engine, *(make_request(name, max_tokens=2, **LONG) for name in ("r", "r-0", "r-1", "r.1", "rs")))
     assert [life.request_id for life in engine.lives("r")] == ["r", "r-0", "r-1", "r.1"]
     assert [life.request_id for life in engine.lives("r-1")] == ["r-1"] and engine.lives("x") == []
 
 
-def test_who_runs_is_told_of_so_far() -> None:
+def test_a_running_request_has_a_partial_timeline() -> None:
     engine, clock = clocked()
     engine.add_request(make_request("r", max_tokens=30, **LONG))
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_who_runs_is_told_of_so_far() -> None:
     assert (life.finish_reason, life.ended_s, len(life.stays[0].steps)) == ("abort", clock.now_s, 3)
 
 
-def test_a_long_life_keeps_its_last_steps_and_the_eldest_lives_are_forgotten() -> None:
+def test_a_long_timeline_keeps_its_last_steps_and_the_oldest_timelines_are_dropped() -> None:
     info = make_info(num_pages=(512,), max_model_len=2000, num_speculative_tokens=0)
     engine, _ = clocked(info, max_num_seqs=2048, max_num_batched_tokens=2048)  # a journal of 256 steps
     engine.add_request(make_request("long", max_tokens=300, **LONG))
@@ -99,7 +99,7 @@ def test_a_long_life_keeps_its_last_steps_and_the_eldest_lives_are_forgotten() -
     assert engine.lives("long") == [] and len(engine.lives("r99")) == 41
 
 
-def test_a_request_that_leaves_the_cache_alone_neither_finds_nor_leaves_a_page() -> None:
+def test_a_request_without_the_prefix_cache_neither_reads_nor_writes_it() -> None:
     engine, prompt = open_engine(make_info()), tuple(range(2, 22))
 
     def cached(name: str, **fields: object) -> int:

@@ -1,4 +1,4 @@
-"""What was measured is found again by the same question of the same subject, and by no other."""
+"""Saved measurements are found for the same subject, and for no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_what_is_written_is_read_by_the_same_subject_alone(folder: Path) -> None:
+def test_saved_measurements_are_read_only_for_the_same_subject(folder: Path) -> None:
     assert DiskCache("costs", SUBJECT).read() is None, "nothing yet"
     DiskCache("costs", SUBJECT).write([1.5, {"a": 2}])
     assert DiskCache("costs", dict(reversed(SUBJECT.items()))).read() == [1.5, {"a": 2}]
@@ -28,9 +28,7 @@ def test_what_is_written_is_read_by_the_same_subject_alone(folder: Path) -> None
 
 
 @pytest.mark.parametrize("broken", [b"", b"{", b"\xff\xfe", b"[]", b'{"value": 1}', b"null"])
-def test_a_broken_file_is_as_good_as_none_and_the_log_says_so(
-    broken: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_file_is_ignored_and_logged(broken: bytes, caplog: pytest.LogCaptureFixture) -> None:
     kept = DiskCache("costs", SUBJECT)
     kept.write(1)
     kept.path.write_bytes(broken)
@@ -41,7 +39,7 @@ def test_a_broken_file_is_as_good_as_none_and_the_log_says_so(
 
 
 @pytest.mark.parametrize(("changed", "said"), [({"written_s": 0.0}, "old"), ({"subject": {}}, "subject")])
-def test_a_file_that_is_old_or_anothers_is_as_good_as_none(
+def test_an_old_or_foreign_file_is_ignored(
     changed: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = DiskCache("costs", SUBJECT)
@@ -52,7 +50,7 @@ def test_a_file_that_is_old_or_anothers_is_as_good_as_none(
     assert said in caplog.text
 
 
-def test_where_nothing_can_be_kept_that_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.write_text("a file where the folder should be")
     kept = DiskCache("costs", SUBJECT)
     kept.write(1)

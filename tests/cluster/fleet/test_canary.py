@@ -1,4 +1,4 @@
-"""The evidence of a drafter's trial: looked at after every request, it errs as seldom as it says."""
+"""The sequential test of a drafter trial keeps its error rate when evaluated after every request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ RULES = TrialRules(fraction=0.5, auto_promote=True, alpha=0.05, min_requests=1, 
 
 
 def first_verdict(rules: TrialRules, rng: random.Random, gain: float, most: int) -> tuple[str | None, int]:
-    """What comes of a trial that is looked at after every request, and of how many. Requests differ widely,
-    and the traffic drifts; the candidate's steps bring (1 + gain) times as many tokens."""
+    """Return the verdict of a trial that is evaluated after every request, and the number of requests.
+    Requests differ widely, and the traffic drifts; the candidate's steps have (1 + gain) times as many
+    tokens."""
     trial = CanaryTrial(rules, rng)
     for i in range(1, most + 1):
         ticket = trial.begin()
@@ -32,7 +33,7 @@ def first_verdict(rules: TrialRules, rng: random.Random, gain: float, most: int)
 
 
 @pytest.mark.parametrize(("fraction", "gain"), [(0.5, 0.0), (0.1, 0.0), (0.5, -0.03)])
-def test_of_a_thousand_candidates_that_are_not_better_few_are_promoted(fraction: float, gain: float) -> None:
+def test_few_of_a_thousand_equal_candidates_are_promoted(fraction: float, gain: float) -> None:
     rules = TrialRules(
         fraction=fraction, auto_promote=True, alpha=0.05, min_requests=1, max_duration_s=math.inf
     )
@@ -44,7 +45,7 @@ def test_of_a_thousand_candidates_that_are_not_better_few_are_promoted(fraction:
 
 
 @pytest.mark.parametrize(("fraction", "most"), [(0.5, 1500), (0.1, 4000)])
-def test_a_candidate_a_tenth_better_is_promoted_and_one_a_tenth_worse_taken_out(
+def test_a_candidate_a_tenth_better_is_promoted_and_one_a_tenth_worse_is_removed(
     fraction: float, most: int
 ) -> None:
     rules = TrialRules(
@@ -57,7 +58,7 @@ def test_a_candidate_a_tenth_better_is_promoted_and_one_a_tenth_worse_taken_out(
         assert not any(end not in (wanted, None) for end, _ in ends)
 
 
-def test_in_the_shadow_pairs_tell_with_a_handful_of_answers() -> None:
+def test_shadow_pairs_decide_with_few_answers() -> None:
     rng, needed = random.Random(3), list[int]()
     for gain in (1.1, 1.0, 0.9):
         for _ in range(40):
@@ -77,8 +78,8 @@ def test_in_the_shadow_pairs_tell_with_a_handful_of_answers() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.floats(0.01, 0.5))
-def test_a_bet_is_fair_whatever_came_before(past: list[tuple[int, bool]], fraction: float) -> None:
-    """Over the lot alone: the same drafts stand, whoever made them."""
+def test_a_bet_is_fair_after_any_history(past: list[tuple[int, bool]], fraction: float) -> None:
+    """Random assignment over the same drafts: either drafter may have made them."""
 
     def played(*more: tuple[int, bool]) -> Evidence:
         trial = CanaryTrial(TrialRules(fraction=fraction), random.Random(0))
@@ -98,7 +99,7 @@ def test_a_bet_is_fair_whatever_came_before(past: list[tuple[int, bool]], fracti
             assert mean == pytest.approx(math.exp(getattr(played(), field)), rel=1e-9)
 
 
-def test_requests_count_in_the_order_in_which_they_began() -> None:
+def test_requests_count_in_the_order_of_their_starts() -> None:
     trial = CanaryTrial(RULES, random.Random(4))
     slow, quick, aborted = (trial.begin() for _ in range(3))
     assert isinstance(slow, Assignment) and isinstance(quick, Assignment) and isinstance(aborted, Assignment)
@@ -111,7 +112,7 @@ def test_requests_count_in_the_order_in_which_they_began() -> None:
     assert told.incumbent.plus(told.candidate) == ArmStats(2, 5, 6)
 
 
-def test_one_that_never_ends_keeps_no_more_than_so_many_from_being_counted() -> None:
+def test_an_unfinished_request_delays_a_bounded_number_of_others() -> None:
     trial = CanaryTrial(RULES, random.Random(5))
     tickets = [trial.begin() for _ in range(5000)]
     assert None in tickets and tickets[0] is not None
@@ -121,7 +122,7 @@ def test_one_that_never_ends_keeps_no_more_than_so_many_from_being_counted() -> 
     assert trial.begin() is not None
 
 
-def test_a_verdict_waits_for_requests_and_comes_with_time() -> None:
+def test_a_verdict_needs_a_minimum_of_requests_or_the_time_limit() -> None:
     rules = TrialRules(alpha=0.01, min_requests=10, max_duration_s=60.0)
     better, worse = Evidence(9.0, -9.0, candidate=ArmStats(10)), Evidence(-9.0, 9.0, candidate=ArmStats(10))
     assert verdict(rules, Evidence(9.0, candidate=ArmStats(9)), 0.0) is None
@@ -138,6 +139,6 @@ def test_a_verdict_waits_for_requests_and_comes_with_time() -> None:
     "wrong",
     [{"fraction": 0.0}, {"fraction": 0.6}, {"alpha": 1.0}, {"min_requests": 0}, {"max_duration_s": 0}],
 )
-def test_rules_that_make_no_sense_are_refused_by_name(wrong: dict[str, float]) -> None:
+def test_invalid_rules_are_refused_by_name(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"user_config\.candidate\.{next(iter(wrong))}"):
         TrialRules(**wrong)  # type: ignore[arg-type]

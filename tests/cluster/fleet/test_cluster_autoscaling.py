@@ -1,4 +1,4 @@
-"""How many replicas a deployment should have: bounds, monotony, calm, credit, and zero."""
+"""The number of replicas: bounds, monotonicity, stability, starting replicas, and zero."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ IDLE = ReplicaStats(max_num_seqs=SLOTS)
 
 
 def settled(count: ReplicaCount, load: FleetLoad, target: int, *, seconds: int, most: int = 100) -> int:
-    """What is wanted after the same load for so long."""
+    """Return the desired replicas after a constant load for a time."""
     for now_s in range(seconds + 1):
         target = count.wanted(load, target, 0, most, float(now_s))
     return target
 
 
-def test_more_replicas_follow_what_runs_and_fewer_only_what_would_leave_room() -> None:
+def test_scaling_up_follows_the_load_and_scaling_down_keeps_a_margin() -> None:
     def load(busy: float) -> FleetLoad:
         return FleetLoad(there=4, heard=4, busy=busy)
 
@@ -46,7 +46,7 @@ def test_more_replicas_follow_what_runs_and_fewer_only_what_would_leave_room() -
     assert settled(ReplicaCount(RULES), load(0.1), 4, seconds=400) == 1
 
 
-def test_a_backlog_is_worth_replicas_only_if_it_does_not_drain_soon_at_the_measured_rate() -> None:
+def test_a_backlog_adds_replicas_only_if_it_drains_slowly_at_the_measured_rate() -> None:
     waits = {"running": 4, "waiting": 6, "max_num_seqs": SLOTS, "waiting_tokens": 6000.0}
     fast = FleetLoad.of([ReplicaStats(**waits, decode_tokens_per_s=6000.0)], 1)
     slow = FleetLoad.of([ReplicaStats(**waits, decode_tokens_per_s=150.0)], 1)  # drafts are not accepted
@@ -55,28 +55,28 @@ def test_a_backlog_is_worth_replicas_only_if_it_does_not_drain_soon_at_the_measu
     assert settled(ReplicaCount(ScalingRules(growth=4)), slow, 1, seconds=5) == 3
 
 
-def test_who_waits_needs_a_slot_at_least_where_no_rate_is_known_yet() -> None:
+def test_each_waiting_request_needs_a_slot_if_no_rate_is_known() -> None:
     load = FleetLoad.of([ReplicaStats(running=SLOTS, waiting=2 * SLOTS, max_num_seqs=SLOTS)], 1)
     assert load.busy == 3.0 and load.backlog_s == 0.0
 
 
-def test_background_work_asks_for_nothing_but_keeps_the_last_replica() -> None:
+def test_background_work_adds_no_replica_but_keeps_the_last_one() -> None:
     busy = ReplicaStats(max_num_seqs=SLOTS, background=500)
     load = FleetLoad.of([busy, busy], 2)
     assert settled(ReplicaCount(RULES), load, 2, seconds=2000) == 1
 
 
-def test_pages_count_where_they_are_scarcer_than_slots() -> None:
+def test_pages_determine_the_load_if_they_are_scarcer_than_slots() -> None:
     assert FleetLoad.of([ReplicaStats(running=2, max_num_seqs=SLOTS, kv_usage=0.9)], 1).busy == 0.9
 
 
-def test_replicas_that_start_are_not_asked_for_twice_and_nothing_that_serves_goes_meanwhile() -> None:
+def test_starting_replicas_are_not_requested_twice_and_no_serving_one_is_removed_meanwhile() -> None:
     assert settled(ReplicaCount(RULES), FleetLoad.of([FULL], 1), 1, seconds=600) == 2
     light = FleetLoad(there=3, heard=3, busy=0.3)
     assert settled(ReplicaCount(RULES), light, 6, seconds=200) == 3
 
 
-def test_zero_comes_after_quiet_and_goes_with_the_first_request_that_waits() -> None:
+def test_idle_models_scale_to_zero_and_the_first_waiting_request_starts_a_replica() -> None:
     quiet = FleetLoad.of([IDLE], 1)
     assert settled(ReplicaCount(RULES), quiet, 1, seconds=599) == 1
     assert settled(ReplicaCount(RULES), quiet, 1, seconds=600) == 0
@@ -87,7 +87,7 @@ def test_zero_comes_after_quiet_and_goes_with_the_first_request_that_waits() -> 
     assert count.wanted(FleetLoad(0), 1, 0, 4, 0.2) == 1, "it is starting"
 
 
-def test_a_replica_that_took_long_to_load_may_idle_as_long_as_any() -> None:
+def test_a_replica_that_loaded_slowly_has_the_full_idle_time() -> None:
     count = ReplicaCount(ScalingRules(idle_s=10.0))
     for second in range(60):
         assert count.wanted(FleetLoad(there=0), 1, 0, 4, float(second)) == 1
@@ -95,14 +95,14 @@ def test_a_replica_that_took_long_to_load_may_idle_as_long_as_any() -> None:
     assert [count.wanted(idle, 1, 0, 4, 60.0 + passed) for passed in (0, 9, 10)] == [1, 1, 0]
 
 
-def test_one_moment_moves_nothing() -> None:
+def test_a_momentary_load_changes_nothing() -> None:
     count, calm = ReplicaCount(RULES), FleetLoad(there=4, heard=4, busy=2.7)
     assert settled(count, calm, 4, seconds=100) == 4
     assert count.wanted(FleetLoad(there=4, heard=4, busy=4.0), 4, 0, 9, 100.5) == 4
     assert count.wanted(FleetLoad(there=4, heard=4, busy=0.0), 4, 0, 9, 101.0) == 4
 
 
-def test_without_figures_nothing_changes() -> None:
+def test_without_replica_stats_nothing_changes() -> None:
     assert settled(ReplicaCount(RULES), FleetLoad.of([], 3), 3, seconds=1000) == 3
 
 
@@ -122,7 +122,7 @@ loads = st.builds(
     st.integers(0, 9),
     st.integers(0, 9),
 )
-def test_the_answer_keeps_its_bounds_and_its_steps(
+def test_the_number_of_replicas_keeps_its_bounds_and_steps(
     moments: list[tuple[FleetLoad, float]], fewest: int, more: int
 ) -> None:
     count, now_s, most = ReplicaCount(RULES), 0.0, max(1, fewest + more)
@@ -138,7 +138,7 @@ def test_the_answer_keeps_its_bounds_and_its_steps(
 
 
 @given(st.lists(loads, min_size=1, max_size=20), st.floats(0, 20), st.floats(0, 1e4), st.integers(1, 20))
-def test_more_load_never_wants_fewer(
+def test_more_load_never_needs_fewer_replicas(
     history: list[FleetLoad], busy: float, backlog_s: float, target: int
 ) -> None:
     less, more = ReplicaCount(RULES), ReplicaCount(RULES)
@@ -152,10 +152,10 @@ def test_more_load_never_wants_fewer(
 
 @settings(max_examples=30)
 @given(st.floats(0.0, 20.0), st.integers(1, 30), st.integers(0, 120))
-def test_a_steady_load_makes_it_go_up_at_most_once_and_down_at_most_once(
+def test_a_steady_load_scales_up_at_most_once_and_down_at_most_once(
     demand: float, start: int, start_up_s: int
 ) -> None:
-    """Demand in replicas' worth of slots; what finds none waits."""
+    """Demand in replicas' worth of slots; the excess waits."""
     count, target = ReplicaCount(RULES), start
     starting: list[int] = []
     there, numbers = start, [start]
@@ -191,7 +191,7 @@ def test_a_steady_load_makes_it_go_up_at_most_once_and_down_at_most_once(
         ({"down_after_s": math.nan}, "down_after_s"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+def test_invalid_rules_are_refused_by_name(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         ScalingRules(**wrong)
     assert caught.value.param == field
@@ -207,7 +207,7 @@ def seconds(execute: float) -> dict[str, float]:
     return {"schedule": 0.0, "execute": execute, "commit": 0.0}
 
 
-def test_figures_are_of_what_happened_lately_and_of_online_requests() -> None:
+def test_replica_stats_cover_recent_online_requests() -> None:
     meter = ReplicaStatsMeter(SLOTS)
     assert meter.figures(stats()).decode_tokens_per_s == 0.0
     figures = meter.figures(

@@ -1,4 +1,4 @@
-"""Requests under which replicas died: who is suspected, what is poisonous, and for how long that is known."""
+"""Requests under which replicas died: suspects, poison requests, and when they are forgotten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_second_death_decides_only_if_the_suspect_was_alone(records: DeathReco
     assert records.standing(A) == "poisonous" and records.standing(B) == "suspect"
 
 
-def test_a_suspect_that_outlived_a_death_is_one_again_after_the_next(
+def test_a_suspect_that_survived_a_death_is_a_suspect_again_after_the_next(
     records: DeathRecords,
 ) -> None:
     died(records, A, "r0")
@@ -57,7 +57,7 @@ def test_equal_requests_on_one_replica_see_one_death(records: DeathRecords) -> N
         assert died(records, A, "r0") == "suspect"
 
 
-def test_what_is_known_is_forgotten_in_time(records: DeathRecords, clock: Clock) -> None:
+def test_suspects_are_forgotten_after_a_time(records: DeathRecords, clock: Clock) -> None:
     died(records, A, "r0")
     died(records, B, "r0", alone=True)
     clock.now_s = TTL_S - 1.0
@@ -74,7 +74,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_records_are_bounded_and_never_older_than_they_may_be(
+def test_records_are_bounded_in_number_and_age(
     steps: list[tuple[bytes, int, bool, float]],
 ) -> None:
     clock = Clock()

@@ -1,4 +1,4 @@
-"""What a job's engines claim of a cluster's nodes: arithmetic, no Ray."""
+"""The resources that a job's engines claim on a cluster's nodes; no Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_engine_takes_its_share_of_a_nodes_cores(
     check_room(config(), engines, nodes)
 
 
-def test_threads_that_were_set_are_claimed_up_to_a_nodes_cores() -> None:
+def test_configured_threads_are_claimed_up_to_a_nodes_cores() -> None:
     assert full_claim(config(num_threads=2), 1, cpus(8)).actor == {"CPU": 2.0}
     claim = full_claim(config(num_threads=6), 1, cpus(4, 4))
     assert (claim.actor, claim.num_threads) == ({"CPU": 4.0}, 6)
@@ -50,7 +50,7 @@ def test_more_engines_than_cores_share_them() -> None:
         check_room(config(), 5, cpus(2))
 
 
-def test_fewer_threads_do_where_cores_are_taken_unless_their_number_was_set() -> None:
+def test_fewer_threads_are_used_if_cores_are_taken_unless_their_number_is_set() -> None:
     nodes = cpus(4)
     full = full_claim(config(), 1, nodes)
     assert smaller_claim(config(), 1, cpus(4), full) == full
@@ -75,7 +75,7 @@ def test_a_gpu_engine_takes_one_and_waits_for_it() -> None:
     assert refused.value.param == "concurrency"
 
 
-def test_workers_of_their_own_must_fit_one_node() -> None:
+def test_separate_workers_must_fit_one_node() -> None:
     two_by_two = [{"CPU": 8.0, "GPU": 2.0}] * 2
     claim = full_claim(config(2), 2, two_by_two)
     assert (claim.bundles, claim.actor) == (({"GPU": 1.0}, {"GPU": 1.0}), {})
@@ -86,7 +86,7 @@ def test_workers_of_their_own_must_fit_one_node() -> None:
         check_room(config(split=True, device="cuda"), 1, [{"CPU": 8.0, "GPU": 1.0}])
 
 
-def test_what_is_waited_for_is_said() -> None:
+def test_missing_resources_are_named_while_waiting() -> None:
     claim = full_claim(config(), 1, cpus(2))
     assert lacking(claim, 1, cpus(2), cpus(0)) == "2 CPU; 0 of 2 are free"
     claim = full_claim(config(num_threads=2), 1, cpus(2, 2))
@@ -94,7 +94,7 @@ def test_what_is_waited_for_is_said() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 6))
-def test_what_is_claimed_fits_or_is_refused(counts: list[int], engines: int) -> None:
+def test_claimed_resources_fit_or_are_refused(counts: list[int], engines: int) -> None:
     nodes, claim = cpus(*counts), full_claim(config(), engines, cpus(*counts))
     if claim.num_fitting(nodes) >= engines:
         check_room(config(), engines, nodes)
@@ -114,14 +114,14 @@ def test_what_is_claimed_fits_or_is_refused(counts: list[int], engines: int) -> 
         (cpus(0), 1, 0.0),
     ],
 )
-def test_an_engine_beside_tasks_books_less_than_it_computes_on(
+def test_an_engine_with_parallel_tasks_reserves_less_than_it_uses(
     nodes: list[dict[str, float]], engines: int, booked: float
 ) -> None:
     assert beside_tasks(full_claim(config(), engines, nodes), nodes) == {"CPU": booked}
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 2))
-def test_engines_beside_tasks_leave_them_a_cpu(sizes: list[int], engines: int, num_gpus: int) -> None:
+def test_engines_leave_a_cpu_to_parallel_tasks(sizes: list[int], engines: int, num_gpus: int) -> None:
     nodes = [{"CPU": float(size), "GPU": float(num_gpus)} for size in sizes]
     claim = full_claim(config(device="cuda" if num_gpus else "cpu"), engines, nodes)
     if claim.num_fitting(nodes) >= engines:

@@ -1,4 +1,4 @@
-"""Routing between replicas: properties, and a workload of shared prompts against choice by chance."""
+"""Routing between replicas: properties, and prefix hits compared with random choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _chain(parts: Sequence[int]) -> list[int]:
 
 
 @given(st.lists(prompts, max_size=30), prompts, st.integers(1, 12))
-def test_a_chain_is_known_up_to_one_place_and_not_beyond(
+def test_a_hash_chain_is_found_up_to_its_last_known_block(
     seen: list[tuple[int, ...]], asked: tuple[int, ...], room: int
 ) -> None:
     known = KnownPrefixes(room)
@@ -40,7 +40,7 @@ def test_a_chain_is_known_up_to_one_place_and_not_beyond(
     assert known.match(asked) == sum(alone)
 
 
-def test_equal_beginnings_share_blocks_unless_salts_differ() -> None:
+def test_equal_prefixes_share_blocks_unless_salts_differ() -> None:
     one, other = b"x" * 300 + b"one", b"x" * 300 + b"another one"
     assert hash_chain(one)[:2] == hash_chain(other)[:2]
     assert len(hash_chain(b"x" * (BLOCK_BYTES - 1))) == 0
@@ -51,7 +51,7 @@ loads = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 100), min_size=1
 
 
 @given(st.lists(st.tuples(loads, prompts, st.none() | st.sampled_from(["s", "t"])), min_size=1, max_size=20))
-def test_no_choice_is_far_more_loaded_than_the_least(
+def test_no_chosen_replica_is_far_more_loaded_than_the_least(
     requests: list[tuple[dict[str, float], tuple[int, ...], str | None]],
 ) -> None:
     router = Router()
@@ -66,13 +66,13 @@ def test_no_choice_is_far_more_loaded_than_the_least(
 
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=2, max_size=8), st.text(max_size=8))
-def test_a_session_moves_only_when_its_home_goes(replicas: set[str], session: str) -> None:
+def test_a_session_moves_only_when_its_replica_is_removed(replicas: set[str], session: str) -> None:
     home = home_of(session, dict.fromkeys(replicas))
     for gone in replicas - {home}:
         assert home_of(session, dict.fromkeys(replicas - {gone})) == home
 
 
-def test_a_replica_that_went_is_not_remembered() -> None:
+def test_a_removed_replica_is_forgotten() -> None:
     router, chain = Router(), _chain([1, 2, 3])
     first = router.choose({"a": 0, "b": 0}, chain)
     assert router.choose({"a": 0, "b": 0}, chain).reason == "prefix"
@@ -81,7 +81,7 @@ def test_a_replica_that_went_is_not_remembered() -> None:
 
 
 class Replica:
-    """A replica in requests and blocks: a prefix cache of its own, and time for what it does not hold."""
+    """A replica in requests and blocks: its own prefix cache, and time for the missing blocks."""
 
     def __init__(self, cache_blocks: int) -> None:
         self.cache: OrderedDict[int, None] = OrderedDict()
@@ -130,7 +130,7 @@ def simulate(choose: Choose, seed: int, num_replicas: int = 4) -> tuple[int, flo
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shared_prompts_find_half_as_many_hits_again_as_by_chance_in_balance(seed: int) -> None:
+def test_routing_gives_half_more_prefix_hits_than_random_choice_at_equal_balance(seed: int) -> None:
     dice, router = random.Random(seed), Router()
     by_chance, _ = simulate(lambda loads, chain: dice.choice(list(loads)), seed)
     hits, busiest = simulate(lambda loads, chain: router.choose(loads, chain).replica, seed)

@@ -38,7 +38,7 @@ def test_there_is_one_gpu_bundle_per_target_rank_and_one_for_a_split_drafter(tp,
     assert config(tp, placement).needs_ray == (tp > 1 or placement in ("split", "shared"))
 
 
-def test_device_auto_is_cpu_where_the_node_has_no_gpu_and_an_explicit_device_stands() -> None:
+def test_device_auto_is_cpu_without_a_gpu_and_an_explicit_device_is_kept() -> None:
     assert Topology.of(config(), {"CPU": 4.0}).device == "cpu"
     assert Topology.of(config(device="cpu"), {"GPU": 4.0}).device == "cpu"
     assert Topology.of(config(device="cuda"), {"CPU": 4.0}).device == "cuda"
@@ -82,7 +82,7 @@ def test_a_node_that_is_large_enough_is_accepted() -> None:
     assert shortfall({"GPU": 1.0}, {"GPU": 1.0}) == ""
 
 
-def test_a_shared_drafter_asks_for_room_of_its_own_on_the_engines_node() -> None:
+def test_a_shared_drafter_needs_its_own_resources_on_the_engines_node() -> None:
     topology = Topology.of(config(2, "shared"), {"GPU": 4.0})
     topology.check_drafter(NodeRoom({"GPU": 4.0}, {"GPU": 1.0}))
     with pytest.raises(
@@ -109,7 +109,7 @@ def test_an_empty_cluster_holds_nothing() -> None:
         Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [])
 
 
-def test_what_is_taken_is_named_with_its_holders() -> None:
+def test_resources_in_use_are_named_with_their_holders() -> None:
     large, free = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 1.0, "CPU": 8.0}
     nodes = [
         NodeRoom({"GPU": 1.0, "CPU": 64.0}, {"GPU": 1.0, "CPU": 64.0}),  # free, but it can never hold two
@@ -141,8 +141,8 @@ ONE_GPU = Topology(1, False, "cuda")
         (1, 0.5, 0.5, r"needs 1 GPU \(there is 0\.5\) on one node", "device"),
     ],
 )
-def test_all_replicas_must_have_room_each_on_one_node(replicas, gpus, free, said, param) -> None:
-    """The nodes are empty, but for what `a` has of the first one."""
+def test_every_replica_must_fit_on_one_node(replicas, gpus, free, said, param) -> None:
+    """The nodes are empty, except that `a` holds resources of the first one."""
     has = {"GPU": gpus, "CPU": 4.0}
     nodes = [NodeRoom(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}), NodeRoom(has, has)]
     demands = [DeploymentDemand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
@@ -163,7 +163,7 @@ def test_models_that_fit_one_by_one_must_fit_together() -> None:
         check_ever(demands, [node])
 
 
-def test_threads_are_the_setting_or_an_even_share_of_the_cores() -> None:
+def test_threads_are_the_setting_or_an_equal_share_of_the_cores() -> None:
     topology = Topology(2, True, "cpu")
     assert topology.num_threads(config(num_threads=5), 2) == 5
     assert topology.num_threads(config(), 16) == 5

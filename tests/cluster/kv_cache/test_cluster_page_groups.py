@@ -1,4 +1,4 @@
-"""Page groups: which a model needs, how pools share memory, who holds what while sequences run."""
+"""Page groups: which a model needs, how pools share memory, which pages sequences hold."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ windows = st.one_of(st.none(), st.integers(1, 40))
 # Which groups a model needs.
 
 
-def test_two_models_whose_layers_see_everything_share_one_group() -> None:
+def test_two_models_without_windows_share_one_group() -> None:
     plan = plan_kv_cache([None] * 4, [None] * 2, 1000)
     assert plan.groups == (FULL,) and plan.num_pools == 1
     assert plan.target == tuple(LayerPlace(0, plane) for plane in range(4))
@@ -51,7 +51,7 @@ def test_two_models_whose_layers_see_everything_share_one_group() -> None:
     assert (plan.num_planes(plan.target, 0), plan.num_planes(plan.drafter, 0)) == (4, 2)
 
 
-def test_a_window_that_holds_every_sequence_is_none() -> None:
+def test_a_window_that_holds_every_sequence_counts_as_none() -> None:
     assert plan_kv_cache([None, 1000], [2000], 1000).groups == (FULL,)
     assert plan_kv_cache([999], [], 1000).groups == (KVCacheGroup(window=999),)
 
@@ -65,13 +65,13 @@ def test_equal_windows_are_one_group_and_shared_by_both_models_only_if_they_are_
     assert other.num_planes(other.target, 1) == 0 and other.num_planes(other.drafter, 1) == 2
 
 
-def test_five_windows_to_one_full_layer_are_six_groups_of_one_plane() -> None:
+def test_five_sliding_layers_per_full_layer_make_six_groups_of_one_plane() -> None:
     plan = plan_kv_cache([4096] * 5 + [None], [], 32768)
     assert plan.groups == (FULL, *[KVCacheGroup(window=4096)] * 5) and plan.num_planes(plan.target, 0) == 1
     assert plan.target == tuple(LayerPlace(group, 0) for group in (1, 2, 3, 4, 5, 0))
 
 
-def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
+def test_full_layers_set_the_number_of_planes_if_they_fill_them() -> None:
     pattern = [None if (i + 1) % 6 == 0 else 1024 for i in range(34)]  # 29 to 5
     plan = plan_kv_cache(pattern, [], 131072)
     assert plan.groups == (FULL, *[KVCacheGroup(window=1024)] * 6) and plan.num_planes(plan.target, 0) == 5
@@ -80,7 +80,7 @@ def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
     assert plan.target[-1] == LayerPlace(6, 3), "the last group is not full"
 
 
-def test_a_lone_layer_with_a_window_does_not_leave_planes_unused() -> None:
+def test_a_single_sliding_layer_leaves_no_planes_unused() -> None:
     plan = plan_kv_cache([None, None, 8, None, None], [], 100_000)
     assert plan.groups == (*[FULL] * 4, KVCacheGroup(window=8)) and plan.num_planes(plan.target, 0) == 1
 
@@ -98,7 +98,7 @@ def test_windows_that_save_little_stay_in_one_group() -> None:
 
 
 @given(st.lists(windows, min_size=1, max_size=12), st.lists(windows, max_size=6), st.integers(2, 50))
-def test_every_layer_has_a_place_of_its_own_that_keeps_what_it_sees(
+def test_every_layer_has_its_own_place_and_keeps_what_it_sees(
     target: list[int | None], drafter: list[int | None], max_model_len: int
 ) -> None:
     plan = plan_kv_cache(target, drafter, max_model_len)
@@ -119,7 +119,7 @@ GEMMA4_31B = [None if i % 6 == 5 else 1024 for i in range(60)]
 
 
 def gemma4_31b(ranks: int = 1) -> list[KVCacheSpec]:
-    """Of each layer on a rank: 16 heads of 256 where it slides, 4 of 512 where it does not."""
+    """Per layer on a rank: 16 heads of 256 if it slides, 4 of 512 otherwise."""
     wide, narrow = KVCacheSpec(16 // ranks, 256, 256), KVCacheSpec(max(4 // ranks, 1), 512, 512)
     return [narrow if window is None else wide for window in GEMMA4_31B]
 
@@ -127,7 +127,7 @@ def gemma4_31b(ranks: int = 1) -> list[KVCacheSpec]:
 def bytes_held(
     plan: KVCacheLayout, geometries: list[KVCacheSpec], num_tokens: int, page: int, rows: int
 ) -> int:
-    """Of a sequence in bf16, in the pages that it holds."""
+    """Bytes of a sequence's pages in bf16."""
     plane_bytes = 2 * page * plane_width(plan.target, geometries)
     return plan.pages_per_sequence(num_tokens, page, rows)[0] * plan.num_planes(plan.target, 0) * plane_bytes
 
@@ -139,14 +139,14 @@ def test_two_layers_of_half_the_width_share_a_plane() -> None:
     assert plan.target == (LayerPlace(1, 0), LayerPlace(2, 0), LayerPlace(0, 0, 0), LayerPlace(0, 0, 1))
 
 
-def test_layers_that_see_alike_share_a_group_only_if_their_heads_are_alike() -> None:
+def test_layers_with_one_window_share_a_group_only_if_their_heads_are_equal() -> None:
     kinds = [KVCacheSpec(4, 16, 16), KVCacheSpec(1, 64, 64)] * 2  # of one width, but not of one layout
     plan = plan_kv_cache([None] * 4, [], 100, kinds)
     assert plan.groups == (FULL, FULL) and [place.group for place in plan.target] == [0, 1, 0, 1]
 
 
-def test_gemma_4_31b_holds_a_long_sequence_in_little_more_than_it_sees() -> None:
-    """819 KB a token in sliding layers, 82 KB in full ones: 29.5 GB at 32k were nothing given back."""
+def test_gemma_4_31b_holds_little_more_of_a_long_sequence_than_it_sees() -> None:
+    """819 KB a token in sliding layers, 82 KB in full ones: 29.5 GB at 32k if nothing were freed."""
     length, page, rows, kinds = 32768, 16, 2048, gemma4_31b()
     plan = plan_kv_cache(GEMMA4_31B, [], length, kinds)
     assert plan.num_pools == 1 and plan.num_planes(plan.target, 0) == 5, "no plane is unused"
@@ -156,12 +156,12 @@ def test_gemma_4_31b_holds_a_long_sequence_in_little_more_than_it_sees() -> None
     seen = 2 * sum(kind.width * (window or length) for kind, window in zip(kinds, GEMMA4_31B, strict=True))
     assert seen == pytest.approx(3.5e9, rel=0.01)
     assert bytes_held(plan, kinds, length, page, rows=1) < 1.02 * seen, "while it decodes"
-    # Entering in chunks of 2048 rows it holds each chunk beside the window.
+    # A prompt in chunks of 2048 rows holds each chunk in addition to the window.
     assert bytes_held(plan, kinds, length, page, rows) < seen + 1.02 * 2 * 50 * kinds[0].width * rows
 
 
-def test_ranks_that_repeat_heads_plan_their_own_pages() -> None:
-    """Eight ranks have two sliding heads and, twice over, one of the four full ones: layers equally wide."""
+def test_ranks_that_repeat_heads_have_their_own_page_layout() -> None:
+    """Each of eight ranks has two sliding heads and a copy of one of four full ones: equal widths."""
     kinds = gemma4_31b(ranks=8)
     assert len({kind.width for kind in kinds}) == 1
     plan = plan_kv_cache(GEMMA4_31B, [], 32768, kinds)
@@ -176,7 +176,7 @@ def test_ranks_that_repeat_heads_plan_their_own_pages() -> None:
     ),
     st.integers(2, 50),
 )
-def test_no_two_layers_of_any_geometries_share_a_value_of_a_token(
+def test_no_two_layers_share_a_value_of_a_token(
     layers: list[tuple[int | None, int, tuple[int, int]]], max_model_len: int
 ) -> None:
     kinds = [KVCacheSpec(heads, *sizes) for _, heads, sizes in layers]
@@ -198,7 +198,7 @@ def test_no_two_layers_of_any_geometries_share_a_value_of_a_token(
 # How much a sequence holds, and how pools share memory.
 
 
-def test_a_window_holds_no_more_than_it_sees_and_a_step_adds() -> None:
+def test_a_window_holds_no_more_than_it_sees_plus_a_step() -> None:
     plan = KVCacheLayout((FULL, KVCacheGroup(window=20), KVCacheGroup(1, 8)), (), ())
     assert plan.pages_per_sequence(12, 4, 8) == (3 + 3, 3)
     assert plan.pages_per_sequence(400, 4, 8) == (100 + 8, 5)
@@ -207,12 +207,12 @@ def test_a_window_holds_no_more_than_it_sees_and_a_step_adds() -> None:
 MIXED = plan_kv_cache([None] * 4, [512] * 3 + [None], 4096)
 
 
-def test_one_pool_gets_all_memory() -> None:
+def test_a_single_pool_gets_all_memory() -> None:
     plan = plan_kv_cache([None], [], 100)
     assert share_pages(plan, 16, 64, 8, 100, (7,), 1000) == (142,)
 
 
-def test_pools_run_out_together() -> None:
+def test_pools_are_exhausted_together() -> None:
     sizes = (64, 16)
     for budget in (100_000, 300_000, 1_000_000):
         pages = share_pages(MIXED, 16, 256, 16, 4096, sizes, budget)
@@ -275,7 +275,7 @@ def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
 
 
 def hold(engine: EngineCore, group: int, slot: int = 0) -> tuple[int, int]:
-    """First index and end of what a sequence holds."""
+    """First and end index of the pages that a sequence holds."""
     books = engine._scheduler.books
     return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
 
@@ -316,7 +316,7 @@ def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window(
     assert max(shares)[0] < 0.30 and engine.stats().kv_usage == 0
 
 
-def test_pages_are_given_back_as_soon_as_no_row_sees_them_and_not_before() -> None:
+def test_pages_are_freed_as_soon_as_no_row_sees_them_and_not_before() -> None:
     info = make_info(page_groups=(FULL, KVCacheGroup(window=6)), num_speculative_tokens=0)
     engine = open_engine(info, survival=[])
     add(engine, make_request("r", PROMPT[:3], max_tokens=30, **LONG))
@@ -330,7 +330,7 @@ def test_pages_are_given_back_as_soon_as_no_row_sees_them_and_not_before() -> No
         engine.check_invariants()
 
 
-def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_back() -> None:
+def test_with_drafts_in_flight_only_pages_before_every_outcomes_window_are_freed() -> None:
     info = make_info(page_groups=(KVCacheGroup(window=4),), num_speculative_tokens=4, max_in_flight=2)
     engine = open_engine(info, survival=[1.0] * 4)
     add(engine, make_request("r", PROMPT[:4], max_tokens=20, **LONG))
@@ -350,7 +350,7 @@ def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_ba
 
 
 @pytest.mark.parametrize("num_pages", [8, 64])
-def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages: int) -> None:
+def test_drafts_in_flight_do_not_exceed_a_windows_bound(num_pages: int) -> None:
     info = make_info(
         page_groups=(KVCacheGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
     )  # 2 of the window, 5 of a step, 1: as much as one step's drafts lie ahead, not two steps'
@@ -360,7 +360,7 @@ def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages
     assert engine.stats().preemptions == 0 and engine.stats().num_draft_tokens > 0
 
 
-def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
+def test_a_single_long_prompt_does_not_exceed_its_windows_bound() -> None:
     for in_flight in (1, 2, 3):
         bound = 2 + 2 + 1  # window, step, and one that both touch
         groups = (FULL, KVCacheGroup(1, 8))
@@ -372,7 +372,7 @@ def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
         assert engine.stats().steps < 5 + 20, "no chunk was cut"
 
 
-def test_a_prompt_that_enters_takes_of_a_window_only_what_it_can_hold_at_once() -> None:
+def test_an_admitted_prompt_takes_no_more_pages_than_its_window_holds() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), max_num_batched_tokens=8)
     add(engine, make_request("r", PROMPT, max_tokens=2))
     plan = engine.plan()
@@ -381,7 +381,7 @@ def test_a_prompt_that_enters_takes_of_a_window_only_what_it_can_hold_at_once() 
     assert plan.page_indices.tolist() == [*range(10), *range(5)]
 
 
-def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
+def test_admission_leaves_every_running_request_a_page_in_every_group() -> None:
     groups = (FULL, KVCacheGroup(window=40))
     for num_pages, enters in ((13, False), (14, True)):
         engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
@@ -393,7 +393,7 @@ def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("num_pages", [(28, 64), (64, 12)])
-def test_when_a_pool_runs_out_the_last_are_computed_anew_and_nobody_sees_it(
+def test_when_a_pool_is_exhausted_the_last_requests_are_recomputed_with_the_same_tokens(
     num_pages: tuple[int, int], in_flight: int
 ) -> None:
     groups = (FULL, KVCacheGroup(window=30), KVCacheGroup(1, 12))
@@ -405,7 +405,7 @@ def test_when_a_pool_runs_out_the_last_are_computed_anew_and_nobody_sees_it(
     assert all(outputs.tokens[r.request_id] == expected(r, info, 16)[0] for r in requests)
 
 
-def test_an_abort_gives_back_what_every_group_holds() -> None:
+def test_an_abort_frees_the_pages_of_every_group() -> None:
     groups = (FULL, KVCacheGroup(window=8), KVCacheGroup(1, 5))
     engine = open_engine(make_info(page_groups=groups, num_pages=(64, 64), max_in_flight=2))
     for name in ("a", "b"):
@@ -447,7 +447,7 @@ def test_a_request_that_one_of_the_pools_cannot_hold_is_refused() -> None:
 
 
 class Known:
-    """A cache over a pool per group, that knows the given pages of one prompt."""
+    """A cache over one pool per group that holds the given pages of a prompt."""
 
     def __init__(self, groups: tuple[KVCacheGroup, ...], pages_of: list[set[int]], count: int = 10) -> None:
         self.pools = [PagePool(count) for _ in groups]
@@ -470,7 +470,7 @@ class Known:
 TEN = set(range(10))
 
 
-def test_a_prefix_is_found_though_old_pages_of_its_window_are_gone() -> None:
+def test_a_prefix_is_found_without_the_old_pages_of_its_window() -> None:
     known = Known((FULL, KVCacheGroup(window=8)), [TEN, TEN])
     known.pools[1].release([*range(8)])
     known.pools[1].allocate(8)
@@ -488,13 +488,13 @@ def test_a_prefix_is_shorter_where_a_page_of_its_window_is_gone() -> None:
     assert Known((FULL, KVCacheGroup(window=8)), [TEN, {0, 5, 8}]).hit() == 1
 
 
-def test_a_prefix_is_not_found_where_a_group_that_sees_everything_lacks_it() -> None:
+def test_a_prefix_is_not_found_if_a_group_without_a_window_lacks_it() -> None:
     assert Known((FULL, KVCacheGroup(window=8)), [TEN - {0}, TEN]).hit() == 0
     assert Known((FULL, KVCacheGroup(window=8)), [TEN - {5}, TEN]).hit() == 5
     assert Known((FULL, FULL), [TEN - {5}, TEN - {3}]).hit() == 3
 
 
-def test_a_prefix_is_found_by_its_end_alone_where_nobody_sees_its_beginning() -> None:
+def test_a_prefix_is_found_by_its_end_if_no_group_sees_its_beginning() -> None:
     assert Known((KVCacheGroup(window=8), KVCacheGroup(window=4)), [{8, 9}, {9}]).hit() == 10
 
 
@@ -503,13 +503,13 @@ def test_a_prefix_is_found_by_its_end_alone_where_nobody_sees_its_beginning() ->
         st.tuples(windows, st.sets(st.integers(0, 9), max_size=3), st.booleans()), min_size=1, max_size=4
     )
 )
-def test_the_longest_prefix_that_is_whole_in_every_group_is_found(
+def test_the_longest_prefix_that_is_complete_in_every_group_is_found(
     layout: list[tuple[int | None, set[int], bool]],
 ) -> None:
     sees = [window for window, _, _ in layout]
     pages_of = [TEN - few if lacks else few for _, few, lacks in layout]
 
-    def is_whole(count: int) -> bool:
+    def is_complete(count: int) -> bool:
         return all(
             i in pages
             for window, pages in zip(sees, pages_of, strict=True)
@@ -518,10 +518,10 @@ def test_the_longest_prefix_that_is_whole_in_every_group_is_found(
         )
 
     known = Known(tuple(KVCacheGroup(window=window) for window in sees), pages_of)
-    assert known.hit() == max(count for count in range(11) if is_whole(count))
+    assert known.hit() == max(count for count in range(11) if is_complete(count))
 
 
-def test_a_prompt_seen_before_is_found_by_what_its_windows_still_hold() -> None:
+def test_a_repeated_prompt_is_found_by_what_its_windows_hold() -> None:
     groups = (FULL, KVCacheGroup(1, 8))
     for num_pages, cached in ((5, 0), (64, 20)):  # a pool that a lone prompt passes through, and a large one
         engine = open_engine(
@@ -532,7 +532,7 @@ def test_a_prompt_seen_before_is_found_by_what_its_windows_still_hold() -> None:
         assert run(engine, make_request("c", PROMPT[:21], max_tokens=1)).cached == {"c": cached}
 
 
-def test_a_prefix_that_runs_is_shared_as_far_as_its_windows_reach() -> None:
+def test_a_running_prefix_is_shared_as_far_as_its_windows_reach() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(window=8))), survival=[])
     add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
     plan_step(engine)
@@ -543,7 +543,7 @@ def test_a_prefix_that_runs_is_shared_as_far_as_its_windows_reach() -> None:
     assert books.pages(1, 0)[:2] == books.pages(1, 1)[:2] and books.pages(0, 0)[:10] == books.pages(0, 1)[:10]
 
 
-def test_a_reset_forgets_every_group() -> None:
+def test_a_reset_clears_every_group() -> None:
     engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(1, 8)), num_pages=(64, 64)))
     run(engine, make_request("a", PROMPT))
     engine.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The page pool and the prefix cache: what is given away first, and what is found again."""
+"""The page pool and the prefix cache: the order of eviction, and which prefixes are found."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def digests_of(cache: PrefixCache, values: np.ndarray, salt: str | None = None) 
 
 
 def found(cache: PrefixCache, digests: list[bytes]) -> list[int]:
-    """The pages of a hit, where there is one group that sees everything."""
+    """The pages of a hit with a single group without a window."""
     count, (pages,), _ = cache.match(digests)
     assert len(pages) == count
     return pages
 
 
 @pytest.mark.parametrize(("count", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])
-def test_a_page_is_needed_for_every_started_one(count: int, pages: int) -> None:
+def test_the_number_of_pages_is_rounded_up(count: int, pages: int) -> None:
     assert pages_for(count, PAGE) == pages
 
 
-def test_blank_pages_are_given_away_before_kept_ones_and_the_longest_unused_kept_one_first(
+def test_free_pages_are_reused_before_cached_ones_oldest_first(
     pool: PagePool,
 ) -> None:
     a, b, c = pool.allocate(3)
@@ -58,7 +58,7 @@ def test_blank_pages_are_given_away_before_kept_ones_and_the_longest_unused_kept
     pool.check_invariants()
 
 
-def test_a_shared_page_is_free_only_when_its_last_user_lets_go(pool: PagePool) -> None:
+def test_a_shared_page_is_free_only_after_its_last_user_releases_it(pool: PagePool) -> None:
     (page,) = pool.allocate(1)
     pool.keep(page)
     pool.share([page])
@@ -71,7 +71,7 @@ def test_a_shared_page_is_free_only_when_its_last_user_lets_go(pool: PagePool) -
     assert page not in pool.allocate(5)
 
 
-def test_releasing_a_free_page_is_caught(pool: PagePool) -> None:
+def test_releasing_a_free_page_raises(pool: PagePool) -> None:
     (page,) = pool.allocate(1)
     pool.release([page])
     with pytest.raises(AssertionError, match="not in use"):
@@ -89,13 +89,13 @@ def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
     assert found(cache, digests_of(cache, tokens(9, 2, 3, 4, 5, 6, 7, 8))) == []
 
 
-def test_the_same_tokens_after_other_tokens_are_another_page(pool: PagePool) -> None:
+def test_the_same_tokens_after_a_different_prefix_are_another_page(pool: PagePool) -> None:
     cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     one, two = digests_of(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert one != two
 
 
-def test_salts_share_nothing(pool: PagePool) -> None:
+def test_salts_share_no_pages(pool: PagePool) -> None:
     cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     same = tokens(1, 2, 3, 4)
     assert len({digests_of(cache, same, salt)[0] for salt in (None, "", "alice", "bob")}) == 4
@@ -112,7 +112,7 @@ def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
     cache.check_invariants()
 
 
-def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> None:
+def test_duplicate_content_keeps_its_older_page(pool: PagePool) -> None:
     cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     older, newer = pool.allocate(2)
     (digest,) = digests_of(cache, tokens(1, 2, 3, 4))
@@ -121,7 +121,7 @@ def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> Non
     cache.check_invariants()
 
 
-def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -> None:
+def test_a_cleared_cache_finds_nothing_and_its_pages_are_free(pool: PagePool) -> None:
     cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     used, idle = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
@@ -137,7 +137,7 @@ def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -
 @given(
     st.lists(st.tuples(st.sampled_from(["allocate", "share", "release", "keep", "clear"]), st.integers(0, 7)))
 )
-def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> None:
+def test_no_page_is_lost_by_any_sequence_of_operations(operations: list[tuple[str, int]]) -> None:
     pool = PagePool(8)
     cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
     uses: list[int] = []  # one entry per use of a page

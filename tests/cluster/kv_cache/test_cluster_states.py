@@ -1,4 +1,4 @@
-"""States beside pages: who gets one, which are saved, where a hit begins, and that none is lost or doubled.
+"""Recurrent states: which are allocated and saved, where a hit begins, and that none is lost or shared.
 
 `state_checker.py` holds what real states would; any workload is `test_cluster_properties.py`'s.
 """
@@ -49,21 +49,21 @@ def engine_with(
 
 
 def cached(engine: EngineCore, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> int:
-    """Tokens of a prompt that need not be computed; what comes out is right."""
+    """Prompt tokens that need not be computed; the output is checked."""
     request = make_request(request_id, prompt, max_tokens=max_tokens, ignore_eos=True)
     outputs = run(engine, request)
     assert outputs.tokens[request_id] == expected(request, engine._executor.info)[0]
     return outputs.cached[request_id]
 
 
-def test_a_prompt_seen_before_begins_behind_the_state_that_was_saved_at_its_end() -> None:
+def test_a_repeated_prompt_starts_from_the_state_saved_at_its_end() -> None:
     engine, prompt = engine_with(8), STEM[:22]
     assert cached(engine, "a", prompt) == 0
-    assert cached(engine, "b", prompt) == 20  # a row of it must bring the first token
+    assert cached(engine, "b", prompt) == 20  # one row must be computed for the first token
     assert cached(engine, "c", (*prompt, 9, 9)) == 20
 
 
-def test_of_equal_prompts_that_are_computed_at_once_one_state_is_saved() -> None:
+def test_equal_prompts_computed_together_save_one_state() -> None:
     engine = engine_with(8)
     run(engine, *(make_request(name, STEM, max_tokens=2, ignore_eos=True) for name in "ab"))
     states = engine._scheduler.books.states
@@ -71,16 +71,16 @@ def test_of_equal_prompts_that_are_computed_at_once_one_state_is_saved() -> None
     assert cached(engine, "c", STEM) == len(STEM) - PAGE
 
 
-def test_pages_without_a_state_are_no_hit_and_the_place_where_prompts_part_becomes_one() -> None:
+def test_pages_without_a_state_are_no_hit_and_a_state_is_saved_where_prompts_diverge() -> None:
     engine = engine_with(8)
     first, second, third = ((*STEM[:10], *(token,) * 9) for token in (3, 4, 5))
     assert cached(engine, "a", first) == 0
-    assert cached(engine, "b", second) == 0  # ten tokens are in pages, but no state stood behind them
+    assert cached(engine, "b", second) == 0  # ten tokens are in pages, but there was no state after them
     assert cached(engine, "c", third) == 10
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_what_was_answered_is_found_again_up_to_where_the_state_moved(max_in_flight: int) -> None:
+def test_an_answer_is_found_up_to_its_last_saved_state(max_in_flight: int) -> None:
     engine = engine_with(8, max_in_flight=max_in_flight, survival=[1.0] * 4)
     request = make_request("a", STEM[:5], max_tokens=30, ignore_eos=True)
     answer = run(engine, request).tokens["a"]
@@ -89,7 +89,7 @@ def test_what_was_answered_is_found_again_up_to_where_the_state_moved(max_in_fli
     assert cached(engine, "b", conversation) == (5 + len(answer) - 1) // moves * moves
 
 
-def test_a_chunk_that_does_not_reach_the_end_of_its_prompt_leaves_the_last_state_on_its_way() -> None:
+def test_an_unfinished_prompt_saves_its_last_state() -> None:
     engine = engine_with(2, max_num_batched_tokens=20)
     add(engine, make_request("a", STEM, max_tokens=4))
     outputs = Outputs()
@@ -98,7 +98,7 @@ def test_a_chunk_that_does_not_reach_the_end_of_its_prompt_leaves_the_last_state
     assert cached(engine, "b", STEM) == 2 * PAGE * MOVES_PAGES
 
 
-def test_who_was_preempted_goes_on_behind_the_last_state_that_was_saved() -> None:
+def test_a_preempted_request_resumes_from_its_last_saved_state() -> None:
     engine = engine_with(8, max_num_batched_tokens=32)
     request = make_request("a", STEM[:5], max_tokens=40, ignore_eos=True)
     add(engine, request)
@@ -120,7 +120,7 @@ def test_who_was_preempted_goes_on_behind_the_last_state_that_was_saved() -> Non
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_as_many_run_as_there_are_states_and_all_others_wait_for_them(max_in_flight: int) -> None:
+def test_no_more_requests_run_than_there_are_states(max_in_flight: int) -> None:
     engine = engine_with(3, max_in_flight=max_in_flight, pages=256)
     requests = [make_request(f"r{i}", STEM[: 3 + i], max_tokens=12, ignore_eos=True) for i in range(8)]
     for request in requests:
@@ -133,9 +133,9 @@ def test_as_many_run_as_there_are_states_and_all_others_wait_for_them(max_in_fli
     assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
 
-def test_saved_states_give_way_to_who_enters_and_the_last_one_is_taken_over() -> None:
+def test_saved_states_are_evicted_for_admitted_requests_and_the_last_one_is_reused() -> None:
     engine = engine_with(1)
-    for request_id in ("a", "b"):  # one state: nothing can be saved beside who runs
+    for request_id in ("a", "b"):  # one state: none can be saved while a request runs
         assert cached(engine, request_id, STEM) == 0
     engine = engine_with(2)
     assert cached(engine, "a", STEM) == 0
@@ -144,7 +144,7 @@ def test_saved_states_give_way_to_who_enters_and_the_last_one_is_taken_over() ->
     assert cached(engine, "d", STEM) == 0  # of two states the other prompt took one, and saved in one
 
 
-def test_of_saved_states_the_one_that_was_longest_of_no_use_gives_way() -> None:
+def test_the_least_recently_used_saved_state_is_evicted() -> None:
     books = RecurrentStateManager(3, 3, PAGE, saves=True)
     books.saved.update({b"old": books._free.pop(), b"new": books._free.pop()})
     assert books.enter(0, [b"old"], 1, 1, 9).source is not None  # and the last free state is taken
@@ -155,7 +155,7 @@ def test_of_saved_states_the_one_that_was_longest_of_no_use_gives_way() -> None:
 
 
 def step_between(before: int, behind: int) -> StepOutcome:
-    """Of one request in slot 0: its anchor, and drafts that stood."""
+    """A step of one request in slot 0: its anchor and accepted drafts."""
     one, ends = np.ones(1, np.int32), np.zeros(1, np.bool_)
     counts = np.array([behind - before], np.int32)
     return StepOutcome(
@@ -179,10 +179,10 @@ def step_between(before: int, behind: int) -> StepOutcome:
 @pytest.mark.parametrize(
     ("before", "behind", "saved", "asked"), [(4, 9, 1, 0), (4, 8, 1, 0), (4, 7, 0, 1), (8, 10, 0, 0)]
 )
-def test_saved_is_what_the_step_that_was_asked_has_passed_itself(
+def test_only_positions_that_the_requested_step_passes_are_saved(
     before: int, behind: int, saved: int, asked: int
 ) -> None:
-    """Not what it has not reached, nor what the step before it had passed, unasked."""
+    """A state is saved neither beyond the step nor before it without a request."""
     books, table = RecurrentStateManager(3, 1, PAGE, saves=True), SlotTable(1, 64, VOCAB)
     sequence = Sequence.of(make_request("a", STEM[:5]), (0, 0, 0), 64, EOS)
     sequence.digests = [bytes([i]) for i in range(8)]
@@ -197,8 +197,8 @@ def test_saved_is_what_the_step_that_was_asked_has_passed_itself(
     assert not saved or list(books.saved) == [bytes([8 // PAGE - 1])]
 
 
-def test_a_hit_ends_in_a_state_and_has_its_windows() -> None:
-    """Of 5 pages the window is not here, of 2 no state is: 1 page is left."""
+def test_a_hit_ends_at_a_state_and_has_its_windows() -> None:
+    """The window lacks one of 5 pages and two have no state: 1 page is left."""
     pool, groups = PagePool(16), (KVCacheGroup(), KVCacheGroup(window=4))
     books = RecurrentStateManager(4, 1, PAGE, saves=True)
     cache, digests = PrefixCache([pool], groups, PAGE, books), [bytes([i]) for i in range(6)]
@@ -210,7 +210,7 @@ def test_a_hit_ends_in_a_state_and_has_its_windows() -> None:
     assert (hit.num_pages, hit.num_shared) == (1, 6)
 
 
-def test_a_saved_state_goes_with_the_page_that_it_stands_behind() -> None:
+def test_a_saved_state_is_evicted_with_the_page_before_it() -> None:
     engine = engine_with(8, pages=20)
     assert cached(engine, "a", STEM) == 0
     states = engine._scheduler.books.states
@@ -220,7 +220,7 @@ def test_a_saved_state_goes_with_the_page_that_it_stands_behind() -> None:
     assert len(states.saved) <= 3  # those of the last two prompts, and of their answers
 
 
-def test_nothing_is_saved_without_a_prefix_cache_or_once_the_drafters_context_is_forgotten() -> None:
+def test_nothing_is_saved_without_a_prefix_cache_or_drafter_context() -> None:
     engine = engine_with(8, enable_prefix_caching=False)
     cached(engine, "a", STEM, max_tokens=20)
     states = engine._scheduler.books.states
@@ -236,7 +236,7 @@ def test_nothing_is_saved_without_a_prefix_cache_or_once_the_drafters_context_is
     assert states is not None and not states.saved and states.usage == 0.0
 
 
-def test_where_all_states_are_taken_a_new_drafter_still_gets_the_context_of_those_who_run() -> None:
+def test_with_all_states_taken_running_requests_are_recomputed_for_a_new_drafter() -> None:
     engine = engine_with(3, pages=256)
     requests = [make_request(f"r{i}", STEM[: 4 + i], max_tokens=50, ignore_eos=True) for i in range(3)]
     outputs = Outputs()
@@ -251,7 +251,7 @@ def test_where_all_states_are_taken_a_new_drafter_still_gets_the_context_of_thos
     assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
 
-def test_a_reset_prefix_cache_forgets_states_too() -> None:
+def test_a_reset_prefix_cache_drops_states() -> None:
     engine = engine_with(8)
     cached(engine, "a", STEM)
     engine.reset_prefix_cache()
@@ -267,7 +267,7 @@ def test_salts_share_no_states() -> None:
         assert outputs.cached[request.request_id] == expected_hit
 
 
-def test_a_target_without_recurrent_layers_is_told_of_no_states() -> None:
+def test_plans_for_targets_without_recurrent_layers_have_no_states() -> None:
     engine = open_engine(make_info())
     add(engine, make_request("a", STEM, max_tokens=2))
     plan = engine.plan()
@@ -277,7 +277,7 @@ def test_a_target_without_recurrent_layers_is_told_of_no_states() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
-    """The books alone, under any calls that a scheduler may make."""
+    """The state manager alone, under any calls that a scheduler may make."""
     num_slots = data.draw(st.integers(1, 4))
     books = RecurrentStateManager(
         data.draw(st.integers(1, 8)), num_slots, PAGE, saves=data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""The simulated executor: the same tokens whatever the drafts, and the acceptance that was asked for."""
+"""The simulated executor: the same tokens with any drafts, and the configured acceptance."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_different_seeds_and_positions_have_different_tokens() -> None:
 
 
 @pytest.mark.parametrize("survival", [[0.5, 0.6], [1.2], [-0.1]])
-def test_a_curve_that_is_none_is_refused(survival: list[float]) -> None:
+def test_an_invalid_acceptance_curve_is_refused(survival: list[float]) -> None:
     with pytest.raises(ConfigError, match="never rise"):
         SimulatedExecutor(INFO, survival)

@@ -1,4 +1,4 @@
-"""What `manta plan` computes: sizes and speeds as engine and roofline have them, and what it chooses."""
+"""What `manta plan` computes: the engine's sizes, the roofline's speeds, and the chosen layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEMAND = LayoutDemand(max_model_len=8192, context=1024)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but a config.json for each published model."""
+    """A folder with only a config.json for each published model."""
     root = tmp_path_factory.mktemp("published")
     for name, config in PUBLISHED.items():
         (root / name).mkdir()
@@ -60,7 +60,7 @@ def qwen(folders: Path) -> ReadPair:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_the_weights_of_a_rank_are_those_it_loads(folders: Path, name: str) -> None:
+def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str) -> None:
     spec, found = read_model(folders / name), read(folders, name)
     for ranks in found.pair.tp_sizes:
         mine = Sharding(spec, 0, ranks)
@@ -68,7 +68,7 @@ def test_the_weights_of_a_rank_are_those_it_loads(folders: Path, name: str) -> N
 
 
 def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
-    """Of all tensors that a rank holds in 16 bits, or packed, by the family's own rules."""
+    """Bytes of all tensors of a rank, in 16 bits or packed, by the family's own rules."""
     whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in whole]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
@@ -94,7 +94,7 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
+def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
     config = EngineConfig(
         model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks
     )
@@ -132,7 +132,9 @@ def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPai
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 16), (32, 4), (128, 16)])
-def test_a_step_on_one_gpu_is_the_rooflines_and_its_launches(qwen: ReadPair, batch: int, rows: int) -> None:
+def test_a_step_on_one_gpu_takes_the_roofline_plus_its_launches(
+    qwen: ReadPair, batch: int, rows: int
+) -> None:
     assert qwen.pair.drafter is not None
     floor = Roofline(H200.device, qwen.pair.target, qwen.pair.drafter)
     times = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
@@ -150,8 +152,8 @@ def test_ranks_share_the_bytes_and_pay_for_sums(qwen: ReadPair) -> None:
     assert four.link == pytest.approx(73 * (8e-6 + 1.5 * 8192 / 360e9))  # 2 x 36 layers and the embedding
 
 
-def test_halves_are_taken_where_they_pay(qwen: ReadPair) -> None:
-    """Where rows cost, two halves side by side hide the drafter; at batch 1 there is nothing to halve."""
+def test_halves_are_used_if_they_pay(qwen: ReadPair) -> None:
+    """If rows cost, two alternating halves hide the drafter; a batch of 1 cannot be halved."""
     split = StepTimes(qwen.pair, H200, ParallelLayout(1, "split", 4))
     together = StepTimes(qwen.pair, H200, ParallelLayout(1, "colocated", 8))
     assert split.round(128, 16, 1024).total_s < 0.9 * together.round(128, 16, 1024).total_s
@@ -159,7 +161,7 @@ def test_halves_are_taken_where_they_pay(qwen: ReadPair) -> None:
     assert split.round(1, 16, 1024) == one
 
 
-def test_the_more_share_a_drafter_the_longer_they_wait(qwen: ReadPair) -> None:
+def test_more_engines_on_a_drafter_wait_longer(qwen: ReadPair) -> None:
     rounds = [
         StepTimes(qwen.pair, H200, ParallelLayout(1, "shared", n)).round(8, 16, 1024) for n in (2, 4, 7, 40)
     ]
@@ -168,7 +170,7 @@ def test_the_more_share_a_drafter_the_longer_they_wait(qwen: ReadPair) -> None:
     assert rounds[-1].total_s >= 40 * busy_s, "no drafter does more than one thing at a time"
 
 
-def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_what_lacks_and_the_remedy(folders: Path) -> None:
+def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_the_missing_memory_and_a_remedy(folders: Path) -> None:
     pair = read(folders, "Llama-3.1-70B-Instruct").pair
     found = [estimate(pair, H100, layout, DEMAND) for layout in layouts(1, (1,), drafter=False)]
     with pytest.raises(
@@ -179,7 +181,7 @@ def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_what_lacks_and_the_remedy
     assert isinstance(estimate(pair, H100, ParallelLayout(4, None, 2), DEMAND), LayoutEstimate)
 
 
-def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path) -> None:
+def test_an_overlong_sequence_is_refused_with_the_length_that_fits(folders: Path) -> None:
     pair = read(folders, "Llama-3.1-70B-Instruct").pair
     long = LayoutDemand(max_model_len=131072, context=4096)
     misfit = estimate(pair, H100, ParallelLayout(2, None, 4), long)
@@ -193,7 +195,7 @@ def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path)
         )
 
 
-def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
+def test_layers_with_a_window_leave_memory_for_more_sequences(folders: Path) -> None:
     pair = read(folders, "gemma-3-27b-it").pair
     full = replace(
         pair,
@@ -206,7 +208,7 @@ def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 
-def test_families_that_are_not_served_are_refused(tmp_path: Path) -> None:
+def test_unsupported_families_are_refused(tmp_path: Path) -> None:
     (tmp_path / "indexed").mkdir()
     (tmp_path / "indexed" / "config.json").write_text('{"architectures": ["GlmMoeDsaForCausalLM"]}')
     with pytest.raises(CheckpointError, match=r"GlmMoeDsaForCausalLM has an indexer .* is not served"):
@@ -234,7 +236,7 @@ def test_a_length_becomes_a_curve_of_that_length(length: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["17", "0.5", "fast", "0.9,0.8", "-1"])
-def test_an_acceptance_that_cannot_be_is_refused(folders: Path, text: str) -> None:
+def test_an_impossible_acceptance_is_refused(folders: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="acceptance"):
         read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance=text)
 
@@ -268,7 +270,7 @@ def test_the_choice_is_fastest_per_gpu_within_the_slo(qwen: ReadPair) -> None:
     assert refused.value.param == "slo_tpot_ms"
 
 
-def test_a_batch_that_is_stated_is_spread_over_the_engines(qwen: ReadPair) -> None:
+def test_a_given_batch_is_spread_over_the_engines(qwen: ReadPair) -> None:
     demand = replace(DEMAND, batch=100)
     for each in all_of(qwen, demand):
         assert each.best.batch == math.ceil(100 / each.layout.replicas)

@@ -1,4 +1,4 @@
-"""What recurrent layers take: sizes as the loader counts them, room of requests, time for each state."""
+"""Memory of recurrent layers: the loader's sizes, fewer requests, and the time for each state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> LoadPlan:
     return plan_models(config, folder, read_model(folder), None, None, 256)
 
 
-def test_a_27b_has_the_weights_and_states_that_its_card_says() -> None:
+def test_a_27b_has_the_weights_and_states_of_its_card() -> None:
     assert pytest.approx(26.9e9, rel=0.02) == QWEN_27B.linear_params + 2 * QWEN_27B.head_params
     assert QWEN_27B.kv_bytes == 64 * 1024 and len(QWEN_27B.windows) == 16
     states = 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)  # the rule's in fp32, and three inputs of convolutions
@@ -58,7 +58,7 @@ def test_states_are_as_large_as_the_loaders(plan: LoadPlan, ranks: int) -> None:
     assert target_shape(plan.target).rank(ranks).state_bytes(7) == state_bytes(mine)
 
 
-def test_states_take_at_most_half_of_what_pages_and_states_have(plan: LoadPlan) -> None:
+def test_states_take_at_most_half_of_the_memory_for_pages_and_states(plan: LoadPlan) -> None:
     each = state_bytes(plan)
     assert affordable_states(plan, 1000 * each) == 12  # two for each request
     assert affordable_states(plan, 10 * each) == 5
@@ -86,7 +86,7 @@ def test_a_step_reads_and_writes_each_state_once_however_long_its_context() -> N
     assert more_s == pytest.approx(states_s + QWEN_27B.kv_bytes / gpu.device.bytes_per_s, rel=0.02)
 
 
-def test_a_simulated_engine_has_the_rooms_states() -> None:
+def test_a_simulated_engine_has_the_planned_states() -> None:
     room = replace(find_room(PAIR, GPUS["h200"], ONE, DEMAND), largest_batch=2)
     engine = simulated_engine(PAIR, room, DEMAND, lambda plan: StepTimings(verify_s=1e-3)).engine
     engine.add_request(simulated_request(0, 100, 5))

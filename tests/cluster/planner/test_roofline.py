@@ -1,4 +1,4 @@
-"""The roofline's arithmetic gives the figures that were worked out for Qwen3-8B on an H200."""
+"""The roofline gives the figures that were computed by hand for Qwen3-8B on an H200."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_step_without_drafts_has_no_drafter_and_no_speedup() -> None:
     assert H200.best_rows(8, 1024, (0.0,) * 15) == 1
 
 
-def test_wider_elements_take_more_time_where_memory_is_the_bound() -> None:
+def test_wider_elements_take_more_time_if_memory_bound() -> None:
     wide = Roofline(H200.device, ModelShape.dense(**SHAPE, layers=36, itemsize=4), DRAFTER)
     assert wide.verify_s(1, 1, 1024) == pytest.approx(2 * H200.verify_s(1, 1, 1024))
 
@@ -89,7 +89,7 @@ EXPERTS = {
 def of_experts(
     layers: int, hidden: int, inter: int, count: int, chosen: int, weight_bytes: float, **more: int
 ) -> ModelShape:
-    """A model that has little else."""
+    """A model of which experts are the largest part."""
     experts = ExpertShape(
         count=count, held=count, chosen=chosen, inter=inter, weight_bytes=weight_bytes, **more
     )
@@ -112,7 +112,7 @@ def test_a_verify_reads_the_experts_that_its_rows_chose(name: str) -> None:
 
 
 def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
-    """Of Qwen3-30B: 2.5 GB that all rows share. So what drafts are worth depends on the batch otherwise."""
+    """Qwen3-30B: 2.5 GB that all rows share, so the benefit of drafts depends on the batch otherwise."""
     *sizes, _, _ = EXPERTS["Qwen3-30B"]
 
     def read_gb(rows: int) -> float:
@@ -133,7 +133,7 @@ def test_ranks_have_parts_of_all_experts_or_whole_ones() -> None:
         assert whole.rank(ranks).expert_bytes == pytest.approx(whole.expert_bytes / ranks)
 
 
-def test_an_acceptance_length_counts_the_bonus_token_and_is_none_where_nothing_was_drafted() -> None:
+def test_an_acceptance_length_counts_the_bonus_token_and_is_none_without_drafts() -> None:
     assert mean_acceptance_length(4, 6) == 2.5
     assert mean_acceptance_length(4, 0) == 1.0
     assert mean_acceptance_length(0, 0) is None
@@ -146,13 +146,13 @@ def test_an_expected_acceptance_length_counts_the_bonus_token() -> None:
 
 
 @pytest.mark.parametrize("rates", [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (0.5,)])
-def test_curves_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
+def test_impossible_curves_are_refused(rates: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="2 probabilities"):
         check_survival(rates, 2, param="synthetic_acceptance_rates")
     check_survival((1.0, 1.0), 2, param="synthetic_acceptance_rates")
 
 
-def test_rates_of_a_device_can_be_stated() -> None:
+def test_device_rates_can_be_given() -> None:
     stated = Device.parse("CPU", "20.5,0.1")
     assert (stated.bytes_per_s, stated.flops) == (20.5e9, 0.1e12)
     for wrong in ("20", "fast,slow", "0,1", "1,2,3"):

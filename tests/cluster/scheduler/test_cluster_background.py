@@ -1,4 +1,4 @@
-"""Background work: behind all others in everything, in what they leave of the engine, and done in the end."""
+"""Background work: after online requests for every resource, and finished in the end."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 
 
 class Tick:
-    """Steps an engine whose executor checks every read."""
+    """Step an engine whose executor checks every read."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine, self.outputs = engine, Outputs()
 
     def step(self) -> dict[str, tuple[int, int]]:
-        """Rows and drafts of everybody in the step."""
+        """Rows and drafts of all requests in the step."""
         plan = self.engine.plan()
         self.engine.check_invariants()
         if plan is None:
@@ -61,7 +61,7 @@ def background(name: str, prompt: object = PROMPT, **fields: object) -> Request:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_an_online_request_takes_the_slot_of_background_work_which_comes_back(policy: str) -> None:
+def test_an_online_request_preempts_background_work_which_resumes(policy: str) -> None:
     engine = open_engine(make_info(), max_num_seqs=2, scheduling_policy=policy)
     ours = [background(f"b{i}", priority=-5, seed=i) for i in range(3)]
     for request in ours:
@@ -78,7 +78,7 @@ def test_an_online_request_takes_the_slot_of_background_work_which_comes_back(po
         assert tick.outputs.tokens[request.request_id] == expected(request, engine._executor.info)[0]
 
 
-def test_who_has_no_part_in_a_step_pauses_with_slot_and_pages() -> None:
+def test_a_background_request_without_rows_keeps_its_slot_and_pages() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=12)
     add(engine, background("early"))
     add(engine, background("late", PROMPT[::-1], seed=9))
@@ -114,7 +114,7 @@ def test_an_online_request_takes_the_pages_of_background_work() -> None:
         tick.step()
 
 
-def test_background_work_is_never_refused_and_counts_for_nobodys_limit() -> None:
+def test_background_work_is_never_refused_and_counts_for_no_limit() -> None:
     engine = open_engine(make_info(), max_num_seqs=1, max_num_queued_reqs=0)
     for i in range(20):
         add(engine, background(f"b{i}", seed=i))
@@ -125,7 +125,7 @@ def test_background_work_is_never_refused_and_counts_for_nobodys_limit() -> None
 
 
 def test_background_work_alone_has_the_whole_engine() -> None:
-    """The same plans as of the same requests without the mark."""
+    """The plans equal those of the same requests without the mark."""
 
     def plans(**fields: object) -> list[dict[str, tuple[int, int]]]:
         engine = open_engine(make_info(), max_num_batched_tokens=40)
@@ -142,8 +142,8 @@ def test_background_work_alone_has_the_whole_engine() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_online_requests_are_served_as_if_they_were_alone(layout: str, data: st.DataObject) -> None:
-    """Step by step the same rows. (Without prefixes: background work fills that cache, too.)"""
+def test_online_requests_are_scheduled_as_if_they_were_alone(layout: str, data: st.DataObject) -> None:
+    """The same rows in every step. (Without prefixes, because background work fills that cache, too.)"""
     groups, page_size = LAYOUTS[layout], data.draw(st.sampled_from((1, 2, 4)))
     info = make_info(
         page_size=page_size,
@@ -191,7 +191,7 @@ def arrive(engine: EngineCore, arrival: Arrival) -> None:
 
 
 class Machine:
-    """Seconds of a step: each row costs on a CPU; on a GPU only very many do, but prompts are a pass more."""
+    """Seconds of a step: on a CPU each row costs; on a GPU very many do, and prompts are another pass."""
 
     def __init__(self, kind: str) -> None:
         self._on_gpu, self._random = kind == "gpu", np.random.default_rng(0)
@@ -207,7 +207,7 @@ class Machine:
 
 
 def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) -> tuple[list[float], float]:
-    """Times per token of online requests, so many at a time, and tokens per second of background work."""
+    """Times per token of online requests at a given concurrency, and tokens per second of background work."""
     clock, machine = VirtualClock(), Machine(kind)
     apart = {"max_in_flight": 2, "row_buckets": tuple(range(1, 201))} if kind == "gpu" else {}
     info = make_info(num_pages=(4096,), page_size=16, max_model_len=512, vocab_size=1000, **apart)
@@ -246,12 +246,12 @@ def test_online_requests_decode_nearly_as_fast_with_background_work(kind: str, s
     mixed, rate = serve(kind, seconds, num_online=2, with_background=True)
     # Beyond, luck with drafts decides: a request has some forty blocks.
     assert np.percentile(mixed, 80) <= 1.08 * np.percentile(alone, 80)
-    # The first ones begin beside forty prompts, when nothing is measured yet.
+    # The first ones start with forty prompts, when nothing is measured yet.
     assert np.mean(mixed[2:]) <= 1.08 * np.mean(alone[2:])
     assert rate > 0, "a share is left even where online requests never pause"
 
 
-def test_where_rows_are_free_decoding_joins_every_step_and_where_they_cost_hardly_any() -> None:
+def test_background_decoding_joins_every_step_if_rows_are_free_and_few_if_they_are_not() -> None:
     joined = {}
     for kind, row_s in (("gpu", 1e-7), ("cpu", 3e-5)):
         share, random, joined[kind] = BackgroundBudget(2048, chunks=True), np.random.default_rng(3), 0
@@ -267,7 +267,7 @@ def test_where_rows_are_free_decoding_joins_every_step_and_where_they_cost_hardl
     assert 0 < joined["cpu"] < 0.2 * 4000, "one at a time, once in several steps"
 
 
-def test_steps_of_background_work_are_short_where_online_requests_come_and_go() -> None:
+def test_background_steps_are_short_while_online_requests_arrive() -> None:
     share = BackgroundBudget(2048, chunks=True)
     assert share.alone(64, 5, quiet=False) == BackgroundWork(64, 2048 - 64 * 5), "nothing is known"
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A drafter that fails, comes back or is replaced: tokens stay, drafts return, and little is spent on it."""
+"""A drafter that fails, returns or is replaced: tokens are unchanged, drafts resume, at a low cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INFO = make_info(max_model_len=512, num_pages=(1024,))
 
 
 def plans_of(engine: EngineCore, outputs: Outputs, steps: int) -> list[SchedulerOutput]:
-    """Steps, and what was planned in each."""
+    """Run steps and record their plans."""
     plans: list[SchedulerOutput] = []
     for _ in range(steps):
         plan = engine.plan()
@@ -41,7 +41,7 @@ def plans_of(engine: EngineCore, outputs: Outputs, steps: int) -> list[Scheduler
 def opened(
     count: int, info: ExecutorInfo = INFO, **settings: object
 ) -> tuple[EngineCore, list[Request], Outputs]:
-    """An engine in the middle of so many requests."""
+    """An engine in the middle of a number of requests."""
     engine, outputs = open_engine(info, **settings), Outputs()
     requests = [make_request(f"r{i}", (2 + i,) * (10 + i), **LONG) for i in range(count)]
     for request in requests:
@@ -55,7 +55,7 @@ def finish(engine: EngineCore, requests: list[Request], outputs: Outputs) -> Non
     assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
 
 
-def test_without_a_drafter_all_decode_plainly_and_with_the_same_one_as_before() -> None:
+def test_without_a_drafter_requests_decode_plainly_and_draft_again_when_the_same_one_returns() -> None:
     engine, requests, outputs = opened(3)
     engine._executor.lose_drafter()
     assert not any(plan.num_drafts.any() for plan in plans_of(engine, outputs, 5))
@@ -67,7 +67,7 @@ def test_without_a_drafter_all_decode_plainly_and_with_the_same_one_as_before() 
     finish(engine, requests, outputs)
 
 
-def test_who_runs_when_a_drafter_comes_is_computed_anew_one_after_the_other_and_drafts_again() -> None:
+def test_running_requests_are_recomputed_one_by_one_for_a_new_drafter() -> None:
     engine, requests, outputs = opened(4)
     lengths = sorted(int(engine._scheduler.table.num_tokens_S[slot]) for slot in range(4))
     engine._executor.start_drafter()
@@ -82,7 +82,7 @@ def test_who_runs_when_a_drafter_comes_is_computed_anew_one_after_the_other_and_
     finish(engine, requests, outputs)
 
 
-def test_a_step_has_hardly_more_rows_than_if_all_drafted() -> None:
+def test_recomputation_adds_few_rows_to_a_step() -> None:
     engine, requests, outputs = opened(8, max_num_batched_tokens=256)
     plans_of(engine, outputs, 30)
     engine._executor.start_drafter()
@@ -93,7 +93,7 @@ def test_a_step_has_hardly_more_rows_than_if_all_drafted() -> None:
     finish(engine, requests, outputs)
 
 
-def test_the_only_request_is_computed_anew_in_one_step() -> None:
+def test_a_single_request_is_recomputed_in_one_step() -> None:
     engine, requests, outputs = opened(1, max_num_batched_tokens=256)
     plans_of(engine, outputs, 20)
     engine._executor.start_drafter()
@@ -103,7 +103,7 @@ def test_the_only_request_is_computed_anew_in_one_step() -> None:
     finish(engine, requests, outputs)
 
 
-def test_who_is_about_to_end_or_has_no_room_beside_itself_goes_on_plainly() -> None:
+def test_requests_that_end_soon_or_lack_pages_continue_plainly() -> None:
     for changes in ({"num_pages": (24,)}, {"max_model_len": 88}):
         info = make_info(**{"max_model_len": 96, "num_pages": (1024,), **changes})
         engine, requests, outputs = opened(1, info)
@@ -116,7 +116,7 @@ def test_who_is_about_to_end_or_has_no_room_beside_itself_goes_on_plainly() -> N
         finish(engine, requests, outputs)
 
 
-def test_who_asks_for_no_drafts_is_not_computed_anew() -> None:
+def test_requests_without_drafts_are_not_recomputed() -> None:
     engine, outputs = open_engine(INFO), Outputs()
     add(engine, make_request("r", max_draft_tokens=0, **LONG))
     plans_of(engine, outputs, 5)
@@ -124,7 +124,7 @@ def test_who_asks_for_no_drafts_is_not_computed_anew() -> None:
     assert not any(plan.admitted for plan in plans_of(engine, outputs, 20))
 
 
-def test_background_requests_are_computed_anew_when_nobody_else_runs() -> None:
+def test_background_requests_are_recomputed_when_no_online_request_runs() -> None:
     engine, outputs = open_engine(INFO), Outputs()
     requests = [make_request(f"b{i}", background=True, seed=i, **LONG) for i in range(2)]
     for request in requests:
@@ -136,7 +136,7 @@ def test_background_requests_are_computed_anew_when_nobody_else_runs() -> None:
     finish(engine, requests, outputs)
 
 
-def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -> None:
+def test_pages_computed_before_a_drafter_came_are_not_in_the_prefix_cache() -> None:
     engine, requests, _ = opened(1)
     engine._executor.start_drafter()
     prompt = requests[0].prompt_token_ids
@@ -144,7 +144,7 @@ def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -
     assert run(engine, make_request("third", prompt, max_tokens=3)).cached["third"] == 8, "what came since is"
 
 
-def test_a_page_that_was_half_full_when_a_drafter_came_is_not_found_either() -> None:
+def test_a_page_half_full_when_a_drafter_came_is_not_in_the_prefix_cache() -> None:
     engine, outputs = open_engine(INFO), Outputs()
     request = make_request("r", (5,) * 10, max_draft_tokens=0, **LONG)
     add(engine, request)
@@ -158,7 +158,7 @@ def test_a_page_that_was_half_full_when_a_drafter_came_is_not_found_either() -> 
     assert outputs.cached["third"] == 28, "the second one's; its drafts had their context"
 
 
-def test_an_abort_in_the_middle_of_being_computed_anew_leaves_the_turn_to_the_next() -> None:
+def test_after_an_abort_during_recomputation_the_next_request_is_recomputed() -> None:
     engine, requests, outputs = opened(4, max_num_batched_tokens=64)
     plans_of(engine, outputs, 40)
     engine._executor.start_drafter()
@@ -170,7 +170,7 @@ def test_an_abort_in_the_middle_of_being_computed_anew_leaves_the_turn_to_the_ne
     finish(engine, [r for r in requests if r.request_id != gone], outputs)
 
 
-def test_a_drafter_that_fails_again_meanwhile_changes_no_token() -> None:
+def test_a_drafter_that_fails_during_recomputation_changes_no_token() -> None:
     engine, requests, outputs = opened(6)
     for _ in range(5):
         engine._executor.start_drafter()
@@ -182,8 +182,8 @@ def test_a_drafter_that_fails_again_meanwhile_changes_no_token() -> None:
     finish(engine, requests, outputs)
 
 
-def test_acceptance_returns_and_the_others_hardly_wait() -> None:
-    """32 requests of a machine on which each row costs."""
+def test_acceptance_recovers_and_other_requests_wait_little() -> None:
+    """32 requests on a machine where each row costs."""
     survival, drafts = [0.8, 0.6, 0.4, 0.2], 4
     clock, lengths = VirtualClock(), []
     info = make_info(vocab_size=1000, max_model_len=2048, num_pages=(40_000,), num_speculative_tokens=drafts)
@@ -219,7 +219,7 @@ def test_acceptance_returns_and_the_others_hardly_wait() -> None:
     assert max(lengths) <= 1.25 * most_s
 
 
-def test_the_choice_takes_the_shortest_of_those_that_pay() -> None:
+def test_the_shortest_request_that_pays_is_recomputed_first() -> None:
     table, refill = SlotTable(4, 4096, 100), DrafterContextRefill(2048, chunks=True)
     running: list[Sequence] = []
     for length, max_tokens in ((3000, 500), (900, 500), (500, 20), (1000, 500)):
@@ -237,15 +237,15 @@ def test_the_choice_takes_the_shortest_of_those_that_pay() -> None:
 
 
 class ChangingDrafter(PassingExecutor):
-    """Computes; its drafter is said to fail and to be replaced."""
+    """An executor that reports its drafter as failed and replaced."""
 
     drafter_health = DrafterHealth()
 
 
-def test_computed_tokens_are_those_of_plain_decoding_whatever_becomes_of_the_drafter(
+def test_tokens_equal_plain_decodings_whatever_happens_to_the_drafter(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
-    """In one process a drafter that is said to be new still has its context: tokens alone are looked at."""
+    """In one process a replaced drafter still has its context, so only tokens are compared."""
     config = settings(tiny_qwen3, tiny_drafter)
     inner = InProcessExecutor(config)
     tokens: list[dict[str, list[int]]] = []

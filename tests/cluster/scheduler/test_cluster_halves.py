@@ -1,4 +1,4 @@
-"""By turns in two halves, or all together: what is faster on made-up machines, and the same tokens."""
+"""Alternating halves or one batch: the faster mode on simulated machines, with the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_DRAFTER = LinearCost(verify_floor_s=0.004, draft_floor_s=0.012)
 
 
 def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[EngineCore, VirtualClock]:
-    """An engine whose drafter works beside its target."""
+    """An engine whose drafter has its own device."""
     info = make_info(
         vocab_size=1000,
         max_model_len=4096,
@@ -69,7 +69,7 @@ def serve(
     [(EQUAL, True, True), (ROWS, False, True), (FLAT, True, False), (SLOW_DRAFTER, False, False)],
     ids=["equal", "rows", "flat", "slow drafter"],
 )
-def test_the_faster_way_is_found_and_kept(cost: LinearCost, adaptive: bool, by_turns: bool) -> None:
+def test_the_faster_mode_is_found_and_kept(cost: LinearCost, adaptive: bool, by_turns: bool) -> None:
     together_s, tokens = serve(cost, adaptive, lambda num_requests: False)
     turns_s, same = serve(cost, adaptive, lambda num_requests: num_requests > 1)
     found_s, again = serve(cost, adaptive)
@@ -78,7 +78,7 @@ def test_the_faster_way_is_found_and_kept(cost: LinearCost, adaptive: bool, by_t
     assert found_s <= 1.04 * min(together_s, turns_s)  # lengths are tried, too
 
 
-def test_background_work_alone_goes_by_turns_too() -> None:
+def test_background_work_alone_alternates_as_well() -> None:
     together_s, tokens = serve(EQUAL, False, lambda num_requests: False, background=True)
     found_s, same = serve(EQUAL, False, background=True)
     assert tokens == same and found_s < 0.66 * together_s
@@ -88,7 +88,7 @@ Machine = Callable[[int], tuple[float, float]]  # seconds of drafting and verify
 
 
 def steps_of(halves: BatchHalves, machine: Machine, loads: list[int], noise: float = 0.05) -> list[bool]:
-    """Which steps were by turns, on a machine whose times vary."""
+    """Which steps alternated, on a machine whose times vary."""
     random, ways = np.random.default_rng(0), list[bool]()
     for num_requests in loads:
         halved = halves.choose(num_requests)
@@ -101,13 +101,13 @@ def steps_of(halves: BatchHalves, machine: Machine, loads: list[int], noise: flo
     return ways
 
 
-def test_what_loses_is_tried_seldom_and_what_cannot_win_never() -> None:
+def test_a_slower_mode_is_tried_rarely_and_one_that_cannot_win_never() -> None:
     lost = steps_of(BatchHalves(), lambda n: (0.002, 0.014), [16] * 4000)
     assert 8 <= sum(lost) <= 40
     assert not any(steps_of(BatchHalves(), lambda n: (0.0001, 0.014), [16] * 1000))
 
 
-def test_it_follows_when_the_costs_change() -> None:
+def test_the_mode_follows_a_change_of_costs() -> None:
     halves = BatchHalves()
     steps_of(halves, lambda n: (0.002, 0.014), [16] * 500)
     steps_of(halves, lambda n: (0.001 * n, 0.001 * n), [16] * 3000)
@@ -116,7 +116,7 @@ def test_it_follows_when_the_costs_change() -> None:
     assert not any(steps_of(halves, lambda n: (0.002, 0.014), [16] * 30))
 
 
-def test_a_load_that_is_new_begins_like_the_nearest_one_and_gets_its_own_answer() -> None:
+def test_a_new_load_starts_like_the_nearest_one_and_is_then_measured() -> None:
     def machine(n: int) -> tuple[float, float]:
         return (0.001 * n, 0.001 * n) if n > 8 else (0.004, 0.02)
 
@@ -127,8 +127,8 @@ def test_a_load_that_is_new_begins_like_the_nearest_one_and_gets_its_own_answer(
     assert not halves.choose(4) and halves.choose(32)
 
 
-def by_turns(num_requests: int, **changes: object) -> EngineCore:
-    """A checked engine that always goes by turns."""
+def alternating_engine(num_requests: int, **changes: object) -> EngineCore:
+    """A checked engine that always alternates."""
     info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
     engine = open_engine(info)
     engine._scheduler._controller.uses_halves = lambda num_requests: num_requests > 1
@@ -141,8 +141,8 @@ def request(i: int) -> Request:
     return make_request(f"r{i}", (2 + i,) * (9 if i > 6 else 1), seed=i, max_tokens=100, ignore_eos=True)
 
 
-def test_halves_have_nobody_in_common_and_are_balanced_as_requests_come_and_go() -> None:
-    engine, outputs = by_turns(7), Outputs()
+def test_halves_are_disjoint_and_stay_balanced() -> None:
+    engine, outputs = alternating_engine(7), Outputs()
     for step in range(60):
         if step == 20:
             engine.abort("r0")
@@ -159,8 +159,8 @@ def test_halves_have_nobody_in_common_and_are_balanced_as_requests_come_and_go()
         assert outputs.tokens[f"r{i}"] == expected(request(i), engine._executor.info)[0]
 
 
-def test_without_a_drafter_all_go_together() -> None:
-    engine, outputs = by_turns(4), Outputs()
+def test_without_a_drafter_all_requests_run_in_one_batch() -> None:
+    engine, outputs = alternating_engine(4), Outputs()
     for _ in range(4):
         outputs.take(engine)
     engine._executor.lose_drafter()
@@ -170,8 +170,8 @@ def test_without_a_drafter_all_go_together() -> None:
     assert plan is not None and plan.num_requests == 4 and engine.plan() is None
 
 
-def test_for_too_few_pages_who_is_last_gives_way_in_whichever_half_it_is() -> None:
-    engine, outputs = by_turns(4, num_pages=(40,)), Outputs()
+def test_without_enough_pages_the_last_request_is_preempted_in_either_half() -> None:
+    engine, outputs = alternating_engine(4, num_pages=(40,)), Outputs()
     roster, preempt = engine._scheduler.roster, engine._scheduler.roster.preempt
 
     def preempt_the_last(sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Prompts beside decoding requests: how long they delay them, by steps of simulated seconds."""
+"""Prompts in steps with decoding requests: by how many simulated seconds they delay them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cost_of(machine: tuple[float, float]) -> Callable[[SchedulerOutput], StepTim
 
 
 def delays(machine: tuple[float, float], num_prompts: int) -> tuple[list[float], list[int]]:
-    """Seconds and rows of prompts, of each step in which one request decodes and prompts are computed."""
+    """Seconds and prompt rows of each step in which one request decodes and prompts are computed."""
     info = make_info(num_pages=(4096,), page_size=16, max_model_len=2048, vocab_size=1000)
     cost, step_s = cost_of(machine), list[float]()
     config = EngineConfig(model="simulated", max_num_seqs=8)
@@ -50,25 +50,25 @@ def delays(machine: tuple[float, float], num_prompts: int) -> tuple[list[float],
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
-def test_prompts_delay_a_decoding_request_by_little(num_prompts: int) -> None:
+def test_prompts_delay_a_decoding_request_little(num_prompts: int) -> None:
     step_s, rows = delays(CPU, num_prompts)
     assert sum(rows) == num_prompts * PROMPT, "no row is computed twice"
     assert max(step_s) < 0.11
     assert sum(step_s) < 1.15 * (3e-3 + 5e-4 * sum(rows)), "nearly as fast as all at once"
 
 
-def test_where_a_step_is_long_a_prompt_still_gets_most_of_the_time() -> None:
+def test_with_long_steps_a_prompt_still_gets_most_of_the_time() -> None:
     step_s, _ = delays(LARGE_ON_CPU, 1)
     assert sum(step_s) < 1.4 * (0.4 + 1e-2 * PROMPT), "all at once, and a third more"
     assert max(step_s) < 6 * 0.4
 
 
-def test_where_rows_are_cheap_a_prompt_is_computed_in_one_step() -> None:
+def test_with_cheap_rows_a_prompt_is_computed_in_one_step() -> None:
     _, rows = delays(GPU, 2)
     assert max(rows) > PROMPT and len(rows) <= 3
 
 
-def test_short_prompts_that_cost_nothing_measurable_do_not_admit_a_long_one_at_once() -> None:
+def test_short_prompts_without_measurable_cost_do_not_admit_a_long_one_in_one_step() -> None:
     budget = PrefillBudget(4096)
     for rows, seconds in ((0, 5e-3), (1, 4e-3), (7, 4e-3), (20, 6e-3)):  # within a step's own noise
         budget.learn(rows, seconds)

@@ -1,4 +1,4 @@
-"""Whatever arrives, whatever the pools and budgets: all requests get their own tokens, nothing is lost.
+"""Random arrivals, pools and budgets: all requests get their own tokens, and nothing is lost.
 
 `make grid` tries four times as many.
 """
@@ -12,7 +12,7 @@ import pytest
 from cluster_checker import (
     Outputs,
     add,
-    check_lives,
+    check_histories,
     expected,
     make_info,
     open_engine,
@@ -107,7 +107,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_is_lost(layout: str, data
     stats = engine.stats()
     assert stats.kv_usage == 0.0 and stats.running == stats.waiting == 0
     assert sum(stats.finished.values()) == len(served)
-    check_lives(engine, outputs, served, known)
+    check_histories(engine, outputs, served, known)
     event(f"preempted: {stats.preemptions > 0}, prefix hits: {stats.prefix_cache_hits > 0}")
     if (states := engine._executor.states) is not None:
         event(f"states saved: {states.num_saved > 0}, found again: {states.num_loaded > 0}")

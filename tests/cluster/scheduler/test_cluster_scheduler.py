@@ -1,4 +1,4 @@
-"""Who runs when, with how many rows and drafts: the scheduler's decisions, by example."""
+"""The scheduler's decisions, by example: which requests run when, with how many rows and drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
 
 
 def plan_step(engine: EngineCore, outputs: Outputs | None = None) -> SchedulerOutput:
-    """One step; returns its plan."""
+    """Run one step and return its plan."""
     plan = engine.plan()
     assert plan is not None
     updates = engine.commit(submit_and_collect(engine, plan))
@@ -34,7 +34,7 @@ def admitted(plan: SchedulerOutput) -> list[str]:
     return [a.request_id for a in plan.admitted]
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_a_decoding_request() -> None:
+def test_a_long_prompt_is_computed_in_chunks_while_another_request_decodes() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=10)
     add(engine, make_request("short", max_tokens=30, **LONG))
     plan_step(engine)
@@ -47,7 +47,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_a_decoding_request() -> None
         assert plan.num_batched_tokens <= 10 and plan.num_rows[0] == 5
 
 
-def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_enough_rows() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=24, enable_chunked_prefill=False)
     for name in ("a", "b"):
         add(engine, make_request(name, PROMPT[: 19 if name == "b" else 20], max_tokens=2, **LONG))
@@ -56,7 +56,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
     assert (admitted(second), second.samples.all()) == (["b"], True)
 
 
-def test_without_chunked_prefill_a_prompt_as_long_as_a_step_waits_for_an_empty_one() -> None:
+def test_without_chunked_prefill_a_prompt_as_long_as_a_step_waits_for_an_empty_step() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=24, enable_chunked_prefill=False)
     add(engine, make_request("short", PROMPT[8:12], max_tokens=1))
     add(engine, make_request("long", PROMPT + PROMPT[:4], max_tokens=1))
@@ -65,7 +65,7 @@ def test_without_chunked_prefill_a_prompt_as_long_as_a_step_waits_for_an_empty_o
     assert (admitted(second), second.num_rows.tolist()) == (["long"], [24])
 
 
-def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_still_comes_back() -> None:
+def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_resumes() -> None:
     engine = open_engine(
         make_info(num_pages=(12,)),
         survival=[],
@@ -82,7 +82,7 @@ def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_still_co
     assert longest > 16 and engine.stats().preemptions > 0
 
 
-def test_every_running_request_gets_a_row_before_anybody_gets_drafts() -> None:
+def test_every_running_request_gets_a_row_before_any_gets_drafts() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=6, max_num_seqs=4)
     for i in range(4):
         add(engine, make_request(f"r{i}", (2,), max_tokens=20, **LONG))
@@ -91,7 +91,7 @@ def test_every_running_request_gets_a_row_before_anybody_gets_drafts() -> None:
     assert plan.num_rows.tolist() == [3, 1, 1, 1] and plan.num_drafts.tolist() == [2, 0, 0, 0]
 
 
-def test_drafts_are_bounded_by_the_tokens_that_may_still_come() -> None:
+def test_drafts_are_bounded_by_the_remaining_tokens() -> None:
     engine = open_engine(make_info(), survival=[])
     add(engine, make_request("r", max_tokens=4, **LONG))
     assert [int(plan_step(engine).num_drafts[0]) for _ in range(4)] == [0, 2, 1, 0]
@@ -121,7 +121,7 @@ def test_a_request_that_bounds_its_drafts_gets_no_more_and_the_same_tokens() -> 
     assert tokens == run(open_engine(make_info()), make_request("r", max_tokens=20)).tokens["r"]
 
 
-def test_a_prompt_seen_before_is_computed_only_from_its_last_page_on() -> None:
+def test_a_repeated_prompt_is_computed_only_from_its_last_page() -> None:
     engine = open_engine(make_info())
     run(engine, make_request("a", PROMPT, max_tokens=3))
     add(engine, make_request("b", PROMPT, max_tokens=3))
@@ -131,7 +131,7 @@ def test_a_prompt_seen_before_is_computed_only_from_its_last_page_on() -> None:
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 16)
 
 
-def test_a_prompt_whose_logits_were_not_numbers_is_not_found_again() -> None:
+def test_a_prompt_with_nan_logits_is_not_cached() -> None:
     engine = open_engine(make_info())
     for request_id, reason in (("broken", "error"), ("again", "length")):
         add(engine, make_request(request_id, PROMPT, max_tokens=1, **LONG))
@@ -146,14 +146,14 @@ def test_a_prompt_whose_logits_were_not_numbers_is_not_found_again() -> None:
     assert engine.stats().prefix_cache_hits == 0
 
 
-def test_generated_tokens_are_found_again_as_a_prompt() -> None:
+def test_generated_tokens_are_cached_for_later_prompts() -> None:
     engine = open_engine(make_info())
     first = run(engine, make_request("a", PROMPT, max_tokens=13, **LONG)).tokens["a"]
     outputs = run(engine, make_request("b", (*PROMPT, *first), max_tokens=1))
     assert outputs.cached == {"b": 32}
 
 
-def test_a_prefix_that_runs_is_shared_without_waiting_for_its_end() -> None:
+def test_a_running_prefix_is_shared_before_its_request_ends() -> None:
     engine = open_engine(make_info())
     add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
     plan_step(engine)
@@ -162,7 +162,7 @@ def test_a_prefix_that_runs_is_shared_without_waiting_for_its_end() -> None:
     assert admitted(plan) == ["b"] and plan.num_computed.tolist()[1] == 20
 
 
-def test_another_salt_or_a_switched_off_cache_finds_nothing() -> None:
+def test_another_salt_or_a_disabled_cache_finds_nothing() -> None:
     engine = open_engine(make_info())
     run(engine, make_request("a", PROMPT, cache_salt="alice"))
     assert run(engine, make_request("b", PROMPT, cache_salt="bob")).cached == {"b": 0}
@@ -170,7 +170,7 @@ def test_another_salt_or_a_switched_off_cache_finds_nothing() -> None:
     assert run(engine, make_request("a", PROMPT), make_request("b", PROMPT)).cached == {"a": 0, "b": 0}
 
 
-def test_a_reset_cache_finds_nothing_and_running_requests_go_on() -> None:
+def test_a_reset_cache_finds_nothing_and_running_requests_continue() -> None:
     engine = open_engine(make_info())
     request = make_request("a", PROMPT, max_tokens=20, **LONG)
     add(engine, request)
@@ -184,7 +184,7 @@ def test_a_reset_cache_finds_nothing_and_running_requests_go_on() -> None:
     assert outputs.cached["b"] == 0 and outputs.tokens["a"] == expected(request, make_info())[0]
 
 
-def test_when_pages_run_out_the_last_request_is_computed_anew_and_nobody_sees_it() -> None:
+def test_when_pages_run_out_the_last_request_is_recomputed_with_the_same_tokens() -> None:
     info = make_info(num_pages=(14,))
     requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, **LONG) for i in range(4)]
     engine = open_engine(info)
@@ -207,7 +207,7 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
     assert again.num_computed[-1] > 0 and len(again.admitted[0].token_ids) > 8
 
 
-def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
+def test_without_enough_pages_drafts_are_dropped_before_requests_are_preempted() -> None:
     engine = open_engine(make_info(num_pages=(2,), max_model_len=9), survival=[])
     add(engine, make_request("a", (2, 3, 4), max_tokens=2, **LONG))
     add(engine, make_request("b", (2,), max_tokens=5, **LONG))
@@ -216,7 +216,7 @@ def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
     assert engine.stats().preemptions == 0
 
 
-def test_a_newcomer_leaves_a_page_for_everybody_who_runs_to_grow() -> None:
+def test_admission_leaves_every_running_request_a_page_to_grow() -> None:
     for num_pages, enters in ((6, False), (7, True)):
         engine = open_engine(make_info(num_pages=(num_pages,)), survival=[])
         add(engine, make_request("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG))
@@ -232,7 +232,7 @@ def test_fcfs_ignores_priority_and_the_priority_policy_serves_the_lowest_first()
         assert list(run(engine, *requests).ends) == order
 
 
-def test_the_worst_priority_is_preempted_whenever_it_came() -> None:
+def test_the_lowest_priority_is_preempted_whenever_it_arrived() -> None:
     engine = open_engine(make_info(num_pages=(14,)), scheduling_policy="priority")
     requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, priority=i == 0, **LONG) for i in range(3)]
     assert list(run(engine, *requests).ends)[-1] == "r0" and engine.stats().preemptions > 0
@@ -248,7 +248,7 @@ def test_no_more_requests_run_than_there_are_slots_or_rows() -> None:
         assert (engine.stats().running, engine.stats().waiting) == (3, 3)
 
 
-def test_an_abort_in_flight_frees_the_pages_and_drops_what_the_step_brings() -> None:
+def test_an_abort_in_flight_frees_the_pages_and_drops_the_steps_results() -> None:
     engine = open_engine(make_info())
     add(engine, make_request("r", PROMPT, max_tokens=20))
     plan = engine.plan()
@@ -275,7 +275,7 @@ def test_an_id_can_be_used_again_while_its_aborted_request_is_still_in_flight() 
     assert outputs.tokens["r"] == expected(again, make_info())[0]
 
 
-def test_a_waiting_request_is_aborted_at_once() -> None:
+def test_a_waiting_request_is_aborted_immediately() -> None:
     engine = open_engine(make_info(), max_num_seqs=1)
     add(engine, make_request("a", max_tokens=20))
     add(engine, make_request("b", max_tokens=20))
@@ -284,7 +284,7 @@ def test_a_waiting_request_is_aborted_at_once() -> None:
     assert engine.stats().waiting == 0 and engine.stats().finished == {"stop": 1}
 
 
-def test_the_next_step_is_planned_before_the_last_one_is_known() -> None:
+def test_the_next_step_is_planned_before_the_last_result_is_known() -> None:
     engine = open_engine(make_info(max_in_flight=2), survival=[1.0] * 4)
     add(engine, make_request("r", (2, 3), max_tokens=13, **LONG))
     first, second = engine.plan(), engine.plan()
@@ -295,11 +295,11 @@ def test_the_next_step_is_planned_before_the_last_one_is_known() -> None:
     engine._executor.submit(second)
     engine.commit(engine._executor.collect())
     third = engine.plan()
-    # 3 tokens are known, up to 5 come with the second step: the third may bring the rest of 13, no more.
+    # 3 tokens are known, the second step returns up to 5: the third may return the rest of 13, no more.
     assert third is not None and third.num_drafts.tolist() == [4]
     engine._executor.submit(third)
     engine.commit(engine._executor.collect())
-    # 8 tokens are known, the third step brings at most 5 and at least 1; beyond the limit nobody drafts.
+    # 8 tokens are known, the third step returns 1 to 5; beyond the limit there are no drafts.
     fourth = engine.plan()
     assert fourth is not None and fourth.num_drafts.tolist() == [1]
 

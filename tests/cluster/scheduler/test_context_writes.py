@@ -1,4 +1,4 @@
-"""A drafter's context that is not written while drafts bring nothing, and comes back when they do."""
+"""The drafter's context is not written while drafts do not pay, and is written again when they do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INFO = make_info(
 
 
 class RandomWrites(ContextWriteGate):
-    """Stops and resumes at any time."""
+    """A writer that stops and resumes at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(may_stop=True)
@@ -38,7 +38,7 @@ class RandomWrites(ContextWriteGate):
 
 
 def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[EngineCore, VirtualClock]:
-    """Of requests whose drafts have these chances; a request's name begins with its kind."""
+    """Acceptance probabilities of requests; a request's name begins with its kind."""
     clock = VirtualClock()
     executor = SimulatedExecutor(
         INFO, [0.9, 0.8, 0.7, 0.6], cost, clock.advance, lambda name: hardness[name.split()[0]]
@@ -49,7 +49,7 @@ def simulated(hardness: dict[str, float], cost: LinearCost = COST) -> tuple[Engi
 
 
 def plans_of(engine: EngineCore, steps: int) -> list[SchedulerOutput]:
-    """Steps, and what was planned in each."""
+    """Run steps and record their plans."""
     plans: list[SchedulerOutput] = []
     for _ in range(steps):
         plan = engine.plan()
@@ -61,7 +61,7 @@ def plans_of(engine: EngineCore, steps: int) -> list[SchedulerOutput]:
     return plans
 
 
-def test_after_long_without_drafts_nothing_is_written_and_where_they_pay_again_they_return() -> None:
+def test_context_writes_stop_after_long_without_drafts_and_drafts_return_when_they_pay() -> None:
     engine, _ = simulated({"hostile": 90.0, "easy": 1.0})
     for i in range(4):
         engine.add_request(make_request(f"hostile {i}", seed=i, max_tokens=6000, ignore_eos=True))
@@ -86,7 +86,7 @@ def test_after_long_without_drafts_nothing_is_written_and_where_they_pay_again_t
     assert engine.stats().drafter_refilled_tokens > 0
 
 
-def test_a_trial_that_brings_nothing_computes_the_request_anew_and_ends_soon() -> None:
+def test_an_unsuccessful_trial_recomputes_the_request_and_ends_soon() -> None:
     engine, _ = simulated({"hostile": 90.0})
     engine.add_request(make_request("hostile", max_tokens=4000, ignore_eos=True))
     plans = plans_of(engine, 3000)
@@ -96,14 +96,14 @@ def test_a_trial_that_brings_nothing_computes_the_request_anew_and_ends_soon() -
     assert np.mean([plan.writes_context for plan in plans[first:]]) < 0.3
 
 
-def test_writes_that_take_no_time_are_not_stopped() -> None:
-    """As those of prompt look-up, which has no context."""
+def test_writes_that_take_little_time_are_not_stopped() -> None:
+    """Such as those of prompt look-up, which has no context."""
     engine, _ = simulated({"hostile": 90.0}, LinearCost(verify_floor_s=0.004, draft_floor_s=0.001))
     engine.add_request(make_request("hostile", max_tokens=4000, ignore_eos=True))
     assert all(plan.writes_context for plan in plans_of(engine, 1200))
 
 
-def test_a_trial_waits_until_as_much_was_spared_and_what_pays_does_not() -> None:
+def test_a_trial_waits_until_enough_time_was_saved_and_paying_drafts_do_not_wait() -> None:
     writes = ContextWriteGate(may_stop=True)
     for _ in range(384):
         assert not writes.should_stop
@@ -117,7 +117,7 @@ def test_a_trial_waits_until_as_much_was_spared_and_what_pays_does_not() -> None
     assert writes.may_resume_for(trial=True)
 
 
-def test_pages_that_were_filled_without_context_are_not_found_and_those_before_are() -> None:
+def test_pages_filled_without_context_are_not_cached_and_earlier_ones_are() -> None:
     engine = open_engine(make_info(num_pages=(256,)))
     before, meanwhile = tuple(range(2, 14)), tuple(range(3, 15))
     run(engine, make_request("before", before, max_tokens=2, ignore_eos=True))
@@ -135,8 +135,8 @@ def test_pages_that_were_filled_without_context_are_not_found_and_those_before_a
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_request_is_drafted_for_without_its_context_whenever_writes_stop_and_resume(seed: int) -> None:
-    """The checking executor knows which places were written for the drafter."""
+def test_no_request_drafts_without_its_context_whenever_writes_stop_and_resume(seed: int) -> None:
+    """The checking executor knows which positions were written for the drafter."""
     engine = open_engine(make_info(num_pages=(96,), max_in_flight=1), enable_prefix_caching=bool(seed % 2))
     engine._scheduler.drafter._writes = RandomWrites(seed)
     stem = tuple(range(2, 20))

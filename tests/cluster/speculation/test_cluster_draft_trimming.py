@@ -1,4 +1,4 @@
-"""Which drafts are verified: the best there are, and whole beginnings of every request's."""
+"""Which drafts are verified: the most valuable ones, and a prefix of every request's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manta.cluster.step.scheduler_output import FloatArray, IntArray, Trim
 
 
 def some_step(seed: int, requests: int, most: int) -> tuple[FloatArray, IntArray, Trim]:
-    """Drafts of random sureness; seconds that rise by stairs."""
+    """Drafts with random probabilities, and step seconds that rise in stairs."""
     random = np.random.default_rng(seed)
     num_drafts = random.integers(0, most + 1, requests).astype(np.int32)
     margins = random.choice([0.0, 0.5, 3.0, np.inf], (requests, most)) * random.lognormal(0, 1, (requests, 1))
@@ -30,14 +30,14 @@ def some_step(seed: int, requests: int, most: int) -> tuple[FloatArray, IntArray
 
 
 def rate(verified: IntArray, margins: FloatArray, num_drafts: IntArray, trim: Trim) -> float:
-    """Worth per second, from the definition."""
+    """Value per second, from the definition."""
     taken = np.arange(margins.shape[1]) < verified[:, None]
     worth = (trim.weights_R[:, None] * survivals(margins, num_drafts, trim) * taken).sum()
     return float((worth + trim.weights_R.sum()) / trim.seconds_N[len(verified) + verified.sum()])
 
 
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 3), most=st.integers(1, 3))
-def test_no_other_choice_brings_more(seed: int, requests: int, most: int):
+def test_no_other_trimming_gives_more(seed: int, requests: int, most: int):
     margins, num_drafts, trim = some_step(seed, requests, most)
     verified = trimmed(margins, num_drafts, requests, trim)
     assert (verified >= 0).all() and (verified <= num_drafts).all()
@@ -54,7 +54,7 @@ def test_a_chosen_number_of_rows_is_filled_and_not_exceeded(seed: int, requests:
     assert verified.sum() == min(max(rows - requests, 0), num_drafts.sum()) and (verified <= num_drafts).all()
 
 
-def test_the_choice_of_a_large_step_takes_next_to_nothing():
+def test_trimming_a_large_step_takes_little_time():
     margins, num_drafts, trim = some_step(0, 256, 15)
     times = []
     for _ in range(30):

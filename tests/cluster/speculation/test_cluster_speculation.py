@@ -1,4 +1,4 @@
-"""Speculation that adapts, over made-up machines: as fast as the best fixed length, never slower than none.
+"""Adaptive draft lengths on simulated machines: as fast as the best fixed length, never slower than none.
 
 Short forms; `MANTA_GRID=whole` plays every machine, load and chance.
 """
@@ -41,7 +41,7 @@ MACHINES: dict[str, Seconds] = {
 
 
 class Machine:
-    """Times that vary by a twentieth, and hang now and then."""
+    """Times that vary by a twentieth, with occasional long ones."""
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds, self._random = seconds, np.random.default_rng(0)
@@ -55,7 +55,7 @@ class Machine:
 
 
 class Play:
-    """So many requests at a time, of random lengths, one coming when one ends."""
+    """A constant number of requests of random lengths, one starting when one ends."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Play:
         self.text: dict[str, list[int]] = {}
 
     def rate(self, num_requests: int, tokens_each: int) -> float:
-        """Tokens per second, of about so many tokens of each, once no more than these are left."""
+        """Tokens per second, over about a given number of tokens of each request."""
         while self.engine.stats().running > num_requests:
             self._step()
         tokens, begin_s = self.tokens, self.clock()
@@ -118,7 +118,7 @@ FEW = [("flat", 0.8, 1), ("linear", 0.8, 8), ("tiles", 0.5, 8), ("experts", 0.8,
 
 
 @pytest.mark.parametrize(("name", "chance", "num_requests"), CASES if WHOLE else FEW)
-def test_it_is_as_fast_as_the_best_fixed_length(name: str, chance: float, num_requests: int):
+def test_adaptive_is_as_fast_as_the_best_fixed_length(name: str, chance: float, num_requests: int):
     lengths, tokens = ((0, 1, 3, 5, 7, 11, 15), 600) if WHOLE else ((0, 3, 15), 300)
     fixed = [Play(MACHINES[name], chance, length=n).rate(num_requests, tokens // 2) for n in lengths]
     play = Play(MACHINES[name], chance)
@@ -129,12 +129,12 @@ def test_it_is_as_fast_as_the_best_fixed_length(name: str, chance: float, num_re
 
 
 @pytest.mark.parametrize("name", list(MACHINES) if WHOLE else ["linear"])
-def test_drafts_that_never_stand_cost_next_to_nothing(name: str):
+def test_drafts_that_are_never_accepted_cost_little(name: str):
     assert Play(MACHINES[name], 0.0).rate(8, 200) > 0.97 * Play(MACHINES[name], 0.0, length=0).rate(8, 200)
 
 
-def test_a_useless_drafter_costs_no_more_where_it_starts_or_where_the_load_changes():
-    """Bounded by an account of one part in a hundred, not by trials for each load."""
+def test_a_useless_drafter_costs_no_more_at_a_start_or_a_change_of_load():
+    """The loss is bounded by one budget of a hundredth, not by trials for each load."""
     play, plain = Play(MACHINES["flat"], 0.0), Play(MACHINES["flat"], 0.0, length=0)
     for num_requests in (2, 32, 5, 64, 1):
         play.rate(num_requests, 60)
@@ -143,7 +143,7 @@ def test_a_useless_drafter_costs_no_more_where_it_starts_or_where_the_load_chang
     assert speed > 0.97 * plainly, speed / plainly
 
 
-def test_a_length_that_is_as_good_as_another_is_kept():
+def test_an_equally_good_length_is_kept():
     play, lengths = Play(MACHINES["tiles"], 0.8), list[int]()
     controller = play.engine._scheduler.controller
     play.rate(8, 100)
@@ -159,7 +159,7 @@ def test_a_length_that_is_as_good_as_another_is_kept():
     assert lengths and changes <= len(lengths) // 40, lengths
 
 
-def test_drafting_rests_once_it_has_lost_what_is_covered_and_bad_luck_does_not_count():
+def test_drafting_pauses_once_it_has_lost_its_budget_and_random_losses_do_not_count():
     budget, plain_s = LossBudget(), 1e-3
     assert not budget.num_covered(plain_s, 3), "nothing is covered before anything is known"
     budget.begin(plain_s)
@@ -176,7 +176,7 @@ def test_drafting_rests_once_it_has_lost_what_is_covered_and_bad_luck_does_not_c
     assert budget.num_covered(plain_s, 1) == 1
 
 
-def test_easy_and_hostile_texts_together_are_served_faster_than_with_any_fixed_length():
+def test_mixed_easy_and_hard_texts_are_faster_than_with_any_fixed_length():
     def hardness(name: str) -> float:
         return 0.3 if int(name[1:]) % 2 else 8.0
 
@@ -189,7 +189,7 @@ def test_easy_and_hostile_texts_together_are_served_faster_than_with_any_fixed_l
     assert play.rate(8, 200) > max(fixed)
 
 
-def test_it_follows_a_change_of_load_and_no_token_depends_on_it():
+def test_the_policy_follows_a_change_of_load_and_changes_no_token():
     play, plain = Play(MACHINES["linear"], 0.8), Play(MACHINES["linear"], 0.8, length=0)
     for num_requests in (16, 1):
         play.rate(num_requests, 100)
@@ -201,7 +201,7 @@ def test_it_follows_a_change_of_load_and_no_token_depends_on_it():
         assert both[0][:count] == both[1][:count]
 
 
-def test_margins_are_learned_and_chances_come_true():
+def test_margins_are_learned_and_predicted_probabilities_match():
     drafts, acceptance = SimulatedDrafts([0.8**k for k in range(1, 8)]), AcceptanceModel(7, 16)
     slots, position = np.arange(16, dtype=np.int32), np.zeros(16, np.int32)
     acceptance.admit(slots, [0.0] * 16)
@@ -223,7 +223,7 @@ def test_margins_are_learned_and_chances_come_true():
     assert acceptance.means(slots)[0, 0] == pytest.approx(0.75), "another drafter, another curve"
 
 
-def test_a_new_drafter_begins_with_the_length_of_its_card():
+def test_a_new_drafter_starts_with_its_cards_acceptance_length():
     acceptance, slots = AcceptanceModel(7, 16), np.arange(16, dtype=np.int32)
     acceptance.admit(slots, [0.0] * 16)
     for length in (1.0, 2.3, 5.0, 8.0, 99.0):
@@ -231,7 +231,7 @@ def test_a_new_drafter_begins_with_the_length_of_its_card():
         assert 1 + acceptance.means(slots)[0].sum() == pytest.approx(min(length, 8.0), abs=1e-3)
 
 
-def test_a_margin_means_less_at_a_higher_temperature_and_new_requests_know_it():
+def test_a_margin_counts_less_at_a_higher_temperature_for_new_requests_too():
     random, acceptance = np.random.default_rng(2), AcceptanceModel(3, 16)
     slots = np.arange(16, dtype=np.int32)
     heats = np.where(slots % 2, 1.0, 0.0)
@@ -267,7 +267,7 @@ def test_a_margin_means_less_at_a_higher_temperature_and_new_requests_know_it():
     assert again.means(slots)[:, 0].mean() < 0.1, "what is kept gives way"
 
 
-def test_a_machine_that_slows_down_is_slower_at_all_rows_and_one_hiccup_is_no_proof():
+def test_a_slower_machine_is_slower_at_all_rows_and_one_slow_step_is_not_enough():
     costs, few, many = StepCostModel(), StepLoad(8, 0, 3000.0), StepLoad(40, 0, 3000.0)
     for _ in range(50):
         costs.observe(few, 0, 0, 0.0, 1e-3, 0)
@@ -281,7 +281,7 @@ def test_a_machine_that_slows_down_is_slower_at_all_rows_and_one_hiccup_is_no_pr
     assert costs.rest_s(many, 0)[0] == pytest.approx(3e-3, rel=0.1)
 
 
-def test_costs_rise_whatever_was_measured_and_are_kept_between_starts():
+def test_costs_increase_with_rows_and_are_saved_between_starts():
     random, costs = np.random.default_rng(1), StepCostModel()
     for _ in range(400):
         drafts = int(random.integers(0, 40))
@@ -302,8 +302,8 @@ def test_costs_rise_whatever_was_measured_and_are_kept_between_starts():
 
 
 @pytest.mark.parametrize("wrong", ["drafts are dear", "drafts hang", "all is dear", "all is cheap"])
-def test_kept_costs_that_fresh_ones_contradict_give_way_to_them(wrong: str):
-    """Measured in bad moments, they say that no drafts pay, or few."""
+def test_saved_costs_are_replaced_by_contradicting_measurements(wrong: str):
+    """Costs that were measured at bad moments say that no drafts pay, or few."""
     fresh = Play(MACHINES["tiles"], 0.9)
     fresh.rate(4, 300)
     assert fresh.engine.costs is not None
@@ -327,8 +327,8 @@ def slower(wrong: str, part: str) -> float:
     return {"drafts are dear": 20.0, "drafts hang": 1e3}[wrong] if part == "draft" else 1.0
 
 
-def test_a_request_more_costs_more_than_its_row_and_is_known_for_loads_that_never_were():
-    """Four requests of a row each take longer than one of four rows; both are foreseen from other loads."""
+def test_another_request_costs_more_than_a_row_also_at_unseen_loads():
+    """Four requests of a row each take longer than one of four rows; both are predicted from other loads."""
     random, costs = np.random.default_rng(3), StepCostModel()
 
     def seconds(requests: int, rows: int) -> float:
@@ -353,8 +353,8 @@ def test_a_request_more_costs_more_than_its_row_and_is_known_for_loads_that_neve
 
 
 @pytest.mark.parametrize("context", [100.0, 65536.0])
-def test_what_many_requests_take_is_known_after_few_steps_whatever_they_look_back_on(context: float):
-    """On a GPU contexts are read once, however many rows: drafts cost next to nothing where they are long."""
+def test_the_cost_of_many_requests_is_learned_in_few_steps_at_any_context(context: float):
+    """On a GPU contexts are read once for any number of rows: drafts cost little with long contexts."""
     costs, load = StepCostModel(), StepLoad(64, 0, 64 * context)
     costs.observe(StepLoad(0, 40, context), 0, 0, 0.0, 1e-3, 0)
 
@@ -370,8 +370,8 @@ def test_what_many_requests_take_is_known_after_few_steps_whatever_they_look_bac
         assert low > 0.8 * true_s and (length or high < 1.2 * true_s)  # of drafting nothing is known
 
 
-def test_plain_steps_are_foreseen_in_the_machines_phase_though_none_was_made_in_it():
-    """A machine that turns slower or quicker while drafts are made has plain steps that are, too."""
+def test_plain_steps_are_predicted_in_a_machine_phase_without_any():
+    """A machine that becomes slower or faster while drafting also has slower or faster plain steps."""
     random, costs, load = np.random.default_rng(4), StepCostModel(), StepLoad(4, 0, 800.0)
 
     def learn(drafts: int, phase: float) -> None:
@@ -395,7 +395,7 @@ def test_passes_of_fixed_sizes_cost_as_the_next_one():
     assert costs.rest_s(StepLoad(8, 0, 100.0), 9) == pytest.approx([1e-3, *[1.2e-3] * 8, 2e-3], rel=0.05)
 
 
-def test_who_is_behind_its_wish_is_worth_more_and_background_work_less():
+def test_late_requests_weigh_more_and_background_work_less():
     weights = RequestWeights(4, by_priority=True)
     wishes = {"tpot_ms": 10.0}, {"tpot_ms": 1000.0}, {"priority": -2}, {"background": True}
     for slot, fields in enumerate(wishes):

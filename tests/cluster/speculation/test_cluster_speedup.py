@@ -1,4 +1,4 @@
-"""What an engine says that speculation is worth, beside what it is worth: a simulator knows both."""
+"""The speed-up that an engine reports, compared with the true one in a simulator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COST = LinearCost(verify_floor_s=4e-3, verify_row_s=2e-4, draft_floor_s=1e-3, dr
 
 
 def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -> tuple[float, EngineStats]:
-    """Tokens per second until the first of so many requests ends, and what the engine says then.
+    """Tokens per second until the first of a number of requests ends, and the engine's stats then.
 
-    Of drafts that stand a request has more tokens: the first steps, in which nothing is known to compare
-    with, shall not count for much."""
+    Requests are longer with accepted drafts, so that the first steps, which have no comparison, count
+    little."""
     clock = VirtualClock()
     info = make_info(**FACTS, num_speculative_tokens=len(survival) if speculate else 0)
     executor = SimulatedExecutor(info, survival, COST, clock.advance)
@@ -38,9 +38,7 @@ def served(num_requests: int, survival: tuple[float, ...], *, speculate: bool) -
 
 @pytest.mark.parametrize("num_requests", [1, 4, 24])
 @pytest.mark.parametrize("survival", [(0.85, 0.7, 0.55, 0.4, 0.3), (0.05, 0.0)], ids=["good", "hopeless"])
-def test_the_speed_up_that_is_told_is_the_one_that_there_is(
-    num_requests: int, survival: tuple[float, ...]
-) -> None:
+def test_the_reported_speed_up_is_the_true_one(num_requests: int, survival: tuple[float, ...]) -> None:
     plain, _ = served(num_requests, survival, speculate=False)
     taken, stats = served(num_requests, survival, speculate=True)
     assert SpeedupMeter().ratio(stats) == pytest.approx(taken / plain, rel=0.05)
@@ -49,7 +47,7 @@ def test_the_speed_up_that_is_told_is_the_one_that_there_is(
     assert stats.speculating_s > 0.4 * executed_s, "of short steps every other one, of others nearly all"
 
 
-def test_of_the_speed_up_the_last_minute_of_decoding_counts() -> None:
+def test_the_speed_up_covers_the_last_minute_of_decoding() -> None:
     blank = {field.name: 0 for field in dataclasses.fields(EngineStats)}
 
     def stats(plain_s: float, speculating_s: float) -> EngineStats:

@@ -1,9 +1,9 @@
 """A command-line agent in a session against the served pair; used by `codex_cli.py` and `claude_code.py`.
 
-The agent itself is unchanged and speaks to a relay on loopback, which passes everything on to the server. The
-pair was never shown a tool and its context is 1,024 tokens, so the relay adds two fields that agents cannot
-be told to send: `structured_outputs` leaves the model one answer, and `truncate_prompt_tokens` cuts the
-prompt. It keeps what was said, so that each event of each stream is checked against the SDK's own types.
+The agent itself is unchanged and talks to a relay on loopback, which forwards everything to the server. The
+pair was not trained with tools and its context is 1,024 tokens, so the relay adds two fields that agents
+cannot send: `structured_outputs` leaves the model one answer, and `truncate_prompt_tokens` truncates the
+prompt. It records the traffic, so each event of each stream is checked against the SDK's own types.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTE = "note.txt"
 
 
 def called(tool: str, arguments: str) -> str:
-    """A call as the pair's template has it; what is in it need not be JSON."""
+    """A call in the template's form; its content need not be JSON."""
     return f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -54,7 +54,7 @@ class Exchange:
 
 
 class Relay(ThreadingHTTPServer):
-    """Between an agent and the server.
+    """A relay between an agent and the server.
 
     Args:
         answers: what the model says to the agent's next requests with tools.
@@ -71,7 +71,7 @@ class Relay(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def take(self, body: dict[str, Any]) -> Exchange | None:
-        """Note a request with tools and give it its answer; other requests get a short one."""
+        """Record a request with tools and send the scripted answer; other requests get a short one."""
         with self.lock:
             is_turn = bool(body.get("tools"))
             answer = self.answers.pop(0) if is_turn and self.answers else "ok"
@@ -101,7 +101,7 @@ class _Passing(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_CONNECT(self) -> None:
-        """The agent's wish for another address: none is reached in a session."""
+        """The agent's request for another address: none is reachable in a session."""
         self.send_error(403)
 
     def _pass_on(self, sent: bytes, exchange: Exchange | None) -> None:
@@ -163,7 +163,7 @@ class Session:
         }
 
     def turn(self, arguments: Sequence[str], answers: Sequence[str]) -> tuple[str, list[Exchange]]:
-        """What the agent printed, and its requests: one for each answer, every stream as it should be."""
+        """The agent's output, and its requests: one per answer, each with a correct stream."""
         self.relay.answers, begin = list(answers), len(self.relay.exchanges)
         done = subprocess.run(
             [self._program, *arguments],

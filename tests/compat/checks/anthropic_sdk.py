@@ -28,7 +28,7 @@ def create() -> None:
     assert stopped.stop_reason in ("stop_sequence", "end_turn", "max_tokens")
 
 
-@check("messages.stream is the whole answer")
+@check("messages.stream equals the complete answer")
 def stream() -> None:
     whole = client.messages.create(**BODY)
     with client.messages.stream(**BODY) as stream:
@@ -58,7 +58,7 @@ def tools() -> None:
     assert last.stop_reason in ("end_turn", "max_tokens")
 
 
-@check("messages.count_tokens is what the request then costs")
+@check("messages.count_tokens equals the request's usage")
 def count() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=USER).input_tokens
     usage = client.messages.create(**BODY).usage

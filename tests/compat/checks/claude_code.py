@@ -34,7 +34,7 @@ SESSION = Session("claude", environment, validate)
 
 
 def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
-    """Its last words, and its requests; checks what each stream adds up to."""
+    """Its last message, and its requests; checks what each stream adds up to."""
     printed, exchanges = SESSION.turn(["-p", prompt, *PRINT, *(["--continue"] if resume else [])], answers)
     for exchange in exchanges:
         check_stream(exchange.events)
@@ -71,13 +71,13 @@ def first_turn() -> None:
     assert SECRET in json.dumps(result["content"]) and last == f"It is {SECRET}."
 
 
-@check("-p --continue: a second turn goes on with the first one's blocks")
+@check("-p --continue: a second turn continues with the first one's blocks")
 def second_turn() -> None:
     last, exchanges = turn("Again?", READ, f"Still {SECRET}.", resume=True)
     assert len(results(exchanges[-1])) == 2 and last == f"Still {SECRET}."
 
 
-@check("a call that is no JSON gets the agent's own error, and the session goes on")
+@check("a call with invalid JSON gets the agent's own error, and the session continues")
 def broken_call() -> None:
     broken = called("Bash", '{"command": "cat note.txt",}')
     last, exchanges = turn("Once more?", broken, READ, f"Yes, {SECRET}.", resume=True)

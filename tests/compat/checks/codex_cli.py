@@ -41,7 +41,7 @@ SESSION = Session("codex", environment, TypeAdapter(ResponseStreamEvent).validat
 
 
 def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
-    """Its last words, and its requests; checks what each stream adds up to."""
+    """Its last message, and its requests; checks what each stream adds up to."""
     arguments = [*EXEC, *(("resume", "--last") if resume else ()), prompt]
     printed, exchanges = SESSION.turn(arguments, answers)
     for exchange in exchanges:
@@ -82,13 +82,13 @@ def first_turn() -> None:
     assert SECRET in json.dumps(output["output"]) and last == f"It is {SECRET}."
 
 
-@check("exec resume: a second turn goes on with the first one's items")
+@check("exec resume: a second turn continues with the first one's items")
 def second_turn() -> None:
     last, exchanges = turn("Again?", READ, f"Still {SECRET}.", resume=True)
     assert len(outputs(exchanges[-1])) == 2 and last == f"Still {SECRET}."
 
 
-@check("a call that is no JSON gets the agent's own error, and the session goes on")
+@check("a call with invalid JSON gets the agent's own error, and the session continues")
 def broken_call() -> None:
     broken = called("exec_command", '{"cmd": "cat note.txt",}')
     last, exchanges = turn("Once more?", broken, READ, f"Yes, {SECRET}.", resume=True)

@@ -48,7 +48,7 @@ def structured() -> None:
         assert isinstance(model.with_structured_output(Reading, method=method).invoke("Weather?"), Reading)
 
 
-@check("bind_tools with tool_choice, whole and streamed")
+@check("bind_tools with tool_choice, complete and streamed")
 def tools() -> None:
     bound = chat(max_tokens=120, temperature=1, seed=4).bind_tools(
         [{"type": "function", "function": WEATHER}], tool_choice="get_weather"

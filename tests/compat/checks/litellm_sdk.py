@@ -1,4 +1,4 @@
-"""LiteLLM, by both of its providers for servers like this one, and its streams put together again."""
+"""LiteLLM with both of its providers for such servers, and its assembled streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPENAI = {**HOSTED, "model": f"openai/{MODEL}"}
 TEXT = {**HOSTED, "model": f"text-completion-openai/{MODEL}"}
 
 
-@check("chat by hosted_vllm/ and openai/, with vLLM's own fields")
+@check("chat with hosted_vllm/ and openai/, with vLLM's own fields")
 def chat() -> None:
     for provider in (HOSTED, OPENAI):
         answer = litellm.completion(
@@ -21,7 +21,7 @@ def chat() -> None:
         assert answer.choices[0].message.content and answer.usage.completion_tokens <= 16
 
 
-@check("a stream put together by stream_chunk_builder is the whole answer, usage included")
+@check("a stream assembled by stream_chunk_builder equals the complete answer, with usage")
 def stream() -> None:
     body = {**HOSTED, "messages": USER, "max_tokens": 24, "temperature": 0}
     whole = litellm.completion(**body)
@@ -47,7 +47,7 @@ def structured() -> None:
     assert asked.choices[0].message.tool_calls[0].function.name == "get_weather"
 
 
-@check("errors come as LiteLLM's own: NotFoundError, BadRequestError")
+@check("errors are LiteLLM's own: NotFoundError, BadRequestError")
 def errors() -> None:
     for fields, wanted in (
         ({"model": "hosted_vllm/nobody"}, litellm.NotFoundError),

@@ -1,4 +1,4 @@
-"""lm-eval on tasks of its own with data at hand: nothing is downloaded."""
+"""lm-eval on its own tasks with local data: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_tasks() -> None:
 
 
 def evaluate(kind: str, task: str, path: str, batch: int = 1, **arguments: object) -> dict[str, float]:
-    """Results of a task; also sees that all documents were answered."""
+    """Results of a task; checks that all documents were answered."""
     out = Path(tempfile.mkdtemp(dir=FOLDER))
     given = {"model": MODEL, "base_url": f"{API}/{path}", "num_concurrent": 2, "max_retries": 1, **arguments}
     command(
@@ -65,7 +65,7 @@ def generate() -> None:
 
 @check("local-completions: loglikelihood (echo with logprobs), one prompt and four at a time")
 def loglikelihood() -> None:
-    """The choices are so far apart that a model of code cannot miss them, if it is asked rightly."""
+    """The choices are so different that a model of code cannot miss them if the prompt is right."""
     for batch in (1, 4):
         found = evaluate("local-completions", "compat_choice", "completions", tokenizer=TARGET, batch=batch)
         assert found["acc,none"] == 1.0, found

@@ -54,7 +54,7 @@ def checks_of(kind, name: str) -> None:
         kinds = {event.type async for event in streamed.stream_events()}
         assert "raw_response_event" in kinds and streamed.final_output == whole.final_output
 
-    @check(f"{name}: a tool is called and its result goes back")
+    @check(f"{name}: a tool is called and its result is returned")
     async def tool() -> None:
         asked: list[str] = []
         settings = ModelSettings(

@@ -1,4 +1,4 @@
-"""openai-python: every call of its that this server offers."""
+"""openai-python: every call that this server supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def models() -> None:
     assert first.id == MODEL and client.models.retrieve(MODEL).id == MODEL
 
 
-@check("a key that is wrong, a model that is not there: AuthenticationError, NotFoundError")
+@check("a wrong key, an unknown model: AuthenticationError, NotFoundError")
 def errors() -> None:
     for other, model, wanted in (
         (client.with_options(api_key="wrong"), MODEL, openai.AuthenticationError),
@@ -53,7 +53,7 @@ def completions() -> None:
     assert create(prompt="x = ", stop=["\n"], max_tokens=64).choices[0].finish_reason in ("stop", "length")
 
 
-@check("completions: a stream is the whole answer, with usage at its end")
+@check("completions: a stream equals the complete answer, with usage at its end")
 def completion_stream() -> None:
     body = {"model": MODEL, "prompt": "import os", "max_tokens": 24, "temperature": 0}
     whole = client.completions.create(**body)
@@ -62,7 +62,7 @@ def completion_stream() -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-@check("chat: whole, with logprobs and parts of text")
+@check("chat: complete, with logprobs and text parts")
 def chat() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "yes"}]}]
     answer = client.chat.completions.create(
@@ -72,7 +72,7 @@ def chat() -> None:
     assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
 
 
-@check("chat: a stream is the whole answer; the SDK's accumulating helper")
+@check("chat: a stream equals the complete answer; the SDK's accumulating helper")
 def chat_stream() -> None:
     body = {"model": MODEL, "messages": USER, "max_tokens": 32, "temperature": 0}
     whole = client.chat.completions.create(**body).choices[0].message.content
@@ -86,7 +86,7 @@ def chat_stream() -> None:
         assert stream.get_final_completion().choices[0].message.content == whole
 
 
-@check("speculation per request: off, bounded, traced; the text is the same")
+@check("speculation per request: off, limited, traced; the text is the same")
 def speculation() -> None:
     body = {"model": MODEL, "prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0}
     plain = client.completions.create(**body, extra_body={"speculative": False})
@@ -100,7 +100,7 @@ def speculation() -> None:
 
 
 @check(
-    "structured: response_format json_object, json_schema (whole, streamed), and parse() of a pydantic class"
+    "structured: response_format json_object, json_schema (complete, streamed), parse() of a pydantic class"
 )
 def structured() -> None:
     class Reading(BaseModel):
@@ -146,7 +146,7 @@ def tools() -> None:
     assert last.message.content is not None and not last.message.tool_calls
 
 
-@check("responses: whole, streamed events, instructions, structured text, a function call and its output")
+@check("responses: complete, streamed events, instructions, structured text, a function call and its output")
 def responses() -> None:
     body = {"model": MODEL, "max_output_tokens": 32, "temperature": 0}
     whole = client.responses.create(**body, input="Write a function.", instructions="Be brief.", store=False)

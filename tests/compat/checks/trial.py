@@ -1,4 +1,4 @@
-"""What the checks of all clients have in common. They run in its environment, so only Python is known.
+"""Common parts of the checks of all clients. They run in a client's environment with Python alone.
 
 A script names its checks with `@check("what is seen")` and ends with `main()`, which runs them in their order
 and prints a line of JSON about each. `compat.py` starts the scripts and reads the lines.
@@ -20,7 +20,7 @@ from typing import Any
 URL = os.environ["COMPAT_URL"]  # of the server, without a path
 API = f"{URL}/v1"
 MODEL = os.environ["COMPAT_MODEL"]
-TARGET = os.environ["COMPAT_TARGET"]  # its checkpoint, for clients that bring a tokenizer of their own
+TARGET = os.environ["COMPAT_TARGET"]  # its checkpoint, for clients with a tokenizer of their own
 KEY = os.environ["COMPAT_API_KEY"]
 FOLDER = Path(os.environ["COMPAT_FOLDER"])  # for what a client writes
 
@@ -49,7 +49,7 @@ _checks: list[tuple[str, Callable[[], Any]]] = []
 
 
 def check(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Registers a function; a coroutine function is awaited. It fails by raising."""
+    """Register a function; a coroutine function is awaited. It fails by raising."""
 
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
         _checks.append((title, function))
@@ -59,7 +59,7 @@ def check(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def main() -> None:
-    """Run all that were registered."""
+    """Run all registered functions."""
     for title, function in _checks:
         failure = ""
         try:
@@ -77,7 +77,7 @@ async def _finish(result: Any) -> None:
 
 
 def command(name: str, *arguments: str) -> None:
-    """Run a program of the client's environment. Raises with its last words if it fails."""
+    """Run a program of the client's environment. Raises with its last output if it fails."""
     program = Path(sys.executable).with_name(name)
     done = subprocess.run(
         [program, *arguments],

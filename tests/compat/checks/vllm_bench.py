@@ -1,6 +1,6 @@
-"""The requests of `vllm bench serve` and what it reads of the answers, written after its source.
+"""The requests of `vllm bench serve` and the fields that it reads, written after its source.
 
-Its package brings an engine and wants a GPU's libraries; its client is aiohttp, which is what runs here.
+Its package contains an engine and needs a GPU's libraries; its client is aiohttp, which runs here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHAT = {
 
 
 async def measure(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> None:
-    """One request: chunks that have choices are timed, the one that has none brings the usage."""
+    """One request: chunks with choices are timed, the one without them has the usage."""
     begin_s, times, text, usage = time.perf_counter(), list[float](), "", None
     async with session.post(f"{API}/{path}", json=body, headers=HEADERS) as response:
         assert response.status == 200, await response.text()
@@ -55,7 +55,7 @@ async def measure(session: aiohttp.ClientSession, path: str, body: dict[str, Any
 
 
 async def accepted(session: aiohttp.ClientSession) -> tuple[int, dict[int, int]]:
-    """Accepted drafts, all and by position, as the bench adds up lines of /metrics."""
+    """Accepted drafts, in total and by position, as the bench sums lines of /metrics."""
     async with session.get(f"{URL}/metrics") as response:
         assert response.status == 200
         lines = (await response.text()).splitlines()
@@ -78,13 +78,13 @@ async def completions() -> None:
         await measure(session, "completions", COMPLETION)
 
 
-@check("openai-chat backend: /v1/chat/completions streamed, with parts of text")
+@check("openai-chat backend: /v1/chat/completions streamed, with text parts")
 async def chat() -> None:
     async with aiohttp.ClientSession() as session:
         await measure(session, "chat/completions", CHAT)
 
 
-@check("what it asks beside: the first model, /tokenize, acceptance by position out of /metrics")
+@check("its other requests: the first model, /tokenize, acceptance by position from /metrics")
 async def beside() -> None:
     async with aiohttp.ClientSession(headers=HEADERS) as session:
         async with session.get(f"{API}/models") as response:

@@ -1,4 +1,4 @@
-"""Reading config.json: strict fields, one sentence for each mistake, the text part of multimodal files."""
+"""Reading config.json: strict types, one sentence per mistake, the text part of multimodal files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_json_values_arrive_as_frozen_python_values():
         ),
     ],
 )
-def test_a_mistake_is_one_sentence_with_file_key_value_and_remedy(raw: dict, key: str, sentence: str):
+def test_a_mistake_gives_one_sentence_with_file_key_value_and_remedy(raw: dict, key: str, sentence: str):
     with pytest.raises(CheckpointError) as caught:
         read(**raw)
     assert caught.value.message == f"config.json: {sentence}"
@@ -121,11 +121,11 @@ def test_a_mistake_is_one_sentence_with_file_key_value_and_remedy(raw: dict, key
     assert caught.value.__cause__ is caught.value.__context__ is None
 
 
-def test_a_long_value_is_cut():
+def test_a_long_value_is_truncated():
     assert len(wrong("config.json", "layer_types", ["full_attention"] * 90, "shorter").message) < 280
 
 
-def test_the_text_part_inherits_what_is_said_once_for_all_parts():
+def test_the_text_config_inherits_common_keys():
     raw = {
         "architectures": ["Outer"],
         "torch_dtype": "bfloat16",

@@ -61,12 +61,12 @@ def test_both_formats_name_the_same_taps(tmp_path: Path):
     assert (ours.layout, theirs.layout) == ("z-lab", "speculators")
 
 
-def test_a_nested_block_size_goes_before_the_outer_one(tmp_path: Path):
+def test_a_nested_block_size_takes_precedence(tmp_path: Path):
     assert read(tmp_path, z_lab(block_size=16, dflash={"block_size": 8})).block_size == 8
     assert read(tmp_path, z_lab(block_size=10)).max_drafts == 9
 
 
-def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
+def test_absent_null_or_neutral_keys_are_accepted(tmp_path: Path):
     keys = ("attention_sink_bias", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     plain = read(tmp_path, z_lab())
     neutral = dict.fromkeys((*keys, "lilicorr_depth"), False) | {"attention_value_scale": 1.0}
@@ -100,11 +100,11 @@ DEFAULTS = {
         (speculators(), speculators(**TRAINING, **DEFAULTS, layer=TRAINING)),
     ],
 )
-def test_what_trainers_note_is_not_refused_in_any_format(plain: dict, noted: dict, tmp_path: Path):
+def test_training_notes_are_accepted_in_every_format(plain: dict, noted: dict, tmp_path: Path):
     assert read(tmp_path, noted) == read(tmp_path, plain)
 
 
-def test_no_key_of_transformers_configurations_is_refused():
+def test_no_key_of_transformers_configs_is_refused():
     transformers = pytest.importorskip("transformers")
     from manta.drafter.dflash.config_formats import Backbone
 
@@ -137,7 +137,7 @@ def test_scales_mean_the_same_in_all_formats(plain: dict, scaled: dict, tmp_path
     assert read(tmp_path, scaled) == replace(read(tmp_path, plain), **scales, **sinks)
 
 
-def test_speculators_windows_may_stand_beside_the_block(tmp_path: Path):
+def test_speculators_windows_may_be_at_the_top_level(tmp_path: Path):
     inside = read(tmp_path, speculators(layer=SLIDING))
     assert inside.layers == (DraftLayer(True, 9), FULL)
     assert read(tmp_path, speculators(**SLIDING)) == inside
@@ -216,7 +216,7 @@ def test_speculators_windows_may_stand_beside_the_block(tmp_path: Path):
         (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
     ],
 )
-def test_files_that_cannot_work_are_refused_by_name(config: dict, words: str, tmp_path: Path):
+def test_unusable_files_are_refused_by_name(config: dict, words: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=words) as caught:
         read(tmp_path, config)
     assert str(tmp_path) in caught.value.message
@@ -253,7 +253,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path):
         check_drafter(tmp_path / "b", FACTS)
 
 
-def test_corrupt_cut_and_absent_files_are_named(tmp_path: Path):
+def test_corrupt_truncated_and_absent_files_are_named(tmp_path: Path):
     folder = checkpoints.write(tmp_path, z_lab())
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -316,7 +316,7 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
             check_drafter(folder, FACTS)
 
 
-def test_a_vocabulary_map_must_lead_into_the_targets_vocabulary(tmp_path: Path):
+def test_a_vocabulary_map_must_map_to_the_targets_vocabulary(tmp_path: Path):
     config = speculators(draft_vocab_size=40)
     tensors = checkpoints.random_tensors(config)
     tensors["d2t"] = torch.full((40,), VOCAB)

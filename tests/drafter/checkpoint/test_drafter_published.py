@@ -1,4 +1,4 @@
-"""Every published drafter loads and drafts: its config.json's keys and names, with sizes cut down.
+"""Every published drafter loads and drafts: its config.json's keys and names, with reduced sizes.
 
 What is taken from the files is what they say of the mathematics: kinds of layers and masks, rotation, block,
 scales, DFlash2's parts, which tensors there are. Sizes, taps and the mask's id are those of a tiny target.
@@ -18,7 +18,7 @@ from manta.cluster.step.scheduler_output import SlotSampling
 from oracle_dflash import Oracle, gumbel
 from rope_configs import GPT_OSS, KIMI, LLAMA3
 
-# What transformers writes beside, and means nothing here.
+# Keys that transformers also writes, without meaning here.
 NOTES = {
     "attention_dropout": 0.0,
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -47,7 +47,7 @@ def theta(value: float) -> dict[str, Any]:
 
 
 def z_lab(nested: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
-    """`nested` goes into `dflash_config`; a block size that is there is not beside it."""
+    """`nested` goes into `dflash_config`; a nested block size replaces the outer one."""
     top = {"block_size": None} if nested and "block_size" in nested else {}
     made = checkpoints.z_lab(**{**NOTES, **top, **keys}, dflash=nested or {})
     return {key: value for key, value in made.items() if value is not None}
@@ -127,7 +127,7 @@ OWN_WEIGHTS = "MiniMax-M2.7-DFlash"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_drafter_drafts_as_its_files_say(name: str, tmp_path: Path):
+def test_a_published_drafter_drafts_as_its_config_says(name: str, tmp_path: Path):
     config, taps = PUBLISHED[name], random_taps([LENGTH])
     pair = load_pair(tmp_path, config, own=torch.randn(2, VOCAB, HIDDEN) if name == OWN_WEIGHTS else None)
     count = pair.ours.config.max_drafts
@@ -152,8 +152,8 @@ def test_a_published_drafter_drafts_as_its_files_say(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
-def test_the_rotation_of_a_drafter_is_its_files_(key: str, tmp_path: Path):
-    """So that the oracle's would show one that is not."""
+def test_the_rotation_of_a_drafter_follows_its_config_(key: str, tmp_path: Path):
+    """So that a missing term would show in the oracle."""
     name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", GPT_OSS)
     other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
     pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]

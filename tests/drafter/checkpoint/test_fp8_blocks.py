@@ -1,6 +1,6 @@
-"""Matrices in FP8 with a scale per block: read whole, in slices, and as a whole target's weights.
+"""FP8 matrices with a scale per block: read whole, in slices, and as a target's weights.
 
-The checkpoints are written by hand, as published ones are: e4m3 beside `_scale_inv`, some plain.
+The checkpoints are written like published ones: e4m3 with `_scale_inv`, some matrices plain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = ("gate.weight", "e_score_correction_bias", "lm_head.weight", "embed_toke
 
 
 def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in e4m3, and scales that bring each block's largest to e4m3's."""
+    """Values in e4m3, and scales that map each block's maximum to e4m3's."""
     rows, columns = (-(-size // step) for size, step in zip(weight_OI.shape, BLOCK, strict=True))
     scales, values = torch.empty(rows, columns), torch.empty_like(weight_OI)
     for r in range(rows):
@@ -36,7 +36,7 @@ def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def numbers_of(values_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Element by element."""
+    """Multiply element by element."""
     found = torch.empty(values_OI.shape)
     for o in range(found.shape[0]):
         for i in range(found.shape[1]):
@@ -46,7 +46,7 @@ def numbers_of(values_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A MiniMax in FP8, and one of the numbers that it holds."""
+    """A MiniMax in FP8, and one with the dequantized numbers."""
     whole = make_tiny_target(tmp_path_factory.mktemp("whole"), "minimax_m2", num_hidden_layers=2)
     packed = tmp_path_factory.mktemp("packed")
     keys = json.loads((whole / "config.json").read_text())
@@ -79,7 +79,7 @@ def test_slices_need_not_end_with_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_target_in_fp8_is_the_target_of_its_numbers(pair: tuple[Path, Path], ranks: int) -> None:
+def test_an_fp8_target_equals_its_dequantized_one(pair: tuple[Path, Path], ranks: int) -> None:
     spec = read_model(pair[0])
     for rank in range(ranks):
         found, expected = (
@@ -96,14 +96,14 @@ def test_a_target_in_fp8_is_the_target_of_its_numbers(pair: tuple[Path, Path], r
             assert torch.equal(mine.mlp.router.weight_EH, theirs.mlp.router.weight_EH)
 
 
-def test_it_is_loaded_in_bf16_too(pair: tuple[Path, Path]) -> None:
+def test_an_fp8_target_is_also_loaded_in_bf16(pair: tuple[Path, Path]) -> None:
     spec = read_model(pair[0])
     weights = TargetWeights(pair[0], spec, Sharding(spec, 0, 1), torch.bfloat16, torch.device("cpu"))
     model = Decoder(weights, (), 64, SingleRank())
     assert model.dtype is torch.bfloat16 and weights.layer(0).qkv_OH.dtype is torch.bfloat16
 
 
-def test_fp8_that_nobody_speaks_of_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_undeclared_fp8_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     keys = json.loads((pair[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(keys))
     tensors = load_file(pair[0] / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Experts in INT4 as Kimi K2 is published: what their codes mean, how they are read, cut and multiplied."""
+"""INT4 experts as published for Kimi K2: what their codes mean, how they are read, sharded and multiplied."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def publish(saved: Path, folder: Path) -> Path:
-    """A checkpoint of transformers as Kimi K2 Thinking is published: each expert's matrices packed."""
+    """A transformers checkpoint in the form of Kimi K2 Thinking: each expert's matrices packed."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(saved / "model.safetensors").items():
         if ".mlp.experts." not in name:
@@ -115,7 +115,7 @@ def random_int4(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
     return Int4(codes, (torch.rand(codes.shape[:3]) * inputs**-0.5).to(dtype))
 
 
-def test_every_code_at_every_place_of_a_word_is_the_number_it_means() -> None:
+def test_every_code_at_every_position_of_a_word_has_its_value() -> None:
     codes = torch.stack([torch.arange(GROUP).roll(shift) % 16 - 8 for shift in range(16)])
     scales = torch.rand(16, 1).bfloat16()
     weight = Int4(bytes_of_words(packed(codes))[None], scales[None])
@@ -123,7 +123,7 @@ def test_every_code_at_every_place_of_a_word_is_the_number_it_means() -> None:
     assert torch.equal(weight.dequantised(torch.float32)[0], codes * scales.float())
 
 
-def test_logits_are_transformers_of_the_numbers_that_codes_stand_for(
+def test_logits_equal_transformers_with_dequantized_weights(
     saved: Path, published: Path, tmp_path: Path
 ) -> None:
     model = transformers_model(saved)
@@ -156,7 +156,7 @@ def routed_of(folder: Path, rank: int, ranks: int) -> ExpertWeights:
     return mlp.experts
 
 
-def test_ranks_take_whole_groups_of_every_expert_or_whole_experts(published: Path) -> None:
+def test_ranks_take_full_groups_of_every_expert_or_full_experts(published: Path) -> None:
     whole = routed_of(published, 0, 1).dequantised(torch.float32)
     gate_EIH, up_EIH = whole.gate_up.chunk(2, dim=1)  # type: ignore[union-attr]
     for rank in (0, 1):  # 64 inner states are two groups
@@ -174,7 +174,7 @@ def test_ranks_take_whole_groups_of_every_expert_or_whole_experts(published: Pat
 @pytest.mark.parametrize(
     "changes", [{"group_size": 128}, {"num_bits": 8}, {"symmetric": False}, {"strategy": "channel"}]
 )
-def test_another_packing_is_refused_with_what_is_served(
+def test_another_packing_is_refused_with_the_supported_one(
     published: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     raw = json.loads((published / "config.json").read_text())
@@ -184,14 +184,14 @@ def test_another_packing_is_refused_with_what_is_served(
         read_model(tmp_path)
 
 
-def test_sizes_that_groups_do_not_divide_are_refused_by_name(published: Path, tmp_path: Path) -> None:
+def test_sizes_not_divisible_by_groups_are_refused_by_name(published: Path, tmp_path: Path) -> None:
     raw = json.loads((published / "config.json").read_text()) | {"moe_intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="moe_intermediate_size=48 must be a multiple of 32"):
         read_model(tmp_path)
 
 
-def test_packed_files_without_a_word_of_it_are_refused(published: Path, tmp_path: Path) -> None:
+def test_undeclared_packed_files_are_refused(published: Path, tmp_path: Path) -> None:
     raw = json.loads((published / "config.json").read_text())
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -203,7 +203,7 @@ def test_packed_files_without_a_word_of_it_are_refused(published: Path, tmp_path
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("height", HEIGHTS[::3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_packed_product_is_that_of_the_dequantised_weight(height: int, dtype: torch.dtype) -> None:
+def test_a_packed_product_equals_the_dequantized_weights(height: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = random_int4(2, 48, 160, dtype)
     x_NK = torch.randn(9, 160).to(dtype)

@@ -1,4 +1,4 @@
-"""Packed weights of four bits, against transformers' unpacker."""
+"""Packed four-bit weights, against transformers' unpacker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_weights_are_what_transformers_unpacks(dtype: torch.dtype) -> None:
+def test_packed_weights_equal_transformers_unpacked_ones(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     blocks_EOBJ = torch.randint(0, 256, (3, 6, 4, 16), dtype=torch.uint8, generator=generator)
     scales_EOB = torch.randint(115, 139, (3, 6, 4), dtype=torch.uint8, generator=generator)

@@ -1,4 +1,4 @@
-"""What is stored in a checkpoint's files is computed with as it stands, or refused by the tensor's name."""
+"""Tensors of a checkpoint are used as stored, or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECKS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.fixture
 def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
-    """One of each kind, whose files may be changed; the drafters map tokens of their own (`d2t`)."""
+    """One checkpoint of each kind, with editable files; the drafters have their own vocabulary (`d2t`)."""
     shutil.copytree(tiny_qwen3, tmp_path / "target")
     drafter_checkpoints.write(tmp_path / "dflash", drafter_checkpoints.z_lab(draft_vocab_size=40))
     eagle3_checkpoints.write(tmp_path / "eagle3", eagle3_checkpoints.sglang())
@@ -48,7 +48,7 @@ def folders(tiny_qwen3: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 def quantised(name: str, dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
-    """The matrix stored in this dtype, without anything beside it."""
+    """The matrix stored in this dtype, with nothing else."""
     return lambda found: {f"{name}.weight": (found[f"{name}.weight"] * 100).to(dtype)}
 
 
@@ -69,7 +69,7 @@ def beside(name: str, suffix: str) -> Callable[[Tensors], Tensors]:
                          ".weight_global_scale")),
     ],
 )  # fmt: skip
-def test_what_is_no_plain_number_is_refused_by_name(
+def test_unsupported_dtypes_are_refused_by_name(
     folders: dict[str, Path], kind: str, change: Callable, arguments: tuple, words: str
 ) -> None:
     name, check = CHECKS[kind]
@@ -82,8 +82,8 @@ def test_what_is_no_plain_number_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_what_is_beside_no_matrix_that_is_read_is_let_be(folders: dict[str, Path], kind: str) -> None:
-    """A vision tower's scale, a cache's, a layer beyond the last."""
+def test_scales_of_unread_matrices_are_ignored(folders: dict[str, Path], kind: str) -> None:
+    """A scale of a vision tower, of a cache, of a layer beyond the last."""
     _, check = CHECKS[kind]
     file = folders[kind] / "model.safetensors"
     names = ("vision_tower.layers.0.fc.weight_scale", "model.layers.9.mlp.up_proj.weight_scale_inv")
@@ -105,7 +105,7 @@ def index_of(folder: Path, files: list[str]) -> None:
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_tensor_that_two_files_have_is_refused(tiny_qwen3: Path, tmp_path: Path, indexed: bool) -> None:
+def test_a_tensor_in_two_files_is_refused(tiny_qwen3: Path, tmp_path: Path, indexed: bool) -> None:
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for part in parts:
         shutil.copyfile(tiny_qwen3 / "model.safetensors", tmp_path / part)
@@ -116,7 +116,7 @@ def test_a_tensor_that_two_files_have_is_refused(tiny_qwen3: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_of_a_whole_file_and_others_the_whole_one_is_read_as_transformers_does(
+def test_a_single_file_takes_precedence_over_shards_as_in_transformers(
     tiny_qwen3: Path, tmp_path: Path, indexed: bool
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Attention with a window: what lies before it is not gathered, and changes no bit of any row.
+"""Attention with a window: keys before it are not gathered and change no bit of any row.
 
 Legend: N rows, R requests, Q query heads, K kv heads, D head dim, P pages, S page size.
 """
@@ -37,7 +37,7 @@ def is_invariant(dtype: torch.dtype) -> bool:
 
 
 class Case:
-    """Requests of (keys, rows), the rows their last ones, at random pages."""
+    """Make requests of (keys, rows), whose rows are their last ones, at random pages."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Case:
         return self._attend(self.q, batch, window, causal)
 
     def attend_alone(self, request: int, row: int, window: int) -> Tensor:
-        """One causal row [1, Q * D]."""
+        """Return one causal row [1, Q * D]."""
         first, pages = self.first[[request]] + row, self.pages[[request]]
         batch = AttentionBatch.build(first, np.array([1]), pages, self.page_size, "cpu", window)
         at = int(self.rows[:request].sum()) + row
@@ -79,7 +79,7 @@ class Case:
         return paged_attention(q_NQD, self.cache, 0, batch, scale, causal=causal, window=window)
 
     def check(self, window: int) -> None:
-        """The cut changes no bit; nor, of causal rows, do companions."""
+        """Neither the window's cut nor, for causal rows, the batch changes a bit."""
         for causal in (True, False):
             whole = self.attend(window, causal=causal, cut=False)
             assert torch.equal(self.attend(window, causal=causal), whole), (window, causal)
@@ -138,8 +138,8 @@ def test_wide_heads_have_the_same_bits_too(head_dim: int):
         (1600, 1600, 514, 512),
     ],
 )
-def test_what_is_gathered_begins_with_a_block_that_a_row_sees(keys: int, rows: int, window: int, begin: int):
-    """Blocks of 512 keys; of the last tile of rows, which of a prompt of 1600 begins at 1536."""
+def test_gathered_keys_begin_with_a_block_that_a_row_sees(keys: int, rows: int, window: int, begin: int):
+    """Blocks of 512 keys; the last tile of rows of a prompt of 1600 begins at 1536."""
     case = Case((torch.float32, (2, 1, 16)), [(keys, rows)])
     batch = AttentionBatch.build(case.first, case.rows, case.pages, 16, "cpu", window)
     assert batch.groups[-1].begins_G.tolist() == [begin]
@@ -151,8 +151,8 @@ def test_what_is_gathered_begins_with_a_block_that_a_row_sees(keys: int, rows: i
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 20, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_behind_the_window_may_be_anothers(dtype: torch.dtype, window: int, causal: bool):
-    """Huge values that may be gathered: their block has keys that a row sees."""
+def test_pages_before_the_window_may_belong_to_another_request(dtype: torch.dtype, window: int, causal: bool):
+    """Huge values may be gathered if their block has keys that a row sees."""
     case = Case((dtype, (4, 2, 64)), [(700, 16), (90, 5), (1300, 1), (800, 40)])
     before = case.attend(window, causal=causal)
     for first, pages in zip(case.first, case.pages, strict=True):

@@ -1,4 +1,4 @@
-"""What each backend says of a model and a machine that are not for it, in words that follow its name."""
+"""The reason that each backend gives for a model or machine that it does not support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_features(*features: Feature) -> ModelStackSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """`says` is a part of the refusal; None where there is none."""
+    """`says` is a part of the refusal, or None if the backend is accepted."""
 
     backend: ModuleType
     says: str | None
@@ -85,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_backend_says_what_it_lacks(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_a_backend_names_the_features_it_lacks(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "bf16_instructions", lambda: Instructions.AVX512)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = case.backend.why_not(case.spec, case.machine)

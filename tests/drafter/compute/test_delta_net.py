@@ -1,4 +1,4 @@
-"""The gated delta rule against transformers'; and that its bits do not depend on how rows are cut.
+"""The gated delta rule against transformers; its bits do not depend on how rows are cut.
 
 Slots here are a memory's, rows those of a layer's product.
 """
@@ -36,7 +36,7 @@ def rows(count: int, seed: int = 0, width: int = WIDTH) -> Tensor:
 
 
 def operands(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g and beta."""
+    """Make q, k, v, g and beta."""
     q, k = (unit(rows(count, seed, 16).unflatten(1, (2, 8))) for seed in (1, 2))
     v = rows(count, 3, 72).unflatten(1, (6, 12))
     return q * 8**-0.5, k, v, -rows(count, 4, 6).exp(), rows(count, 5, 6).sigmoid()
@@ -66,8 +66,8 @@ def layer(request: pytest.FixtureRequest) -> DeltaLayer:
 
 
 @pytest.mark.parametrize("count", [1, 7, 70])
-def test_what_rows_read_and_leave_is_what_transformers_chunks_say(count: int) -> None:
-    """Their chunks are 64 rows of matrix products."""
+def test_outputs_and_states_equal_transformers_chunked_rule(count: int) -> None:
+    """transformers' chunks are 64 rows of matrix products."""
     q, k, v, g, beta = operands(count)
     state = 0.3 * rows(6 * 8, 10, 12).view(6, 8, 12)
     read, records, behind = chunk(q, k, v, g, beta, state)
@@ -78,7 +78,7 @@ def test_what_rows_read_and_leave_is_what_transformers_chunks_say(count: int) ->
     torch.testing.assert_close(fold(state, records, count), end[0], atol=1e-5, rtol=1e-4)
 
 
-def test_folding_a_prefix_is_having_read_no_further_to_the_bit() -> None:
+def test_folding_a_prefix_gives_the_bits_of_a_shorter_pass() -> None:
     q, k, v, g, beta = operands(9)
     state, x, window = rows(48, 10, 12).view(6, 8, 12), rows(9, 11, 10), rows(3, 12, 10)
     _, records, _ = chunk(q, k, v, g, beta, state)
@@ -88,7 +88,7 @@ def test_folding_a_prefix_is_having_read_no_further_to_the_bit() -> None:
         assert torch.equal(conv_fold(window, x, count), torch.cat((window, x))[count : count + 3])
 
 
-def test_the_convolution_is_transformers() -> None:
+def test_the_convolution_equals_transformers() -> None:
     x, kernel = rows(20, 13, 10), rows(10, 14, 4)
     theirs = causal_conv1d_fn(x.T[None], kernel, activation="silu")[0].T
     first = conv_chunk(x[:2], torch.zeros(3, 10), kernel)
@@ -96,7 +96,7 @@ def test_the_convolution_is_transformers() -> None:
     torch.testing.assert_close(torch.cat((first, second)), theirs)
 
 
-def test_a_layer_is_made_of_transformers_parts(layer: DeltaLayer) -> None:
+def test_a_layer_equals_one_of_transformers_parts(layer: DeltaLayer) -> None:
     mixed = rows(30)
     x, z, b, a = mixed.split([KIND.channels, 72, 6, 6], dim=1)
     y = causal_conv1d_fn(x.T[None], SHAPE.kernel_CT, activation="silu")[0].T
@@ -114,7 +114,7 @@ def test_a_layer_is_made_of_transformers_parts(layer: DeltaLayer) -> None:
 
 @pytest.mark.parametrize("stood", range(MAX_DRAFTS + 1))
 def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int) -> None:
-    """A prompt, drafts of which some stood, more drafts, the rest: as if all had come row by row."""
+    """A prompt, partly accepted drafts, more drafts, the rest: equal to row by row."""
     given, wrong = rows(24), rows(24, seed=20)
     expected = run_row_by_row(layer, 0, given)
     told = [layer.run([(1, given[:9], 0)])]
@@ -130,10 +130,10 @@ def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int
         assert torch.equal(part[LAYER, 0], part[LAYER, 1]) and not part[1 - LAYER].any()
 
 
-def test_a_state_that_is_saved_on_the_way_goes_on_like_the_original(layer: DeltaLayer) -> None:
+def test_a_saved_state_continues_like_the_original(layer: DeltaLayer) -> None:
     given, other = rows(20), rows(6, seed=21)
     expected = run_row_by_row(layer, 0, given)
-    # Two in one pass, beside a request that saves nothing; the second behind the last known row.
+    # Two in one pass, with a request that saves nothing; the second after the last known row.
     saves = (Save(1, 4, 2), Save(1, 7, 3))
     layer.run([(0, other, 2), (1, torch.cat((given[:7], other[:3])), 3)], saves)
     for slot, begin in ((2, 4), (3, 7)):
@@ -141,7 +141,7 @@ def test_a_state_that_is_saved_on_the_way_goes_on_like_the_original(layer: Delta
     assert torch.equal(layer.run([(1, given[7:], 0)]), expected[7:])
 
 
-def test_a_copy_takes_records_along(layer: DeltaLayer) -> None:
+def test_a_copy_includes_records(layer: DeltaLayer) -> None:
     given = rows(20)
     expected = run_row_by_row(layer, 0, given)
     layer.run([(1, given[:8], 3)])
@@ -155,7 +155,7 @@ def test_a_copy_takes_records_along(layer: DeltaLayer) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_loops_do_what_the_definition_says(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_loops_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> None:
     layers = [layer_of(backend, dtype) for backend in BACKENDS]
     for step in range(3):
         who = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
@@ -175,7 +175,7 @@ def test_loops_do_what_the_definition_says(dtype: torch.dtype, data: st.DataObje
                 each.accept(slot, stood)
 
 
-def test_bytes_are_those_of_the_memory() -> None:
+def test_byte_counts_equal_the_allocated_memory() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         memory = StateMemory(3, KIND, NUM_SLOTS, MAX_DRAFTS, dtype, "cpu")
         counted = NUM_SLOTS * StateMemory.bytes_per_slot(3, KIND, MAX_DRAFTS, dtype)

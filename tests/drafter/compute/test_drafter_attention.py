@@ -19,7 +19,7 @@ GEOMETRY = KVCacheSpec(2, 8, 8)
 
 
 class Case:
-    """Requests at random pages of a cache full of others' values."""
+    """Requests at random pages of a cache full of other values."""
 
     def __init__(self, first, rows, *, kv_heads=2, shared=2, page_size=16, scattered=True, seed=0):
         rng = np.random.default_rng(seed)
@@ -34,7 +34,7 @@ class Case:
         )
         self.cache.kv.normal_()
         order = rng.permutation(total) if scattered else np.arange(total)
-        self.pages = np.full((len(rows), used.max()), 10**9)  # what lies behind must not be read
+        self.pages = np.full((len(rows), used.max()), 10**9)  # entries after it must not be read
         for r, count in enumerate(used):
             self.pages[r, :count], order = order[:count], order[count:]
         self.q = torch.randn(int(self.rows.sum()), kv_heads * shared, HEAD_DIM)
@@ -104,7 +104,7 @@ def test_long_prompts_are_computed_in_tiles():
         assert torch.allclose(out, case.dense(causal, window, sinks_Q), atol=2e-5)
 
 
-def test_nothing_behind_a_requests_length_is_ever_seen():
+def test_keys_beyond_a_requests_length_are_never_seen():
     case = Case([20, 3, 41], [4, 1, 16])
     before = [case.attend(causal=causal) for causal in (True, False)]
     own = torch.zeros(case.cache.kv.shape[1:3], dtype=torch.bool)
@@ -117,7 +117,7 @@ def test_nothing_behind_a_requests_length_is_ever_seen():
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_rows_bits_do_not_depend_on_its_companions(sinks):
+def test_a_rows_bits_do_not_depend_on_its_batch(sinks):
     if not rows_are_invariant(TorchBackend(), torch.float32, "cpu"):
         pytest.skip("this machine's products are not batch-invariant")
     case = Case([300, 290, 40, 600], [16, 3, 1, 16], seed=3)
@@ -134,7 +134,7 @@ def test_a_rows_bits_do_not_depend_on_its_companions(sinks):
         start += rows
 
 
-def test_rows_are_written_to_their_slots_and_unwanted_ones_nowhere():
+def test_rows_are_written_to_their_slots_and_masked_ones_nowhere():
     cache = PagedKVCache(2, 3, 4, GEOMETRY, torch.float32, "cpu")
     rows = torch.randn(3, 32)
     cache.write(1, torch.tensor([9, cache.skip_slot, 2]), rows)
@@ -145,7 +145,7 @@ def test_rows_are_written_to_their_slots_and_unwanted_ones_nowhere():
     assert torch.equal(cache.kv[:, 1, 1], every[:, 0].flatten(1))
 
 
-def test_layers_of_a_group_lie_in_planes_that_other_groups_use_too():
+def test_layers_of_a_group_use_planes_that_other_groups_share():
     places = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
     cache = PagedKVCache(places, 3, 4, GEOMETRY, torch.float32, "cpu")
     assert cache.kv.shape == (2, 4, 4, 32) and cache.num_layers == 3

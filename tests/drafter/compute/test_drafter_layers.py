@@ -46,7 +46,7 @@ def test_norms_follow_their_formula(dtype: torch.dtype):
 
 @pytest.mark.parametrize("layer", [RMSNorm, HeadNorm])
 def test_norms_with_weights_in_fp32_round_bf16_once(layer: type[RMSNorm] | type[HeadNorm]):
-    """As Gemma's 1 + w, which bf16 has no room for."""
+    """As Gemma's 1 + w, which bf16 cannot represent."""
     torch.manual_seed(1)
     x, weight = torch.randn(500, 6, 64).bfloat16(), 1 + 0.003 * torch.randn(64)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
@@ -64,7 +64,7 @@ def test_the_gated_product_is_silu_of_the_first_half_times_the_second():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gated_product_is_gelu_by_tanh_where_that_is_asked_for(dtype: torch.dtype):
+def test_the_gated_product_is_tanh_gelu_if_configured(dtype: torch.dtype):
     x = (4 * torch.randn(3, 200)).to(dtype)
     expected = torch.nn.functional.gelu(x[:, :100], approximate="tanh") * x[:, 100:]
     assert torch.equal(gate(x.clone(), "gelu_tanh"), expected)

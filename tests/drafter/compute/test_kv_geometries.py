@@ -1,7 +1,7 @@
-"""Targets whose layers differ in K/V heads and their sizes, and in windows: against full attention by hand.
+"""Targets whose layers differ in K/V heads, sizes and windows, against full attention by hand.
 
-No family: specs and weights are made up here, so that a layer's geometry is all that is tried. Pages are
-planned as the loader plans them (narrow layers share planes), prompts come in chunks and in company.
+Specs and weights are synthetic, to test a layer's geometry alone. Pages are planned as by the loader (narrow
+layers share planes); prompts come in chunks and batches.
 
 Legend: N rows, Q query heads, K kv heads, D head dim, F head dim of values.
 """
@@ -72,7 +72,7 @@ def _spec(*layers: LayerSpec) -> ModelSpec:
 SPECS = {
     # As Gemma 4's: full layers have fewer, wider heads, and half a sliding layer's width: two in a plane.
     "heads by layer": _spec(*[_layer(4, 4, 16, WINDOW), _layer(4, 1, 32, None)] * 2),
-    # As MiMo's: values shorter than keys, whose size is no power of two; full layers have half the heads.
+    # Like MiMo: values shorter than keys, whose size is no power of two; full layers have half the heads.
     "shorter values": _spec(*[_layer(4, 1, 24, None, 16), _layer(4, 2, 24, WINDOW, 16)] * 2),
     # All see everything, and the widths do not divide each other: two groups for one window.
     "query heads by layer": _spec(_layer(4, 2, 16, None), _layer(2, 1, 24, None), _layer(4, 1, 16, None)),
@@ -171,7 +171,7 @@ def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> l
     steps = Steps(NUM_SLOTS, MAX_LEN, num_groups=len(pages.groups))
     num_pages = len(pages.groups) * NUM_SLOTS * MAX_LEN // steps.page_size
     cache = model.new_cache(num_pages, steps.page_size)
-    cache.kv.fill_(100.0)  # what is seen unwritten must show
+    cache.kv.fill_(100.0)  # reading an unwritten value must show
     size = (NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, device)
     states = RequestStates(*size, backend.attention_batch, pages=pages)
     admitted = [steps.admit(slot, tokens_of(slot)) for slot in range(NUM_SLOTS)]
@@ -194,14 +194,14 @@ def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> l
     ("backend", "name"),
     [(backend, name) for backend in BACKENDS for name in SPECS if (backend, name) != SLOW],
 )
-def test_layers_of_several_geometries_attend_as_full_attention_does(backend: str, name: str) -> None:
+def test_layers_of_several_geometries_attend_like_full_attention(backend: str, name: str) -> None:
     spec = SPECS[name]
     for slot, logits in enumerate(in_pages(spec, SingleRank(), BACKENDS[backend]())):
         torch.testing.assert_close(logits, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_page_is_counted_with_what_it_takes(name: str) -> None:
+def test_page_bytes_count_all_of_a_page(name: str) -> None:
     spec = SPECS[name]
     plan = plan_models(settings(Path("none")), Path("none"), spec, None, None, MAX_LEN)
     weights = TargetWeights(MadeUp(spec), spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu"))
@@ -214,7 +214,7 @@ def test_a_page_is_counted_with_what_it_takes(name: str) -> None:
 @pytest.mark.parametrize("name", ["heads by layer", "shorter values"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_kv_heads_of_some_layers_and_repeat_others(name: str, world_size: int) -> None:
-    """Of four ranks each has a head of its own in sliding layers, the one head of full ones: other widths."""
+    """Each of four ranks has its own head in sliding layers and the one head of full ones: other widths."""
     spec = SPECS[name]
     for logits in ThreadRanks(world_size).run(lambda rank: in_pages(spec, rank, TorchBackend())):
         for slot, part in enumerate(logits):

@@ -1,4 +1,4 @@
-"""Attention over latents: absorbed or expanded it is what published formulas say, alone and in company.
+"""MLA: absorbed and expanded attention equal the published formulas, alone and in batches.
 
 Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent.
 """
@@ -43,14 +43,14 @@ Q_RANK = 24
 
 @dataclass
 class Layer:
-    """Random weights of a layer, and what fp64 makes of its rows by the published formulas, expanded."""
+    """Random weights of a layer, and the fp64 result of the published formulas, expanded."""
 
     shape: AttentionShape
     rope: RotaryEmbedding
     q_up_OK: Tensor
 
     def exact(self, qkv_NO: Tensor, context: int) -> Tensor:
-        """Of the last rows of one request, of whom `context` came before: all rows are given."""
+        """Results of the last rows of one request with all its rows, `context` of them earlier."""
         parts = self.shape.latent
         assert parts is not None and parts.q_norm is not None and isinstance(parts.q_up, Linear)
         x = qkv_NO.double()
@@ -108,7 +108,7 @@ def random_layer() -> Layer:
 
 
 class Requests:
-    """Prompts in pages that lie apart, computed in steps."""
+    """Prompts in scattered pages, computed in steps."""
 
     def __init__(self, layer: Layer, backend: Backend, lengths: list[int]) -> None:
         torch.manual_seed(5)
@@ -116,13 +116,13 @@ class Requests:
         self._attend = backend.attention(layer.shape)  # type: ignore[attr-defined]  # of an operating backend
         geometry = KVCacheSpec(1, C + R, C, v_in_k=True)
         self.cache = PagedKVCache(1, PAGES, PAGE, geometry, torch.float32, DEVICE)
-        self.cache.kv.fill_(100.0)  # what is seen unwritten must show
+        self.cache.kv.fill_(100.0)  # reading an unwritten value must show
         self.rows = [torch.randn(length, Q_RANK + C + R) for length in lengths]
         self.computed = [0] * len(lengths)
         self._pages = np.arange(PAGES).reshape(-1, len(lengths)).T[:, ::-1].copy()
 
     def compute(self, counts: dict[int, int]) -> list[Tensor]:
-        """So many further rows of each request: what attention makes of them."""
+        """Attention's result for a number of further rows of each request."""
         who, num = list(counts), list(counts.values())
         first = [self.computed[r] for r in who]
         spans = [range(at, at + n) for at, n in zip(first, num, strict=True)]
@@ -141,13 +141,13 @@ class Requests:
         return list(out.split(num))
 
     def share(self, source: int, target: int, num_pages: int) -> None:
-        """A new request begins with another's first pages."""
+        """A new request starts with another's first pages."""
         self._pages[target][:num_pages] = self._pages[source][:num_pages]
         self.computed[target] = num_pages * PAGE
         self.rows[target][: num_pages * PAGE] = self.rows[source][: num_pages * PAGE]
 
     def exact(self, request: int, count: int) -> Tensor:
-        """Of its last rows."""
+        """The result of a request's last rows."""
         seen = self.computed[request]
         return self._layer.exact(self.rows[request][:seen], seen - count)
 
@@ -165,13 +165,13 @@ BACKENDS = {
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_CPU) if n == "loops" else n for n in BACKENDS])
 @torch.inference_mode()
-def test_absorbed_attention_is_what_is_published_expanded(layer: Layer, name: str) -> None:
-    """A prompt in chunks beside other requests, then blocks of rows, some behind a rejection."""
+def test_absorbed_attention_equals_the_published_expanded_form(layer: Layer, name: str) -> None:
+    """A prompt in chunks with other requests, then blocks of rows, some after a rejection."""
     requests = Requests(layer, BACKENDS[name](), [70, 20, 5])
     for counts in ({0: 33, 2: 4}, {0: 20, 1: 9}, {1: 8, 0: 1, 2: 1}):
         for (request, count), got in zip(counts.items(), requests.compute(counts), strict=True):
             torch.testing.assert_close(got, requests.exact(request, count), atol=TOLERANCE, rtol=TOLERANCE)
-    requests.computed[0] -= 1  # the last row was rejected: another comes in its place
+    requests.computed[0] -= 1  # the last row was rejected: another takes its place
     requests.rows[0][requests.computed[0]] = torch.randn(Q_RANK + C + R)
     (got,) = requests.compute({0: 6})
     torch.testing.assert_close(got, requests.exact(0, 6), atol=TOLERANCE, rtol=TOLERANCE)
@@ -193,7 +193,7 @@ def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) 
 
 @pytest.fixture
 def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
-    """Of all passes and layers so far."""
+    """The number over all passes and layers so far."""
     attend, found = latent.attend_expanded, list[Expansion]()
 
     def watched(q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, of: Expansion, *more: object) -> None:
@@ -207,10 +207,10 @@ def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
 @pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("piece_keys", [4096, 40, 7], ids="in {} keys at a time".format)
 @torch.inference_mode()
-def test_long_prompts_expanded_are_what_is_published(
+def test_expanded_long_prompts_equal_the_published_form(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
 ) -> None:
-    """Of several requests at once, some in chunks; beside a short prompt and single rows, which are not."""
+    """Several requests together, some in chunks; a short prompt and single rows are not expanded."""
     monkeypatch.setattr(expansion, "PIECE_KEYS", piece_keys)
     requests = Requests(layer, TritonBackend(DEVICE), [110, 75, 30])
     passes = ({0: 40, 1: FEWEST, 2: 4}, {0: FEWEST - 1, 1: 2}, {2: 3, 0: FEWEST}, {1: 40}, {0: 5, 2: 1})
@@ -224,9 +224,7 @@ def test_long_prompts_expanded_are_what_is_published(
 
 @pytest.mark.usefixtures("on_the_device")
 @torch.inference_mode()
-def test_an_expanded_prompt_goes_on_behind_what_others_left_absorbed(
-    layer: Layer, expansions: list[Expansion]
-) -> None:
+def test_an_expanded_prompt_continues_after_absorbed_rows(layer: Layer, expansions: list[Expansion]) -> None:
     """A prefix hit: its first pages are another request's, whose rows came a few at a time."""
     requests = Requests(layer, TritonBackend(DEVICE), [3 * PAGE, 3 * PAGE + 20])
     for _ in range(6):
@@ -240,10 +238,10 @@ def test_an_expanded_prompt_goes_on_behind_what_others_left_absorbed(
 
 @pytest.mark.usefixtures("on_the_device")
 @torch.inference_mode()
-def test_where_bits_are_promised_they_are_those_of_absorbed_rows(
+def test_guaranteed_bits_are_those_of_absorbed_rows(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whom the host knows nothing nobody can be expanded."""
+    """Without lengths on the host no request can be expanded."""
 
     def prompts(*, batch_invariant: bool) -> Tensor:
         requests = Requests(layer, TritonBackend(DEVICE, batch_invariant=batch_invariant), [80, 50])
@@ -258,10 +256,10 @@ def test_where_bits_are_promised_they_are_those_of_absorbed_rows(
     assert len(expansions) == 1
 
 
-def test_the_runner_expands_prompts_waits_for_nothing_and_brings_the_host_s_tokens(
+def test_the_runner_expands_prompts_without_waits_and_gives_the_hosts_tokens(
     tmp_path: Path, expansions: list[Expansion]
 ) -> None:
-    """One prompt whole beside the first chunk of another; its rest beside drafts, which are absorbed."""
+    """A whole prompt with the first chunk of another; its rest with drafts, which are absorbed."""
     target = make_tiny_target(tmp_path, "deepseek_v3", seed=5)
     random = np.random.default_rng(2)
     twins = Twins.open(target, None, [random.integers(1, 90, n).tolist() for n in (40, 27)], method="ngram")
@@ -274,8 +272,8 @@ def test_the_runner_expands_prompts_waits_for_nothing_and_brings_the_host_s_toke
     assert len(expansions) == num_passes
 
 
-def test_nobody_is_expanded_where_the_host_knows_no_lengths(layer: Layer) -> None:
-    """As of whoever decodes: graphs are made before anybody is there."""
+def test_no_request_is_expanded_without_host_lengths(layer: Layer) -> None:
+    """As in decoding: graphs are made before there are requests."""
     assert layer.shape.latent is not None
     assert layer.shape.latent.fewest_expanded == FEWEST
     workspace = ExpansionWorkspace(layer.shape.latent, C + R, FEWEST)
@@ -290,17 +288,17 @@ def test_nobody_is_expanded_where_the_host_knows_no_lengths(layer: Layer) -> Non
 @pytest.mark.parametrize(
     ("sizes", "fewest"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
 )
-def test_rows_from_which_expanding_is_less_work_follow_from_the_sizes(
+def test_the_row_count_for_expanding_follows_from_the_sizes(
     layer: Layer, sizes: tuple[int, int, int], fewest: int | None
 ) -> None:
-    """Kimi K2's and DeepSeek-V3's; of wider queries; and of heads that are wider than a latent is long."""
+    """Kimi K2's and DeepSeek-V3's sizes; wider queries; and heads wider than a latent."""
     nope, v_dim, rank = sizes
     assert layer.shape.latent is not None
     parts = replace(layer.shape.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)
     assert parts.fewest_expanded == fewest
 
 
-def test_a_token_takes_one_vector_for_all_heads_and_its_value_lies_in_its_key(layer: Layer) -> None:
+def test_a_token_takes_one_vector_for_all_heads_with_its_value_in_its_key(layer: Layer) -> None:
     geometry = KVCacheSpec(1, 576, 512, v_in_k=True)
     assert geometry.width == 576 and replace(geometry, v_in_k=False).width == 576 + 512
     cache = PagedKVCache(61, 2, PAGE, geometry, torch.bfloat16, "cpu")
@@ -310,7 +308,7 @@ def test_a_token_takes_one_vector_for_all_heads_and_its_value_lies_in_its_key(la
     assert keys.data_ptr() == values.data_ptr() == cache.pages(7).data_ptr()
 
 
-def test_tiles_of_heads_hold_what_registers_do() -> None:
+def test_head_tiles_fit_the_registers() -> None:
     kinds = [latent_kind(heads, 512, torch.bfloat16, 64) for heads in (8, 64, 128, 12)]
     assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == [8, 32, 32, 4]
     assert latent_kind(64, 512, torch.bfloat16, 64, batch_invariant=True).num_kv_heads == 4

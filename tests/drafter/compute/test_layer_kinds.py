@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Kind:
-    """A backend and what it is asked; `rich` is all that a block may have."""
+    """A backend and its requested features; `rich` means every feature of a block."""
 
     make: Callable[[], Backend]
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class Model:
         return rope
 
     def _norm(self, size: int) -> RMSNorm:
-        """Of all that it may have: weights in fp32, which bf16 has no room for."""
+        """A block with every feature: weights in fp32, which bf16 cannot represent."""
         weight = 1 + 0.1 * torch.randn(size, generator=self._random)
         weight = weight if self.kind.rich else weight.bfloat16().to(self.dtype)
         return RMSNorm(weight.to(self.device), EPS)
@@ -151,7 +151,7 @@ class Model:
         return self.backend.linear(self.tensor(outputs, inputs, scale=inputs**-0.5))
 
     def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
-        """With these layers' contexts, at any order of elements within a page, and others' values."""
+        """A cache with these layers' contexts, in any element order within a page, and other values."""
         size = (NUM_PAGES + 12, PAGE_SIZE, KVCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM))
         cache = PagedKVCache(places, *size, self.dtype, self.device)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
@@ -190,7 +190,7 @@ class Model:
         return self.rows([self.own_table], (WINDOWS[layer],))
 
     def run(self) -> tuple[Tensor, Tensor, PagedKVCache]:
-        """Normed rows, the residual behind each layer [N, L, H], and the cache."""
+        """Normed rows, the residual after each layer [N, L, H], and the cache."""
         cache = self.grouped_cache()
         stack = self.backend.stack(self.blocks, self.final_norm, (0, 1, 2))
         normed, taps = stack(self.x.clone(), self.grouped_rows(), cache)
@@ -198,7 +198,7 @@ class Model:
         return normed, taps, cache
 
     def assert_same_pages(self, grouped: PagedKVCache, own: list[PagedKVCache]) -> None:
-        """Each layer's pages hold what its own cache's do, and nothing else was written."""
+        """Each layer's pages equal its own cache's, and nothing else was written."""
         expected = self.grouped_cache()
         for place, cache in zip(PLACES, own, strict=True):
             mine = torch.from_numpy(self.group_tables[place.group])
@@ -222,8 +222,8 @@ def test_a_layer_of_a_group_computes_what_it_computes_alone(kind: Kind):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].rich and name != "eager"])
-def test_all_that_a_block_may_have_is_what_pytorch_s_operators_make_of_it(name: str):
-    """In fp32 nearly; in bf16 to its rounding at every step."""
+def test_every_block_feature_equals_pytorchs_operators(name: str):
+    """Nearly equal in fp32; in bf16 up to its rounding at every step."""
     model = Model(KINDS[name])
     found, expected = model.run(), Model(KINDS["eager"]).run()
     for got, right in zip(found[:2], expected[:2], strict=True):
@@ -235,7 +235,7 @@ def test_all_that_a_block_may_have_is_what_pytorch_s_operators_make_of_it(name: 
 
 
 @pytest.mark.parametrize("layers", [[0, 2], [2], [1]], ids=["of group 1", "its second", "of group 0"])
-def test_context_of_layers_of_a_group_is_written_as_each_alone_would_be(kind: Kind, layers: list[int]):
+def test_context_of_a_group_is_written_as_for_single_layers(kind: Kind, layers: list[int]):
     model = Model(kind)
     norms_LD = torch.stack([model.blocks[layer][0].k_norm_D for layer in layers])
     width = len(layers) * KV_HEADS * HEAD_DIM
@@ -254,8 +254,8 @@ def test_context_of_layers_of_a_group_is_written_as_each_alone_would_be(kind: Ki
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in scores that no row sees
-def test_pages_behind_the_window_may_be_anothers(kind: Kind):
-    """Huge values in the windowed group's pages that no row sees: not a bit of the results changes."""
+def test_pages_before_the_window_may_belong_to_another_request(kind: Kind):
+    """Huge values in the windowed group's unseen pages change no bit of the results."""
     model = Model(kind)
     normed, taps, _ = model.run()
     for r, (first, _) in enumerate(REQUESTS):
@@ -270,7 +270,7 @@ def test_pages_behind_the_window_may_be_anothers(kind: Kind):
 
 @pytest.mark.parametrize("out_normed", [False, True], ids=["added as it is", "normed before"])
 @pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].rich])
-def test_what_is_added_to_a_residual_leaves_the_old_one_as_it_was(name: str, out_normed: bool):
+def test_adding_to_a_residual_does_not_change_the_old_one(name: str, out_normed: bool):
     kind, model = KINDS[name], Model(KINDS[name])
     weight_HI = model.tensor(HIDDEN, INNER, scale=0.1)
     x, residual = model.tensor(5, INNER), model.tensor(5, HIDDEN)

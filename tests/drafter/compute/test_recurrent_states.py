@@ -66,19 +66,19 @@ def new_cache(num_states: int) -> PagedKVCache:
 
 
 def read(tokens: list[int], rows: StateRows, cache: PagedKVCache) -> Tensor:
-    """What rows of these tokens read in all layers, [N, L * G]."""
+    """The results of rows of these tokens in all layers, [N, L * G]."""
     step = TorchPass(PlacedRows(torch.empty(0), (), (), states=rows))
     return torch.cat([layer(MIXED[i][tokens], step, cache, i) for i, layer in enumerate(LAYERS)], dim=1)
 
 
-def read_whole(tokens: list[int]) -> Tensor:
-    """In one pass, from nothing."""
+def read_in_one_pass(tokens: list[int]) -> Tensor:
+    """In one pass, from an empty state."""
     numbers = (np.array([n], dtype=np.int64) for n in (0, len(tokens), 0, 0))
     return read(tokens, StateRows(*numbers), new_cache(1))
 
 
 class LayersExecutor(CheckingExecutor):
-    """Runs the layers, too, and looks what every row that stands reads."""
+    """Also runs the layers, and checks what every accepted row reads."""
 
     def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: list[float]) -> None:
         super().__init__(info, max_rows, max_slots, survival)
@@ -129,7 +129,7 @@ def workloads(draw: st.DrawFn) -> tuple[EngineCore, list[Arrival]]:
 
 @settings(max_examples=15, deadline=None)
 @given(workload=workloads())
-def test_every_row_reads_what_it_reads_in_one_pass_over_its_sequence(
+def test_every_row_reads_the_state_of_a_single_pass(
     workload: tuple[EngineCore, list[Arrival]],
 ) -> None:
     engine, todo = workload
@@ -144,7 +144,7 @@ def test_every_row_reads_what_it_reads_in_one_pass_over_its_sequence(
         request = arrival.request
         seen = executor.read.get(request.request_id, {})
         tokens = [*request.prompt_token_ids, *expected(request, executor.info, executor.max_rows)[0]]
-        whole_NG = read_whole(tokens)
+        whole_NG = read_in_one_pass(tokens)
         for position, read_G in seen.items():
             if position < len(tokens):
                 assert_close(read_G, whole_NG[position], rtol=1e-4, atol=1e-5)
@@ -152,8 +152,8 @@ def test_every_row_reads_what_it_reads_in_one_pass_over_its_sequence(
     event(f"preempted: {engine.stats().preemptions > 0}")
 
 
-def test_who_begins_as_a_copy_folds_what_was_saved_beside_it() -> None:
-    """Saved behind one of two drafts that stood: the state before them, and their records."""
+def test_a_sequence_that_starts_from_a_copy_folds_its_saved_records() -> None:
+    """Saved after one of two accepted drafts: the state before them, and their records."""
     memory, zeros = new_cache(3).states, np.zeros(2, np.int64)
     assert memory is not None
     states = RecurrentStates(memory, 2)

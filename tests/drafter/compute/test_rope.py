@@ -76,7 +76,7 @@ def test_frequencies_and_scale_equal_transformers(kind: str):
     assert ours.scaling["max_position_embeddings"] == {**LENGTH, **config}["max_position_embeddings"]
 
 
-def test_published_settings_of_yarn_differ_where_a_key_is_ignored():
+def test_ignoring_a_yarn_key_changes_published_settings():
     oss, kimi = (ROPES[f"yarn of {name}"] for name in ("gpt-oss", "Kimi"))
     rounded = {**oss, "rope_scaling": {**GPT_OSS, "truncate": True}}
     assert not torch.allclose(rope_of(oss).frequencies(), rope_of(rounded).frequencies(), rtol=1e-3)
@@ -101,7 +101,7 @@ def test_rotations_equal_transformers(kind: str):
     assert torch.equal(buffer, rotation.rotate(x))
 
 
-def test_the_old_key_changes_full_layers_of_a_gemma_as_in_transformers():
+def test_the_legacy_rope_key_changes_full_layers_of_gemma_as_in_transformers():
     parameters = {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -116,7 +116,7 @@ def test_the_old_key_changes_full_layers_of_a_gemma_as_in_transformers():
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("beside", [{}, {"rope_parameters": YARN}, {"rope_scaling": YARN}])
-def test_a_type_that_does_not_exist_is_refused_wherever_it_stands(key: str, beside: dict):
+def test_an_unknown_rope_type_is_refused_everywhere(key: str, beside: dict):
     config = {**LENGTH, **beside, key: {"rope_type": "nonsense", "factor": 2.0}}
     with pytest.raises(CheckpointError, match=rf"{key}\.rope_type='nonsense' must be one of default"):
         rope_of(config)

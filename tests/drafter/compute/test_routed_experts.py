@@ -1,4 +1,4 @@
-"""Routers against their definition; experts against fp64, alone and in company, whole and in parts."""
+"""Routers against their definition; experts against fp64, alone and in batches, whole and sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def by_definition(logits_E: Tensor, rule: MoeRouter, correction_E: Tensor) -> dict[int, float]:
-    """What one row gives to whom, in Python's own sorting and sums."""
+    """The experts and weights of one row, by Python's own sorting and sums."""
     logits = [float(v) for v in logits_E]
     whole = logits_E.double().softmax(0) if rule.score == "softmax" else logits_E.double().sigmoid()
     scores = logits if rule.choose_first else [float(v) for v in whole]
@@ -58,7 +58,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rows_go_where_the_rule_says(name: str) -> None:
+def test_rows_are_routed_by_the_rule(name: str) -> None:
     torch.manual_seed(0)
     rule = MoeRouter(num_experts=EXPERTS, top_k=CHOSEN, **RULES[name])
     logits_NE, correction_E = 2 * torch.randn(60, EXPERTS), torch.randn(EXPERTS)
@@ -70,7 +70,7 @@ def test_rows_go_where_the_rule_says(name: str) -> None:
         assert weights == pytest.approx(list(expected.values()), rel=1e-5)
 
 
-def test_of_equals_the_lower_number_is_chosen() -> None:
+def test_ties_go_to_the_expert_with_the_lower_number() -> None:
     logits_NE = torch.zeros(2, 200)
     logits_NE[1, [190, 3, 77]] = 1.0
     rule = MoeRouter(num_experts=200, top_k=4, score="softmax")
@@ -78,7 +78,7 @@ def test_of_equals_the_lower_number_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_router_may_norm_the_residual_itself_and_weigh_its_experts(backend: Backend) -> None:
+def test_a_router_may_norm_the_residual_and_weight_its_experts(backend: Backend) -> None:
     torch.manual_seed(0)
     weight_EH, norm_H, scale_E = torch.randn(EXPERTS, HIDDEN), torch.rand(HIDDEN), torch.rand(EXPERTS)
     rule = MoeRouter(
@@ -102,7 +102,7 @@ def test_a_router_may_norm_the_residual_itself_and_weigh_its_experts(backend: Ba
 
 
 def test_a_router_in_fp32_stays_in_fp32() -> None:
-    """As those by sigmoid: 1 + 2^-10 is 1 in bf16."""
+    """Like a sigmoid router: 1 + 2^-10 is 1 in bf16."""
     weight_EH = torch.tensor([[1.0], [1.0 + 2**-10]])
     rule = MoeRouter(num_experts=2, top_k=1, score="sigmoid")
     x_NH = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def test_rows_get_the_weighted_sum_of_their_experts(
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_rank_adds_what_its_own_experts_make(backend: Backend) -> None:
+def test_a_rank_adds_the_results_of_its_own_experts(backend: Backend) -> None:
     torch.manual_seed(2)
     whole = random_experts(torch.float32)
     parts = [
@@ -194,7 +194,7 @@ def test_a_rank_adds_what_its_own_experts_make(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_rows_bits_are_its_own(backend: Backend) -> None:
+def test_a_rows_bits_do_not_depend_on_other_rows(backend: Backend) -> None:
     torch.manual_seed(3)
     experts, rows = backend.experts(random_experts(torch.float32)), random_rows(40, torch.float32)
     together = experts(*rows)
@@ -205,8 +205,8 @@ def test_a_rows_bits_are_its_own(backend: Backend) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, gated: bool) -> None:
-    """Whole, or by sigmoid(w u); one sum over ranks has it and the experts."""
+def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gated: bool) -> None:
+    """Added fully, or times sigmoid(w u); one sum over ranks includes it and the experts."""
     torch.manual_seed(4)
     weights, (x_NH, _, _) = random_experts(torch.float32), random_rows(11, torch.float32)
     router = RouterWeights(
@@ -244,7 +244,7 @@ def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, 
 
 
 class _SummedByCompany(NumbaBackend):
-    """Its experts see how many rows there are."""
+    """Experts whose result depends on the number of rows."""
 
     def experts(self, weights: ExpertWeights) -> Experts:
         made = super().experts(weights)
@@ -255,7 +255,7 @@ class _SummedByCompany(NumbaBackend):
         return compute
 
 
-def test_whether_rows_are_invariant_is_measured_with_experts_where_a_model_has_some() -> None:
+def test_batch_invariance_is_measured_with_experts_if_the_model_has_some() -> None:
     assert rows_are_invariant(NumbaBackend(), torch.float32, "cpu", routed=True)
     assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
     assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)

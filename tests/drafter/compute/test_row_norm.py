@@ -1,4 +1,4 @@
-"""Norms of whole queries and whole keys: on every backend what RMSNorm makes of either, whatever the company.
+"""Norms of whole queries and keys: every backend equals RMSNorm, in any batch.
 
 How ranks share one is seen where whole targets are split (test_target_parallel.py: MiniMax-M2, on more ranks
 than K/V heads, too).
@@ -32,7 +32,7 @@ HEADS, KV_HEADS, HEAD_DIM, EPS = 9, 3, 128, 1e-2
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_each_part_of_a_row_is_normed_by_itself(tmp_path, name: str, rows: int) -> None:
+def test_each_part_of_a_row_is_normed_separately(tmp_path, name: str, rows: int) -> None:
     make, device = BACKENDS[name]
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     spec = read_model(make_tiny_target(tmp_path, "minimax_m2", num_hidden_layers=1, **heads))

@@ -1,4 +1,4 @@
-"""Compiled code is kept on the disk for as long as what it was made of stays the same, and no longer."""
+"""Compiled code is cached on disk as long as its sources are unchanged, and no longer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPS, STEP_LOOPS, COMPILED = (
     "drafter/step/cpu_numba",
     "drafter/compute/cpu_fused",
 )
-# Every line asks for a child that imports the package anew; PyTorch and Numba are there once.
+# Every line requests a child that imports the package again; PyTorch and Numba are imported once.
 SCRIPT = """
 import json, os, sys
 
@@ -55,7 +55,7 @@ class Package:
         self.process = subprocess.Popen([sys.executable, "-c", SCRIPT], **pipes)
 
     def choose(self) -> tuple[bool, set[str]]:
-        """Whether a choice found its code on the disk, and the package's sources that were read for it."""
+        """Whether sampling found its code on disk, and the package's sources that were read for it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(file=self.process.stdin, flush=True)
         said = self.process.stdout.readline()
@@ -69,14 +69,14 @@ class Package:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
-    """It has chosen once."""
+    """A process that has sampled once."""
     package = Package(tmp_path_factory.mktemp("kept"))
     with package.process:
         assert not package.choose()[0]
         yield package
 
 
-def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Package) -> None:
+def test_cached_code_is_found_without_reading_other_folders(package: Package) -> None:
     found, read = package.choose()
     assert found
     assert {Path(path).parent.as_posix() for path in read} == {LOOPS, STEP_LOOPS}
@@ -97,7 +97,7 @@ def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Pack
         "another file",
     ],
 )
-def test_code_is_as_old_as_what_it_is_made_of(
+def test_cached_code_depends_on_its_sources(
     package: Package, file: str, old: str, new: str, stays: bool
 ) -> None:
     source = package.folder / file
@@ -111,8 +111,8 @@ def test_code_is_as_old_as_what_it_is_made_of(
         package.choose()
 
 
-def test_code_is_kept_apart_by_the_instructions_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba tells CPUs apart, but not a process that may use AMX from one that may not."""
+def test_cached_code_is_separate_for_each_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba distinguishes CPUs, but not processes with and without AMX."""
 
     def age(instructions: Instructions | None) -> tuple[str, ...]:
         monkeypatch.setattr(elements, "bf16_instructions", lambda: instructions)

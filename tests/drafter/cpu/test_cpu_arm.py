@@ -1,4 +1,4 @@
-"""What the compiled pass has of its own instructions can be compiled for ARM; nothing here runs there."""
+"""The fused pass compiles for ARM; it is not run here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> binding.TargetMachine:
 
 
 @pytest.mark.parametrize("name", EMITTED)
-def test_what_is_emitted_is_code_for_arm(name: str, arm: binding.TargetMachine) -> None:
+def test_emitted_code_is_for_arm(name: str, arm: binding.TargetMachine) -> None:
     num_args, emit = EMITTED[name]
     module = ir.Module(name)
     module.triple = arm.triple

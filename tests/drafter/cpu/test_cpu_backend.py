@@ -1,4 +1,4 @@
-"""The compiled loops of the CPU's backend against PyTorch's operators, and row by row against themselves.
+"""The Numba loops of the CPU backend against PyTorch's operators, and row by row against themselves.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, D head dim, L layers.
 """
@@ -40,7 +40,7 @@ def weights(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor):
-    """Equal to 2e-6 in fp32; in bf16 a few ulp, for PyTorch rounds between its operators."""
+    """Assert equality to 2e-6 in fp32, and to a few ulp in bf16, because PyTorch rounds between operators."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     tolerance = 2e-6 if actual.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -60,15 +60,15 @@ def placed(first: int, count: int) -> PlacedRows:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 192), (16, 64), (5, 1000), (0, 64)])
-def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
+def test_norms_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=dtype), EPS)
     assert_same(NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16, 192), (5, 1000)])
-def test_norms_with_weights_in_fp32_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
-    """Rounded once, as there: in bf16 hardly an element differs."""
+def test_norms_with_fp32_weights_equal_pytorchs(shape: tuple[int, int], dtype: torch.dtype):
+    """Rounded once, as in PyTorch: in bf16 few elements differ."""
     x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
     got, expected = NumbaBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
     assert_same(got, expected)
@@ -77,9 +77,7 @@ def test_norms_with_weights_in_fp32_are_those_of_pytorch(shape: tuple[int, int],
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(
-    activation: Activation, dtype: torch.dtype
-):
+def test_a_gated_product_equals_pytorchs_up_to_the_largest_gates(activation: Activation, dtype: torch.dtype):
     gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
     gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
     gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
@@ -90,7 +88,7 @@ def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", ["by its dtype", "by fp32", "not"])
 @pytest.mark.parametrize("heads", SHAPES)
-def test_attention_writes_and_answers_as_pytorch(
+def test_attention_writes_and_computes_as_pytorch(
     heads: tuple[int, int, int], normed: str, dtype: torch.dtype
 ):
     num_heads, num_kv, head_dim = heads
@@ -116,12 +114,12 @@ def test_attention_writes_and_answers_as_pytorch(
 
 @pytest.mark.parametrize("of_norms", [None, torch.float32], ids=["norms alike", "norms in fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype, of_norms: torch.dtype | None):
+def test_context_of_all_layers_is_written_as_in_pytorch(dtype: torch.dtype, of_norms: torch.dtype | None):
     num_layers, num_kv, head_dim = 3, 2, 64
     norms_LD = weights(num_layers, head_dim, dtype=of_norms or dtype)
     kv_NO = torch.randn(5, 2 * num_layers * num_kv * head_dim).to(dtype)
     rows = placed(40, 5)
-    rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
+    rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # this row is not written
     written: list[Tensor] = []
     for backend in (NumbaBackend(), TorchBackend()):
         cache = PagedKVCache(
@@ -134,8 +132,8 @@ def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype, of_n
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
-    """`invariance.py` looks at products and attention; the rest of what a row depends on is here."""
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype):
+    """`batch_invariance.py` measures products and attention; this covers the other operations of a row."""
     x_NH, norm = torch.randn(33, 192).to(dtype), RMSNorm(weights(192, dtype=dtype), EPS)
     gate_up_NI, qkv_NO = torch.randn(33, 1024).to(dtype), torch.randn(33, 512).to(dtype)
     norm_JD, rope = weights(6, 64, dtype=dtype), rotary(64, dtype)
@@ -159,8 +157,8 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
             assert torch.equal(compute(rows), together[rows])
 
 
-def test_heads_normed_by_fp32_are_rounded_once_behind_the_rotation():
-    """At position 0, where nothing turns, keys in bf16 are the exact norm's nearest."""
+def test_heads_normed_in_fp32_are_rounded_once_after_the_rotation():
+    """At position 0 (no rotation) keys in bf16 are the nearest to the exact norm."""
     rows, norm_JD = torch.randn(300, 6 * 64).bfloat16(), 1 + 0.003 * torch.randn(4, 64)
     cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVCacheSpec(2, 64, 64), torch.bfloat16, "cpu")
     at_N = torch.arange(300)
@@ -173,7 +171,7 @@ def test_heads_normed_by_fp32_are_rounded_once_behind_the_rotation():
 
 
 def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
-    """To nearest even, infinities and NaNs included: a norm by ones of rows whose mean square is one."""
+    """Rounding to nearest even, with infinities and NaNs: a norm by ones of rows whose mean square is one."""
     bits = torch.randint(0, 2**16, (4096,), dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     gate_N1 = torch.full((4096, 1), 1.5, dtype=torch.bfloat16)
     got = kernels.gate(torch.cat((gate_N1, bits.view(-1, 1)), dim=1).contiguous(), "silu")
@@ -185,8 +183,8 @@ def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 4096, 50_001])
-def test_a_noisy_row_chooses_the_largest_of_logits_and_noise(vocab_size: int):
-    """PyTorch's noise differs by units in the last place: its best score is ours, but for that."""
+def test_a_noisy_row_chooses_the_maximum_of_logits_plus_noise(vocab_size: int):
+    """PyTorch's noise differs by units in the last place, so scores are compared up to that."""
     num_rows = 12
     logits_MV = 3 * torch.randn(num_rows, vocab_size)
     logits_MV[3, : vocab_size // 2] = float("-inf")
@@ -206,8 +204,8 @@ def test_a_noisy_row_chooses_the_largest_of_logits_and_noise(vocab_size: int):
     assert torch.equal(torch.cat(alone), chosen_M)
 
 
-def test_the_loop_draws_the_very_bits_of_the_noise():
-    """With nothing but noise the choice follows it."""
+def test_the_loop_computes_the_exact_bits_of_the_noise():
+    """With constant logits the choice follows the noise."""
     rows = np.arange(300)
     keys = torch.from_numpy(noise_keys(rows * 104729 - 5, rows)).unsqueeze(-1)
     expected_M = negative_gumbel(keys, 3000).double().argmin(dim=1)
@@ -215,16 +213,16 @@ def test_the_loop_draws_the_very_bits_of_the_noise():
     assert torch.equal(chosen_M, expected_M)
 
 
-def test_of_rows_that_can_be_nothing_the_first_token_is_chosen():
-    """As by `argmax`."""
+def test_rows_without_an_allowed_token_choose_the_first():
+    """As `argmax` does."""
     keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
     logits_MV = torch.full((2, 9), float("-inf"))
     ids_M, margins_M = noisy_argmax_margin(logits_MV, torch.ones(2, 1), keys)
     assert ids_M.tolist() == [0, 0] and margins_M.tolist() == [0.0, 0.0]
 
 
-def test_loops_run_where_no_folder_can_keep_them():
-    """A read-only image without a home: Numba finds no place for its cache."""
+def test_loops_run_without_a_cache_folder():
+    """In a read-only image without a home folder Numba finds no place for its cache."""
     script = (
         "import torch; from numba.core import caching; caching.CacheImpl._locator_classes = []\n"
         "from manta.drafter.compute.cpu_numba import layers as kernels\n"

@@ -1,4 +1,4 @@
-"""The compiled pass of bf16 on a CPU: products, attention, whole stacks, threads; in all their instructions.
+"""The fused bf16 pass on a CPU: products, attention, stacks, threads, with all instruction sets.
 
 Against PyTorch's operators in fp32 on the same bf16 numbers, and bit by bit against itself.
 
@@ -144,7 +144,7 @@ class Model:
     def run(
         self, backend: Backend, dtype: torch.dtype, requests: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed rows, taps, and the last layer's K/V of the requests' own rows; of some requests alone."""
+        """Normed rows, taps, and the last layer's K/V of the requests' own rows, or of some requests."""
         who = list(range(len(self.shape.requests))) if requests is None else requests
         stack, cache = self._stack(backend, dtype), self._cache(backend, dtype)
         counts = np.array([count for _, count in self.shape.requests])
@@ -191,7 +191,7 @@ class Model:
         return self.pages[request][positions // size] * size + positions % size
 
     def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
-        """Of every layer, the past of every request."""
+        """The past of every request, in every layer."""
         _, num_kv, dim = self.shape.heads
         geometry = KVCacheSpec(num_kv, dim, dim)
         cache = PagedKVCache(2, self.num_pages, self.shape.page_size, geometry, dtype, "cpu")
@@ -252,8 +252,8 @@ def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_th
         assert torch.cat([parts[i] for parts in alone]).equal(whole)
 
 
-def test_even_requests_are_shared_out_among_threads_with_the_same_result():
-    """Rows enough for two threads to go their own ways, and the same requests too few for three."""
+def test_equal_requests_are_divided_among_threads_with_the_same_result():
+    """Enough rows for two threads to work separately, and too few requests for three."""
     model = Model(replace(SHAPES["a block"], requests=((100, 16), (90, 16), (40, 16), (8, 16))))
     one, two, three = (model.run(FusedCpuBackend(n), torch.bfloat16) for n in (1, 2, 3))
     assert all(a.equal(b) and a.equal(c) for a, b, c in zip(one, two, three, strict=True))
@@ -283,8 +283,8 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     ), "values are copied as they are"
 
 
-def test_callers_at_the_same_time_get_their_own_results():
-    """One has the team, the others run alone: whoever it is, nothing waits and nothing is mixed up."""
+def test_concurrent_callers_get_their_own_results():
+    """One caller has the team, the others run alone: none waits and results are not mixed."""
     layer = PackedLinear(random(512, 192), None, 2)
     inputs = [random(16, 192) for _ in range(4)]
     expected = [layer(x) for x in inputs]
@@ -316,11 +316,11 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_child_makes_threads_of_its_own():
+def test_a_forked_child_makes_its_own_threads():
     assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=120, check=False).returncode == 0
 
 
-# Of the other kinds that this machine has, in short the one whose code differs most.
+# Of this machine's other instruction sets, in the short form the one whose code differs most.
 LESSER = [
     kind
     for kind in all_instructions()
@@ -329,11 +329,13 @@ LESSER = [
 
 
 @pytest.mark.parametrize("kind", LESSER, ids=lambda kind: kind.value)
-def test_the_same_holds_with_lesser_instructions(kind: Instructions):
-    """These tests again in a process that may use no better ones, and speculation that changes no token."""
-    lossless = "test_in_bf16_too_where_products_do_not_depend_on_the_batch[compiled-0.0]"
+def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
+    """Run these tests again in a process with fewer instructions; speculation changes no token."""
+    lossless = (
+        "test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_batch[compiled-0.0]"
+    )
     tests = [__file__, f"{TESTS / 'end_to_end' / 'lossless' / 'test_shipped_pair.py'}::{lossless}"]
-    some = "stack or bits or rounded_once or context or bf16_too"
+    some = "stack or bits or rounded_once or context or in_bf16"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", some]
     environment = {**os.environ, VARIABLE: kind.value}
     done = subprocess.run(
@@ -343,7 +345,7 @@ def test_the_same_holds_with_lesser_instructions(kind: Instructions):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_instructions_that_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_instructions_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "sse9")
     with pytest.raises(ConfigError, match=r"sse9.*none of amx, avx512_bf16") as caught:
         mask_numba()

@@ -1,4 +1,4 @@
-"""The team of threads where cores are scarce: fewer threads, the same bits, and all of them again."""
+"""The thread team on few cores: fewer threads, the same bits, and all threads again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MS = 1_000_000
 
 
 class Sizes:
-    """The words of a team that has as many threads as it likes."""
+    """Results of a team with a given number of threads."""
 
     def __init__(self, most: int) -> None:
         self._words = np.zeros(8 * NUM_SIZE_LINES, dtype=np.int64)
@@ -61,11 +61,11 @@ def test_a_team_that_waits_more_than_it_works_gives_up_threads(size: int, left: 
     [(4 * MS, 3 * MS), (20 * MS, 7 * MS), (4 * MS, 0)],
     ids=["one quantum", "little", "none"],
 )
-def test_a_team_keeps_its_threads_where_waits_are_short(spent_ns: int, waited_ns: int):
+def test_a_team_keeps_its_threads_if_waits_are_short(spent_ns: int, waited_ns: int):
     assert Sizes(2).after_a_task(2, spent_ns, waited_ns) == 2
 
 
-def test_waits_of_several_tasks_add_up_but_not_for_ever():
+def test_waits_of_several_tasks_add_up_for_a_limited_time():
     sizes = Sizes(2)
     for _ in range(100):  # a quantum in each window
         assert sizes.after_a_task(2, 21 * MS, 4 * MS) == 2
@@ -74,7 +74,7 @@ def test_waits_of_several_tasks_add_up_but_not_for_ever():
     assert sizes.limit == 1
 
 
-def test_a_thread_comes_back_when_its_trial_passes_and_rests_when_it_fails():
+def test_a_thread_resumes_when_its_trial_passes_and_pauses_when_it_fails():
     sizes = Sizes(2)
     assert size_now(sizes.at, 2) == (2, False)
     sizes.after_a_task(2, 10 * MS, 9 * MS)
@@ -93,7 +93,7 @@ def test_a_thread_comes_back_when_its_trial_passes_and_rests_when_it_fails():
         assert size_now(sizes.at, 2) == (1, False), "it rests again"
 
 
-def test_who_asks_for_fewer_threads_than_the_limit_gets_them():
+def test_fewer_threads_than_the_limit_are_granted():
     sizes = Sizes(16)
     sizes.after_a_task(8, 4 * MS, 30 * MS)
     assert sizes.limit == 7
@@ -131,7 +131,7 @@ assert all(layer(x).equal(expected) for _ in range(200))
 """
 
 
-def test_two_threads_on_one_core_become_one_and_two_again_with_the_same_bits():
+def test_two_threads_on_one_core_become_one_and_two_again_with_equal_bits():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], timeout=280, check=False, capture_output=True, text=True
     )

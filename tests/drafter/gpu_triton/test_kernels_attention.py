@@ -1,7 +1,7 @@
-"""The paged attention kernel against dense attention in fp64, request by request; where, says `devices.py`.
+"""The paged attention kernel against dense attention in fp64, by request (device: see `devices.py`).
 
-The interpreter's bf16 products are broken: there bf16 is only compiled (`test_kernels_compile.py`). Whatever
-a call may not read (behind a length, rows of padding, what an earlier call left in the workspace) is NaN.
+The interpreter's bf16 products are broken: there bf16 is only compiled (`test_kernels_compile.py`).
+Everything that a call may not read (beyond a length, padding rows, an earlier call's workspace) is NaN.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size, T keys of a request.
 """
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("on_the_device")
 # A GPU's products of fp32 are three of tf32.
 TOLERANCE = {torch.float32: 2e-5 if ON_GPU else 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NAN = float("nan")
-MANY = 64  # programs: contexts are cut into pieces as short as there are
+MANY = 64  # programs: contexts are split into the shortest pieces
 H200_PROGRAMS = 264
 
 
@@ -56,13 +56,13 @@ class Shape:
 
 
 class Case:
-    """Requests with `lengths` keys, the last `rows` of them this call's, at scattered pages and slots."""
+    """Requests with `lengths` keys, the last `rows` of them in this call, at scattered pages and slots."""
 
     def __init__(self, shape: Shape, lengths, rows, *, max_keys=512, padding=0, seed=0):
         torch.manual_seed(seed)
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
-        nowhere = sum(used)  # a page of NaN, where the table points behind a request's length
+        nowhere = sum(used)  # a page of NaN, to which the table points beyond a request's length
         self.cache = PagedKVCache(2, nowhere + 1, shape.page_size, shape.geometry, shape.dtype, DEVICE)
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
@@ -99,7 +99,7 @@ class Case:
         return workspace
 
     def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
-        """Of each request, times its tiles."""
+        """Counts per request, times its tiles."""
         work = list_work(self.kind(**kind), self.rows, workspace or self.workspace())
         return work.values[2 : 3 + len(self.num_rows)].diff().tolist()
 
@@ -169,7 +169,7 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
         *((Shape(8, 2, 128, 32, half), [129, 33], [16, 3]) for half in HALVES),  # Qwen3: groups of 4
         (Shape(8, 2, 128, 64, torch.float32), [140], [16]),
         *((Shape(5, 1, 128, 256, half), [300], [9]) for half in HALVES),  # a group that is no power of two
-        (Shape(2, 2, 64, 128, torch.float32), [130, 1], [1, 1]),  # a head of its own for every query head
+        (Shape(2, 2, 64, 128, torch.float32), [130, 1], [1, 1]),  # a K/V head for every query head
         *((Shape(2, 1, 256, 16, half), [70], [5]) for half in HALVES),
         (Shape(2, 1, 256, 64, torch.float32), [70], [5]),
         *((Shape(8, 1, 512, 64, half), [140], [5]) for half in HALVES),  # Gemma 4's full layers
@@ -185,7 +185,7 @@ def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape,
 
 
 @pytest.mark.parametrize("first_key", [1, 40])
-def test_keys_before_the_first_are_seen_by_no_row_but_their_own(first_key: int) -> None:
+def test_keys_before_first_key_are_seen_only_by_their_own_row(first_key: int) -> None:
     case = Case(Shape(), [300, 5, 1], [16, 5, 1])
     case.check(first_key=first_key)
     assert not torch.allclose(case.dense(first_key=first_key), case.dense(), atol=1e-3)
@@ -201,7 +201,7 @@ def test_a_prompt_longer_than_a_tile_equals_dense_attention(max_keys, causal, wi
 
 
 @pytest.mark.parametrize("max_keys", [64, 512])
-def test_rows_of_padding_read_nothing_and_become_zeros(max_keys):
+def test_padding_rows_read_nothing_and_become_zeros(max_keys):
     case = Case(Shape(), [30, 40, 0, 0], [2, 3, 0, 0], max_keys=max_keys, padding=6)
     expected = case.dense()
     case.rows.slots_B[2:] = -(10**6)  # no such row of the table
@@ -215,7 +215,7 @@ def test_a_call_of_padding_alone_is_zeros():
     assert torch.equal(case.attend(), torch.zeros(3, 64))
 
 
-def test_it_means_what_the_cpu_s_attention_means():
+def test_paged_attention_equals_the_cpus():
     case = Case(Shape(), [300, 7, 64], [16, 7, 1])
     case.cache.kv.nan_to_num_()  # the CPU multiplies what it hides by zero
     first, rows = np.array(case.lengths) - case.num_rows, np.array(case.num_rows)
@@ -256,7 +256,7 @@ def test_one_workspace_serves_calls_of_any_shape_in_turn():
 
 
 class Alone:
-    """Requests' blocks of a case, in batch-invariant calls whose companions and programs vary."""
+    """Requests' blocks of a case, in batch-invariant calls with other batches and numbers of programs."""
 
     def __init__(self, shape: Shape, **kind) -> None:
         # A window of 130 begins in another tile of 64 for the first context's last row.
@@ -265,7 +265,7 @@ class Alone:
         self.piece_keys = 0  # in the last call
 
     def __call__(self, requests: list[tuple[int, int, int]], num_programs: int = MANY) -> Tensor:
-        """Rows begin..end of requests, each as if they were the last of theirs; [N, Q * D]."""
+        """Rows begin..end of requests, each as if it were the last of its request; [N, Q * D]."""
         case = self.case
         before = case.rows.cu_rows.tolist()
         picked = [case.q[before[r] + begin : before[r] + end] for r, begin, end in requests]
@@ -288,7 +288,7 @@ class Alone:
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 64 keys and runs of two, so that short contexts have all of them."""
+    """Splits of 64 keys and runs of two, so that short contexts have all levels."""
     monkeypatch.setattr(tiles, "_SPLIT_KEYS", 64)
     monkeypatch.setattr(tiles, "_RUN_SPLITS", 2)
 
@@ -296,7 +296,7 @@ def short_splits(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "kind"), [(torch.float32, {}), *((half, {"window": 130}) for half in HALVES)]
 )
-def test_in_invariant_mode_a_row_s_bits_depend_on_nothing_beside_it(short_splits, dtype, kind):
+def test_in_invariant_mode_a_rows_bits_do_not_depend_on_its_batch(short_splits, dtype, kind):
     attend = Alone(Shape(4, 1, 32, dtype=dtype), **kind)
     together = attend([(0, 0, 16), (1, 0, 1), (2, 0, 24)])  # the last in two tiles
     assert torch.equal(attend([(2, 0, 24), (0, 0, 16)]), together[[*range(17, 41), *range(16)]])
@@ -307,7 +307,7 @@ def test_in_invariant_mode_a_row_s_bits_depend_on_nothing_beside_it(short_splits
     assert torch.equal(behind_nobody, together[[*range(28, 41), 16]])
 
 
-def test_in_invariant_mode_bits_do_not_tell_how_a_context_was_shared(short_splits):
+def test_in_invariant_mode_bits_do_not_depend_on_how_a_context_is_split(short_splits):
     attend = Alone(Shape(4, 1, 16))
     requests = [(0, 0, 16), (2, 0, 24)]
     by_split = attend(requests)
@@ -335,7 +335,7 @@ def test_the_invariant_tiles_follow_from_the_model_alone():
     assert [(plan.block_rows, plan.block_keys, plan.num_warps) for plan in plans] == [(64, 64, 8)]
 
 
-def test_few_programs_do_the_work_of_many_and_bits_do_not_tell():
+def test_any_number_of_programs_gives_the_same_bits():
     case = Case(Shape(), [300, 0, 200], [16, 0, 3])
     bits = []
     for num_programs in (MANY, 3):  # of three each does several items, and others arrive last
@@ -346,7 +346,7 @@ def test_few_programs_do_the_work_of_many_and_bits_do_not_tell():
 
 
 class Cut:
-    """How a pass of Qwen3-8B's shape is cut on an H200: pieces per request, and their length."""
+    """How a pass of Qwen3-8B's shape is split on an H200: pieces per request, and their length."""
 
     def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
         count = len(lengths)
@@ -372,13 +372,13 @@ class Cut:
         assert slots_needed <= len(self.workspace.arrived)
 
 
-def test_one_long_context_among_short_ones_is_cut_into_as_many_items_as_it_has_keys():
+def test_a_long_context_among_short_ones_is_split_in_proportion_to_its_keys():
     cut = Cut([32768] + [1024] * 31)
     assert cut.keys == 1024 and cut.pieces == [32] + [1] * 31
     assert cut.items == 504 <= 2 * H200_PROGRAMS  # two rounds, as good as full
 
 
-def test_contexts_are_cut_as_short_as_fills_the_device_and_no_shorter():
+def test_contexts_are_split_just_enough_to_fill_the_device():
     assert Cut([1024]).keys == 128 and Cut([1024]).items == 64
     assert [Cut([8192] * b).items for b in (1, 2, 4, 8, 16, 32)] == [256] * 6
     assert Cut([8192] * 32).pieces == [1] * 32
@@ -394,7 +394,7 @@ def test_any_batch_fits_the_workspace_also_in_invariant_mode():
             Cut(lengths, rows, batch_invariant=batch_invariant, window=1000)
 
 
-def test_in_invariant_mode_pieces_are_splits_or_runs_or_whole_contexts():
+def test_in_invariant_mode_items_are_splits_runs_or_full_contexts():
     def keys(*lengths):
         return Cut(lengths, batch_invariant=True).keys
 
@@ -403,12 +403,12 @@ def test_in_invariant_mode_pieces_are_splits_or_runs_or_whole_contexts():
     assert keys(*[16384] * 64) > 131072
 
 
-def test_a_window_leaves_no_work_for_what_lies_before_it():
+def test_keys_before_a_window_make_no_work():
     assert Cut([32768] * 4, window=128).items == 4 * 8  # the 143 keys that 16 rows see are one piece
     assert Cut([32768] * 4, window=4096).items <= H200_PROGRAMS
 
 
-def test_programs_are_no_more_than_could_have_work():
+def test_there_are_no_more_programs_than_possible_work():
     case = Case(Shape(), [64, 30], [16, 7], max_keys=64)
     work = list_work(case.kind(), case.rows, case.workspace())
     assert work.num_programs == 2 * 2  # requests, kv heads: a table of 64 keys is one piece
@@ -444,7 +444,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1),
     block_table=None,
 ):
-    """What the package's documentation says of these arguments, and what its C++ refuses."""
+    """What the package's documentation says of these arguments, and what its C++ code refuses."""
     for lengths in (cu_seqlens_q, cu_seqlens_k):
         assert (
             lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == len(block_table) + 1
@@ -479,7 +479,7 @@ def flash_attn(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [[16, 1, 3, 0], [1, 1, 1, 0]])
-def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, causal, window):
+def test_the_flash_attn_package_gets_our_kernels_arguments(flash_attn, rows, causal, window):
     case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
     case.rows.slots_B[3] = 0
     attend = FlashAttention()
@@ -500,7 +500,7 @@ def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, cau
         (256, torch.bfloat16, 96, None),
     ],
 )
-def test_what_the_flash_attn_package_cannot_do_is_said_with_a_remedy(
+def test_limits_of_the_flash_attn_package_are_reported_with_a_remedy(
     flash_attn, page_size: int, dtype: torch.dtype, head_dim: int, named: str | None
 ):
     reason = why_not(*asked(page_size, dtype, head_dim))

@@ -25,6 +25,6 @@ def checks() -> list[Check]:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
 @pytest.mark.parametrize("check", checks(), ids=lambda check: f"{check.group}: {check.name}")
-def test_a_kernel_computes_what_the_definition_does(check: Check) -> None:
+def test_a_kernel_equals_the_definition(check: Check) -> None:
     found = examine(check)
     assert found.status == "ok", found

@@ -1,9 +1,9 @@
-"""Every Triton kernel compiles for Hopper (sm_90) without spilling registers: the machine needs no GPU.
+"""Every Triton kernel compiles for Hopper (sm_90) without register spills, without a GPU.
 
-`VARIANTS` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few shapes that tell: a wrong
-one costs seconds. They are compiled in one process without Triton's interpreter, by this file run as a
-script; in the short form every kernel, but of modules with many shapes every third. `make kernels` compiles
-all.
+`VARIANTS` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few representative shapes,
+because each costs seconds. They are compiled in one process without Triton's interpreter, by this file as a
+script; the short form has every kernel, but only every third shape of modules with many. `make kernels`
+compiles all.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _best_of_chunk(dtype: str, *, filters: bool) -> Variant:
 
 
 def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
-    """16 candidates of all chunks'."""
+    """16 candidates of all chunks."""
     signature = _pointers(i64="keys ids", fp32="scores z") | {"logits": f"*{dtype}:16"}
     signature |= {"row_stride": "i32:16", "vocab_start": "i32"}
     keys = -(-vocab // 4096) * 16
@@ -187,7 +187,7 @@ def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
 
 
 def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
-    """Blocks of so many requests."""
+    """Blocks of a number of requests."""
     signature = _pointers(
         i32="cu_rows num_drafts stay_before new_cu_rows",
         fp32="margins weights request_biases biases slopes worths",
@@ -392,7 +392,7 @@ def _add_up(width: int, places: int, dtype: str = "bf16") -> Variant:
 def _delta(
     kernel: str, heads: tuple[int, int], dtype: str = "bf16", *, saves: bool = False, **how: Any
 ) -> Variant:
-    """A kernel of a gated delta layer of so many key and value heads of 128, with four taps and 15 drafts."""
+    """A kernel of a gated delta layer with key and value heads of 128, four taps and 15 drafts."""
     keys, values = heads
     lists = "slots cu_rows num_drafts pendings firsts"
     signature = {"mixed": f"*{dtype}:16", "row_stride": "i32:16"} | _pointers(fp32="qkv")
@@ -430,7 +430,7 @@ def _delta(
 
 
 def _copy_states(kernel: str, lists: str, *, i32: str) -> Variant:
-    """Of Qwen3.5-9B, with 15 drafts."""
+    """Qwen3.5-9B's shape, with 15 drafts."""
     signature = _pointers(fp32="states k_records u_records g_records", bf16="windows x_records", i32=lists)
     signature |= dict.fromkeys(i32.split(), "i32")
     sizes = {"STATE": 32 * 128 * 128, "WINDOW": 3 * 8192, "K": 15 * 2048, "U": 15 * 4096, "G": 15 * 32}
@@ -506,7 +506,7 @@ def _add_splits(heads: int) -> Variant:
 
 
 def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
-    """Of Kimi K2's and DeepSeek-V3's sizes."""
+    """Kimi K2's and DeepSeek-V3's sizes."""
     signature = dict.fromkeys(("q_ptr", "latents_ptr", "heads_ptr", "out_ptr"), f"*{dtype}:16")
     signature |= _pointers(fp32="max_ptr sum_ptr partial_ptr", i32="keys_before_ptr") | _OF_TILES
     signature |= dict.fromkeys(("piece_begin", "piece_end", "num_tiles"), "i32") | {"scale": "fp32"}
@@ -736,7 +736,7 @@ def chosen(module: str, *, whole: bool = WHOLE) -> list[Variant]:
 
 @pytest.fixture(scope="module")
 def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """What became of each variant of a module; its process is asked for one module after the other."""
+    """The result of each variant of a module; its process compiles one module after the other."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -778,7 +778,7 @@ def test_kernels_compile_for_hopper_without_spills(
         assert found["waits_first"] == bool(variant.constexprs.get("PDL")), (variant, found)
 
 
-def test_blocks_and_prompts_of_qwen3_8b_use_hopper_s_matrix_instructions():
+def test_blocks_and_prompts_of_qwen3_8b_use_hoppers_matrix_instructions():
     block, prompt = VARIANTS["compute.gpu_triton.attention.paged_attention"][:2]
     assert (block.constexprs["BLOCK_ROWS"], prompt.constexprs["BLOCK_ROWS"]) == (64, 128)
     assert block.wgmma and prompt.wgmma
@@ -812,7 +812,7 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
 
 
 def _waits_first(ptx: str) -> bool:
-    """Whether a kernel touches memory only behind its wait for the kernel before it."""
+    """Whether a kernel accesses memory only after its wait for the previous kernel."""
     touched = re.search(r"\b(ld|st|atom|red|cp)\.(?!param)", ptx)
     assert touched is not None, "a kernel that does nothing"
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()

@@ -1,4 +1,4 @@
-"""The kernels of gated delta layers against their definition and transformers'; where, says `devices.py`."""
+"""The kernels of gated delta layers against definition and transformers (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def layer_of(
     invariant: bool = False,
     padding: int = 0,
 ) -> DeltaLayer:
-    """Of the definition, or of the device's kernels."""
+    """Run the definition or the device's kernels."""
     device = DEVICE if on_device else torch.device("cpu")
     backend = TritonBackend(DEVICE, batch_invariant=invariant) if on_device else TorchBackend()
     memory = StateMemory(2, kind, NUM_SLOTS, MAX_DRAFTS, dtype, device)
@@ -74,10 +74,10 @@ def assert_same_memory(mine: DeltaLayer, theirs: DeltaLayer, tolerance: float) -
     ],
     ids=str,
 )
-def test_ragged_passes_do_what_the_definition_says(
+def test_ragged_passes_equal_the_definition(
     kind: RecurrentStateSpec, prompt: int, dtype: torch.dtype
 ) -> None:
-    """Prompts in chunks and rows with states saved on the way, blocks of which some stood, nobody's rows."""
+    """Prompts in chunks with states saved on the way, partly accepted blocks, padding rows."""
     layers = [layer_of(kind, False, dtype), layer_of(kind, True, dtype, padding=2)]
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     enter = [(3, rows_of(kind, prompt, 1), 0), (2, rows_of(kind, 0), 0), (0, rows_of(kind, 2, 2), 0)]
@@ -93,8 +93,8 @@ def test_ragged_passes_do_what_the_definition_says(
             layer.accept(3, stood[1])
 
 
-def test_a_prompt_s_chunks_read_what_transformers_say_where_keys_are_alike() -> None:
-    """As of a token that is repeated: A is nearly all ones below its diagonal."""
+def test_a_prompts_chunks_equal_transformers_for_equal_keys() -> None:
+    """Keys as of a repeated token: A is nearly all ones below its diagonal."""
     kind, layer = ODD, layer_of(ODD, True)
     mixed = rows_of(kind, 1).repeat(50, 1) + 0.01 * rows_of(kind, 50, 3)
     mixed[:, -12:-6], mixed[:, -6:] = 4.0, -9.0  # beta near 1, nothing decays
@@ -116,7 +116,7 @@ def test_a_prompt_s_chunks_read_what_transformers_say_where_keys_are_alike() -> 
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_no_bit_of_a_row_depends_on_who_else_is_in_the_pass(invariant: bool) -> None:
+def test_no_bit_of_a_row_depends_on_the_other_rows(invariant: bool) -> None:
     def layer() -> DeltaLayer:
         return layer_of(SMALL, True, invariant=invariant)
 
@@ -139,7 +139,7 @@ def test_no_bit_of_a_row_depends_on_who_else_is_in_the_pass(invariant: bool) -> 
 
 @pytest.mark.parametrize("stood", (0, 2, MAX_DRAFTS))
 def test_rejected_drafts_leave_no_trace_in_any_bit(stood: int) -> None:
-    """Where bits do not depend on how rows are cut: as if all had come one by one."""
+    """If bits do not depend on how rows are cut: equal to row by row."""
     layer, given, wrong = layer_of(SMALL, True, invariant=True), rows_of(SMALL, 12), rows_of(SMALL, 12, 20)
     plain = layer_of(SMALL, True, invariant=True)
     expected = torch.cat([plain.run([(1, row, 0)]) for row in given.split(1)])

@@ -1,4 +1,4 @@
-"""Routed experts in Triton: tiles, products of plain and packed weights, sums; where, says `devices.py`.
+"""Routed experts in Triton: tiles, products of plain and packed weights, sums (device: see `devices.py`).
 
 Against the definition in fp64.
 
@@ -55,7 +55,7 @@ def reads() -> Tensor:
 
 
 def listed(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
-    """Of each tile that is not idle: its expert, and its pairs."""
+    """Expert and pairs of each tile that is not idle."""
     count = int(tiles.count_1)
     found = zip(tiles.experts_T[:count].tolist(), tiles.pairs_TM[:count].tolist(), strict=True)
     return [(expert, [pair for pair in pairs if pair < tiles.num_pairs]) for expert, pairs in found]
@@ -71,10 +71,10 @@ def expected_tiles(ids: Tensor, num_experts: int, first: int, height: int) -> li
 
 @pytest.mark.parametrize(("rows", "experts", "first", "local"), [(1, 8, 0, 8), (70, 8, 2, 5), (600, 3, 1, 2)])
 @pytest.mark.parametrize("height", (16, 64))
-def test_pairs_stand_in_tiles_of_their_experts_in_order(
+def test_pairs_are_in_tiles_of_their_experts_in_order(
     rows: int, experts: int, first: int, local: int, height: int
 ):
-    """Those of other ranks' experts in none; 1200 pairs are more than are looked at at once."""
+    """Pairs of other ranks' experts are in no tile; 1200 pairs are more than one program reads."""
     ids = random_ids(rows, experts)
     tiles = list_tiles(ids, local, first, height, reads_1 := reads())
     expected = expected_tiles(ids, local, first, height)
@@ -85,8 +85,8 @@ def test_pairs_stand_in_tiles_of_their_experts_in_order(
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(HEIGHTS))
 @settings(max_examples=200)
-def test_a_grid_has_room_for_every_choice_and_for_none_more(counts: list[int], height: int):
-    """Counts of pairs by expert; the worst choice of as many pairs needs the whole grid."""
+def test_a_grid_fits_every_choice_exactly(counts: list[int], height: int):
+    """Counts of pairs by expert; the worst choice with as many pairs needs the whole grid."""
     needed, pairs, experts = sum(-(-count // height) for count in counts), sum(counts), len(counts)
     assert needed <= most_tiles(pairs, experts, height)
     used = min(pairs, experts)
@@ -113,8 +113,8 @@ RULES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: MoeRouter, dtype: torch.dtype):
-    """Of equals, too: some rows' logits are a few whole numbers, or zeros."""
+def test_a_choice_of_experts_equals_pytorchs(rule: MoeRouter, dtype: torch.dtype):
+    """Also with ties: some rows' logits are small integers, or zeros."""
     logits_NE = torch.randn(12, rule.num_experts)
     logits_NE[2:5].round_()
     logits_NE[5] = 0
@@ -129,7 +129,7 @@ def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: MoeRouter, dty
     assert torch.equal(alone[0][0], ids_Nk[7]) and torch.equal(alone[1][0], weights_Nk[7])
 
 
-def test_a_router_may_look_at_the_raw_residual_with_a_norm_of_its_own():
+def test_a_router_may_read_the_residual_with_its_own_norm():
     rule = MoeRouter(num_experts=8, top_k=2, score="softmax", normed_input=True)
     norm = RMSNorm(torch.rand(32) + 0.5, 1e-6)
     weights = RouterWeights(rule=rule, weight_EH=torch.randn(8, 32), norm=norm)
@@ -192,8 +192,10 @@ def assert_near(actual: Tensor, exact: Tensor):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
-def test_experts_are_those_of_their_rows(activation: ExpertActivation, packed: bool, dtype: torch.dtype):
-    """Rows and columns of weights that fill no tile, inputs that fill no step."""
+def test_experts_equal_the_definition_row_by_row(
+    activation: ExpertActivation, packed: bool, dtype: torch.dtype
+):
+    """Rows and columns that fill no tile, and inputs that fill no step."""
     layer = Layer(dtype, packed=packed, biases=activation != "silu", activation=activation)
     given_ = layer.rows(13)
     experts = TritonBackend(DEVICE).experts(layer.weights)
@@ -203,7 +205,7 @@ def test_experts_are_those_of_their_rows(activation: ExpertActivation, packed: b
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("height", HEIGHTS)
-def test_tiles_of_every_height_are_the_same_products(height: int, packed: bool, dtype: torch.dtype):
+def test_tiles_of_every_height_give_the_same_products(height: int, packed: bool, dtype: torch.dtype):
     layer = Layer(dtype, hidden=256, experts=2, packed=packed)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
     got_PI = multiply_tiles(x_NH, weight, list_tiles(ids_Nk, 2, 0, height, reads()), activation="silu")
@@ -214,7 +216,7 @@ def test_tiles_of_every_height_are_the_same_products(height: int, packed: bool, 
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_ranks_with_whole_experts_or_parts_of_all_make_the_sum(packed: bool):
+def test_ranks_with_whole_or_split_experts_add_up_to_the_whole(packed: bool):
     layer = Layer(torch.float32, inner=128, experts=6, packed=packed, biases=True)
     given_, of = layer.rows(5), layer.weights
     gate_up_bias_EI, down_bias_EH = of.gate_up_bias_EI, of.down_bias_EH
@@ -267,17 +269,17 @@ def sum_of(ranks: list[ExpertWeights], given_: tuple[Tensor, Tensor, Tensor]) ->
     return torch.stack(parts).sum(0)
 
 
-def test_no_rows_are_no_rows():
+def test_an_empty_batch_gives_no_rows():
     layer = Layer(torch.float32)
     assert TritonBackend(DEVICE).experts(layer.weights)(*layer.rows(0)).shape == (0, 160)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
-def test_in_tiles_of_one_height_a_row_s_bits_depend_on_nothing_beside_it(
+def test_in_tiles_of_one_height_a_rows_bits_do_not_depend_on_its_batch(
     dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nor does what a kernel is compiled for; the interpreter would not see that a tile's height counts."""
+    """Compile-time constants are compared too: the interpreter would not show that a tile's height counts."""
     cuts: set[tuple[object, ...]] = set()
 
     def watch(kernel: str, constants: Mapping[str, object], launch: Callable[[], object]) -> object:
@@ -296,8 +298,8 @@ def test_in_tiles_of_one_height_a_row_s_bits_depend_on_nothing_beside_it(
     assert len(cuts) == 2 and {cut[1] for cut in cuts} == {INVARIANT_HEIGHT}, "one of each product"
 
 
-def test_every_code_and_power_of_packed_weights_is_the_number_it_means():
-    """Read out by rows of one 1 each."""
+def test_every_code_and_power_of_packed_weights_has_its_value():
+    """Read weights through rows with a single 1 each."""
     scales = torch.tensor([[1, 2, 100, 127, MOST_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
     codes_J = torch.arange(16) + 16 * torch.arange(16).flip(0)
     weight = MXFP4(
@@ -309,7 +311,7 @@ def test_every_code_and_power_of_packed_weights_is_the_number_it_means():
     assert torch.equal(got_N1[:, 0], weight.dequantised(torch.float32)[0, 0])
 
 
-def test_a_power_beyond_the_kernels_is_refused_at_load():
+def test_a_scale_beyond_the_kernels_range_is_refused_at_load():
     layer = Layer(torch.float32, packed=True)
     assert isinstance(layer.weights.down, MXFP4)
     layer.weights.down.scales_EOB[1, 2, 0] = MOST_EXPONENT + 1

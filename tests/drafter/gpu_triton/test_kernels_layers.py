@@ -1,4 +1,4 @@
-"""Fused elementwise kernels against the classes that do their work on a CPU; where, says `devices.py`.
+"""Fused elementwise kernels against the classes used on a CPU (device: see `devices.py`).
 
 In fp16 they must round where those classes round: nearly all elements are equal bit by bit, and none is far.
 Triton's interpreter cuts bf16 instead of rounding it, so that bf16 is held to a few ulp only.
@@ -36,7 +36,7 @@ DTYPES = (FP32, *HALVES)
 
 
 def assert_same(actual: Tensor, expected: Tensor):
-    """Equal to 1e-6 in fp32; in half precision a few ulp of the largest values, and mostly bit by bit."""
+    """Assert equality to 1e-6 in fp32, and in half precision to a few ulp of the largest values."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if actual.numel() == 0:
         return
@@ -63,14 +63,14 @@ def seeded():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 192), (33, 64), (3, 2880), (2, 4096), (0, 192)])
-def test_the_norm_of_rows_is_that_of_the_layer(rows: int, width: int, dtype: torch.dtype):
+def test_the_norm_of_rows_equals_the_layers(rows: int, width: int, dtype: torch.dtype):
     x_NH, weight_H = randn(rows, width, dtype=dtype), weights(width, dtype=dtype)
     assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_with_weights_in_fp32_are_those_of_the_layer(dtype: torch.dtype):
-    """Rounded once, at the end, as there."""
+def test_norms_with_fp32_weights_equal_the_layers(dtype: torch.dtype):
+    """Rounded once, at the end, as in the layer."""
     y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
     assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
     sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
@@ -79,7 +79,7 @@ def test_norms_with_weights_in_fp32_are_those_of_the_layer(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (17, 192), (2, 2880), (0, 192)])
-def test_a_residual_is_added_and_normed_and_left_as_it_was(rows: int, width: int, dtype: torch.dtype):
+def test_a_residual_is_added_and_normed_without_changing_it(rows: int, width: int, dtype: torch.dtype):
     y_NH, x_NH, weight_H = (
         randn(rows, width, dtype=dtype),
         randn(rows, width, dtype=dtype),
@@ -112,14 +112,14 @@ def test_rows_of_norms_may_be_slices():
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_a_norm_of_nothing_is_nothing_and_eps_counts(eps: float):
+def test_a_norm_of_zeros_is_zero_and_eps_counts(eps: float):
     x_NH, weight_H = torch.zeros(3, 48), weights(48, dtype=torch.float32)
     x_NH[1] = 1e-2
     assert_same(rms_norm(x_NH, weight_H, eps), RMSNorm(weight_H, eps)(x_NH))
 
 
 def reference_gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
-    """The layer's; of GELU what it means: in fp32 its 1 + tanh has no digits left of negative gates."""
+    """The layer's result; for GELU the exact one: 1 + tanh in fp32 loses all digits of negative gates."""
     if activation == "silu":
         return gate_of_the_layer(gate_up_NI2.clone(), activation)
     gate_NI, up_NI = gate_up_NI2.chunk(2, dim=-1)
@@ -130,7 +130,7 @@ def reference_gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "inner"), [(1, 3072), (33, 96), (2, 1000), (0, 96)])
-def test_the_gated_product_is_that_of_the_layer(
+def test_the_gated_product_equals_the_layers(
     rows: int, inner: int, activation: Activation, dtype: torch.dtype
 ):
     gate_up_NI2 = 4 * randn(rows, 2 * inner, dtype=dtype)
@@ -161,7 +161,7 @@ def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
-    """Two caches with the same garbage in them."""
+    """Two caches with the same random content."""
     geometry = KVCacheSpec(num_kv, head_dim, head_dim)
     caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, geometry, dtype, DEVICE) for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
@@ -170,7 +170,7 @@ def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> l
 
 
 def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor):
-    """The rows of `slots` hold the same keys and exactly the same values; all other slots were left alone."""
+    """The rows of `slots` have the same keys and exactly the same values; all other slots are unchanged."""
     ours, theirs = (c.planes(0, c.num_layers).flatten(1, 2) for c in (cache, expected))
     wanted_N = slots_N[slots_N != cache.skip_slot]
     assert_same(ours[:, wanted_N, 0], theirs[:, wanted_N, 0])
@@ -180,7 +180,7 @@ def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor)
 
 
 def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
-    """Positions and slots of `num_rows` rows; no slot twice."""
+    """Positions and distinct slots of `num_rows` rows."""
     return torch.randint(MAX_POSITIONS, (num_rows,)), torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_rows]
 
 
@@ -192,7 +192,7 @@ def reference_write(
     cache: PagedKVCache,
     layer: int,
 ) -> Tensor:
-    """What `_Layer` of the target and of the drafter do; returns q."""
+    """Compute as `_Layer` of target and drafter do; return q."""
     num_kv = cache.geometries[0].num_kv_heads
     num_q = qkv_NJD.shape[1] - 2 * num_kv
     rotation = rotary(qkv_NJD.shape[2], qkv_NJD.dtype).at(positions_N)
@@ -220,7 +220,7 @@ def reference_write(
         (1, 2, 1, 512),
     ],
 )
-def test_heads_are_normed_rotated_and_written_as_by_the_layers(
+def test_heads_are_normed_rotated_and_written_as_in_the_layers(
     rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
 ):
     qkv_NJD = randn(rows, num_q + 2 * num_kv, head_dim, dtype=dtype)
@@ -246,8 +246,8 @@ def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     assert_written(cache, expected_cache, slots_N)
 
 
-def test_heads_normed_by_fp32_are_rounded_once():
-    """At position 0, where nothing turns: to the exact norm's nearest, which two roundings miss."""
+def test_heads_normed_in_fp32_are_rounded_once():
+    """At position 0 (no rotation): the nearest to the exact norm, which two roundings would miss."""
     qkv_NJD, norm_D = randn(50, 6, 64, dtype=torch.float16), 1 + 0.0003 * torch.randn(64)
     exact_NJD = qkv_NJD[:, :2].double()
     exact_NJD = exact_NJD / (exact_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_D.double()
@@ -261,7 +261,7 @@ def test_heads_normed_by_fp32_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 24])
-def test_values_are_normed_where_a_model_wants_it(dtype: torch.dtype, dim: int):
+def test_values_are_normed_if_the_model_needs_it(dtype: torch.dtype, dim: int):
     qkv_NJD, norm_D = 3 * randn(5, 10, dim, dtype=dtype), weights(dim, dtype=FP32)
     positions_N, slots_N = some_rows(5)
     cache, expected_cache = two_caches(1, 3, dim, dtype)
@@ -313,7 +313,7 @@ def test_without_rows_nothing_is_written():
 def reference_context(
     kv_NJD: Tensor, k_norm_LD: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache
 ):
-    """What `_ContextProjection` does behind its product, and `write_context`."""
+    """Compute as `_ContextProjection` does after its product, and `write_context`."""
     num_kv = cache.geometries[0].num_kv_heads
     num_keys = cache.num_layers * num_kv
     keys = kv_NJD[:, :num_keys]
@@ -329,7 +329,7 @@ def reference_context(
     ("rows", "layers", "num_kv", "head_dim"),
     [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16), (2, 2, 2, 24)],
 )
-def test_context_is_written_to_all_layers_as_by_the_drafter(
+def test_context_is_written_to_all_layers_as_in_the_drafter(
     rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None
 ):
     kv_NJD = randn(rows, 2 * layers * num_kv, head_dim, dtype=dtype)
@@ -362,7 +362,7 @@ def test_context_rows_may_be_slices_with_padding():
 
 
 def test_launches_have_the_shapes_that_are_compiled_for_hopper():
-    """Those of VARIANTS in test_kernels_compile.py, which cannot ask: it must load without Triton."""
+    """The shapes of VARIANTS in test_kernels_compile.py, which cannot ask: it must load without Triton."""
     assert [warps_for(block) for block in (256, 4096, 8192)] == [1, 16, 16]
     shapes = [(128, 32), (64, 8), (256, 16), (128, 8)]
     assert [heads_per_program(*shape) for shape in shapes] == [4, 8, 2, 4]

@@ -1,4 +1,4 @@
-"""Grammars on a GPU's path: the kernel does what the definition does, and answers are those of a CPU.
+"""Grammar masks on the GPU path: the kernel equals the definition, and answers equal the CPU's.
 
 Where it runs, says `devices.py`.
 """
@@ -23,7 +23,7 @@ from text_pair import make_text_pair
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_are_applied_as_the_definition_applies_them(dtype: torch.dtype) -> None:
+def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
     random = np.random.default_rng(3)
     vocab_size, num_words = 4099, 130  # a word more than the logits have columns
     bits_MW = random.integers(-(2**31), 2**31, (3, num_words), dtype=np.int64).astype(np.int32)
@@ -41,7 +41,7 @@ def test_masks_are_applied_as_the_definition_applies_them(dtype: torch.dtype) ->
     assert torch.equal(got_NV.cpu()[is_other], expected_NV[is_other])
 
 
-def test_answers_held_to_grammars_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_constrained_answers_equal_the_cpus(tmp_path: Path) -> None:
     target, drafter = make_text_pair(tmp_path)
     values = StructuredOutputsParams(json={"enum": [True, "of"]}, disable_any_whitespace=True)
     asked = [

@@ -1,4 +1,4 @@
-"""Products of few rows, with all that is fused to them, against PyTorch in fp64; where, says `devices.py`.
+"""Products of few rows with all fused parts, against PyTorch in fp64 (device: see `devices.py`).
 
 Where half precision rounds within a product's neighbourhood (the normed input, the product before gate and
 residual), so does the reference: nearly all elements are equal bit by bit, and none is far.
@@ -53,7 +53,7 @@ def seeded():
 
 
 def assert_near(actual: Tensor, expected: Tensor):
-    """Of `expected` in fp64, rounded as `actual` is."""
+    """Largest difference from `expected` in fp64, rounded like `actual`."""
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -67,7 +67,7 @@ def tensor(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 @dataclass
 class Product:
-    """A weight, perhaps a bias, rows; and what PyTorch makes of them."""
+    """A weight, perhaps a bias, and rows; and PyTorch's result."""
 
     rows: int
     inputs: int
@@ -97,14 +97,14 @@ def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_a_product_is_that_of_its_rows(rows: int, dtype: torch.dtype, bias: bool):
+def test_a_product_equals_the_definition_row_by_row(rows: int, dtype: torch.dtype, bias: bool):
     product = Product(rows, 200, 70, dtype, bias)
     assert_near(product.own(product.x_NK), product.exact(product.x_NK))
     residual_NO = tensor(rows, 70, dtype=dtype)
     assert_near(product.own(product.x_NK, residual_NO), product.exact(product.x_NK) + residual_NO)
 
 
-def test_rows_and_residual_may_be_slices_and_there_may_be_none():
+def test_rows_and_residual_may_be_slices_or_empty():
     product = Product(5, 96, 70, torch.float32)
     wide_NK, residual_NO = tensor(5, 200, dtype=torch.float32), tensor(5, 99, dtype=torch.float32)[:, 20:90]
     got = product.own(wide_NK[:, 100:196], residual_NO)
@@ -114,8 +114,8 @@ def test_rows_and_residual_may_be_slices_and_there_may_be_none():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_residual_comes_with_its_squares_and_its_norm_with_the_next_product(rows: int, dtype: torch.dtype):
-    """As `residual + product` and `RMSNorm` of it, then the next product, each rounded where they are."""
+def test_a_residuals_squares_give_the_norm_of_the_next_product(rows: int, dtype: torch.dtype):
+    """Equal to `residual + product` and `RMSNorm` of it, then the next product, rounded where they are."""
     down, after = Product(rows, 300, 136, dtype, bias=True), Product(rows, 136, 66, dtype)
     residual_NH, norm = tensor(rows, 136, dtype=dtype), RMSNorm(torch.rand(136).to(dtype) + 0.5, EPS)
     before = residual_NH.clone()
@@ -130,7 +130,7 @@ def test_a_residual_comes_with_its_squares_and_its_norm_with_the_next_product(ro
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gate_meets_its_column(rows: int, activation: Activation, dtype: torch.dtype):
+def test_a_gate_is_paired_with_its_column(rows: int, activation: Activation, dtype: torch.dtype):
     product = Product(rows, 136, 2 * 45, dtype, bias=activation == "silu")
     normed = pending(product.x_NK, torch.float32, parts=3)
     expected = gate(product.exact(normed.norm(product.x_NK)), activation)
@@ -139,8 +139,8 @@ def test_a_gate_meets_its_column(rows: int, activation: Activation, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_of_blocks_is_read_where_they_lie(dtype: torch.dtype):
-    """As the drafter's context reads keys, then values, of all layers out of their q, k and v."""
+def test_a_weight_in_blocks_is_read_in_place(dtype: torch.dtype):
+    """As the drafter's context reads keys, then values, of all layers from their q, k and v weights."""
     qkv_LOK = tensor(3, 90, 72, dtype=dtype)
     blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
     copied_OK = torch.cat([qkv_LOK[i, 50 + 20 * kv :][:20] for kv in range(2) for i in range(3)])
@@ -151,7 +151,7 @@ def test_a_weight_of_blocks_is_read_where_they_lie(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_splits_are_added_in_their_order_by_whoever_comes_last_or_by_one_alone(dtype: torch.dtype):
+def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.dtype):
     inputs = 520 if dtype is torch.float32 else 2100
     product = Product(17, inputs, 70, dtype, bias=True)
     plan = plan_product(70, inputs, dtype)
@@ -173,10 +173,10 @@ def test_splits_are_added_in_their_order_by_whoever_comes_last_or_by_one_alone(d
 
 
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
-def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(
+def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nor does what a kernel is compiled for; the interpreter would not see that a tile's height counts."""
+    """Compile-time constants are compared too: the interpreter would not show that a tile's height counts."""
     rows = 70  # more than a tile
     cuts: set[tuple[object, ...]] = set()
 
@@ -202,8 +202,8 @@ def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(
 
 
 @pytest.mark.parametrize("name", QWEN3_8B)
-def test_the_cut_of_a_weight_keeps_every_multiprocessor_busy(name: str):
-    """At least two programs for nearly each of 132, and 92 % of the steps that perfect sharing would take."""
+def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str):
+    """At least two programs for nearly each of 132, and 92 % of the steps of a perfect division."""
     outputs, inputs, gated = QWEN3_8B[name]
     plan = plan_product(outputs, inputs, torch.bfloat16, gated=gated)
     programs = plan.tiles * plan.splits
@@ -214,7 +214,7 @@ def test_the_cut_of_a_weight_keeps_every_multiprocessor_busy(name: str):
 
 
 class Clock:
-    """Says how long calls took, which it makes."""
+    """Runs calls and reports scripted times."""
 
     def __init__(self, *milliseconds: float) -> None:
         self.left = list(milliseconds)
@@ -224,7 +224,7 @@ class Clock:
         return self.left.pop(0)
 
 
-def test_whose_product_runs_is_measured_once_per_weight_and_use():
+def test_the_faster_product_is_measured_once_per_weight_and_use():
     product = Product(17, 64, 64, torch.float16)
     torch_s = TorchProjection(Linear(product.weight_OK))
     clock = Clock(1, 2, 2, 1, 1, 2, *(1, 2) * 3, *(2, 1) * 3, *(1, 2) * 3)  # ours and PyTorch's in turns
@@ -243,8 +243,8 @@ def test_whose_product_runs_is_measured_once_per_weight_and_use():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", (5, 64, 70))
-def test_a_quantised_product_is_that_of_the_dequantised_weight(rows: int, dtype: torch.dtype):
-    """With all that is fused to it, whoever computes it: more rows than a tile are PyTorch's."""
+def test_a_quantized_product_equals_the_dequantized_weights(rows: int, dtype: torch.dtype):
+    """With everything fused, by either product: more rows than a tile are PyTorch's."""
     plain = Product(rows, 200, 90, dtype, bias=True)
     plain.weight_OK[3] = 0
     weight = QuantisedWeight.of(plain.weight_OK[None, None])
@@ -259,7 +259,7 @@ def test_a_quantised_product_is_that_of_the_dequantised_weight(rows: int, dtype:
     assert_near(as_tensor(left), norm(sum_NO))
 
 
-def test_quantised_weights_of_blocks_are_those_of_their_rows():
+def test_quantized_weights_in_blocks_equal_those_of_their_rows():
     qkv_LOK = tensor(3, 90, 72, dtype=torch.float32)
     blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
     weight = QuantisedWeight.of(blocks_PLRK)

@@ -57,8 +57,8 @@ def params(rng: np.random.Generator) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("begin", [LENGTH - 4, PROMPT + 2, PROMPT])
-def test_rows_are_ruled_as_the_definition_rules_them(begin: int, drafts: bool) -> None:
-    """Of the target each row sees the drafts before it, of the drafter only what is known."""
+def test_rules_are_applied_as_in_the_definition(begin: int, drafts: bool) -> None:
+    """Target rows see the drafts before them, drafter rows only known tokens."""
     rng = np.random.default_rng(begin)
     asked = params(rng)
     slots = rng.permutation(len(asked))

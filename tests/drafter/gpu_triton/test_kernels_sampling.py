@@ -1,4 +1,4 @@
-"""The GPU's choice of tokens against `sample_rows` and `filter_logits`; where, says `devices.py`."""
+"""The GPU's sampling against `sample_rows` and `filter_logits` (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Requests:
         rng = rng or np.random.default_rng(0)
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
         neutral |= {"seed": rng.integers(-(2**63), 2**63 - 1, rows), "positions": rng.integers(0, 9000, rows)}
-        stops = -np.sort(-rng.integers(-1, vocab, (rows, 3)))  # -1, if any, behind
+        stops = -np.sort(-rng.integers(-1, vocab, (rows, 3)))  # -1, if any, last
         neutral |= {"stop_ids": stops, "slots": rng.permutation(rows)}
         values = {name: np.asarray(value) for name, value in (neutral | fixed).items()}
         shape = {"stop_ids": values["stop_ids"].shape}
@@ -117,7 +117,7 @@ class Requests:
         return ids, margins_between(scores, seconds)
 
     def kept(self, logits: torch.Tensor, *, chunk: int = 512, room: int = 256) -> torch.Tensor:
-        """Which tokens the floors leave, [N, V]; every row must have a filter."""
+        """Tokens that the floors keep, [N, V]; every row must have a filter."""
         memory = workspace(logits, chunk, room)
         self.choose(logits, filters=True, memory=memory)
         scaled = logits.float() / on_device(self.temperature[self.slots]).float()[:, None]
@@ -125,7 +125,7 @@ class Requests:
 
 
 def workspace(logits: torch.Tensor, chunk: int, room: int) -> SamplingWorkspace:
-    """Memory for one row more than there are, so that row strides matter."""
+    """Memory for one extra row, so that row strides matter."""
     rows, vocab = logits.shape
     return SamplingWorkspace.build(rows + 1, vocab, DEVICE, chunk_size=chunk, max_candidates=room)
 
@@ -135,7 +135,7 @@ def normal(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor
 
 
 def mixed(rng: np.random.Generator, rows: int, vocab: int) -> Requests:
-    """All kinds of requests side by side, some of which may not stop yet."""
+    """All kinds of requests together, some of which may not stop yet."""
     return Requests.of(
         rows,
         vocab=vocab,
@@ -156,7 +156,7 @@ def _noise(seeds, positions, out, COUNT: tl.constexpr):
     tl.store(out + row * COUNT + tokens, negative_gumbel_in_kernel(key_0, key_1, tokens))
 
 
-def test_a_kernels_noise_is_that_of_sampling_to_the_last_places():
+def test_a_kernels_noise_equals_sampling_up_to_the_last_places():
     seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 123456789012345])
     positions, count = np.array([0, 1, 7, 4095, 131071, 2]), 1 << 16
     out = torch.empty(len(seeds), count)
@@ -167,7 +167,7 @@ def test_a_kernels_noise_is_that_of_sampling_to_the_last_places():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_and_noisy_rows_choose_as_sample_rows_does(dtype: torch.dtype):
+def test_greedy_and_noisy_rows_choose_as_sample_rows(dtype: torch.dtype):
     rng, rows, vocab = np.random.default_rng(3), 8, 1337
     requests = mixed(rng, rows, vocab)
     requests.top_k[:] = rng.choice([0, 1], rows)
@@ -182,7 +182,7 @@ def test_greedy_and_noisy_rows_choose_as_sample_rows_does(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_rows_of_all_kinds_choose_as_sample_rows_does(seed: int):
+def test_rows_of_all_kinds_choose_as_sample_rows(seed: int):
     rows, vocab = 8, 1200
     requests = mixed(np.random.default_rng(seed), rows, vocab)
     logits = normal(rows, vocab, seed)
@@ -190,8 +190,8 @@ def test_rows_of_all_kinds_choose_as_sample_rows_does(seed: int):
 
 
 @pytest.mark.parametrize("filters", [False, True])
-def test_margins_are_those_of_sampling(filters: bool):
-    """Of all kinds of rows; of some in which one token is kept, or can be, or none, or several are equal."""
+def test_margins_equal_those_of_sampling(filters: bool):
+    """All kinds of rows, including those with one kept, one or no possible, or several equal tokens."""
     rng, rows, vocab = np.random.default_rng(5), 12, 900
     requests = mixed(rng, rows, vocab)
     requests.min_length[:], requests.slots[:] = 0, np.arange(rows)
@@ -223,7 +223,7 @@ FILTERS = {
 
 @pytest.mark.parametrize("room", [16, 4096], ids=["few candidates fit", "all candidates fit"])
 @pytest.mark.parametrize("filters", FILTERS)
-def test_floors_keep_exactly_what_filter_logits_keeps(filters: str, room: int):
+def test_filter_floors_keep_exactly_what_filter_logits_keeps(filters: str, room: int):
     vocab, temperature = 700, [0.5, 1.0, 1.7, 1.0, 0.8, 3.0]
     requests = Requests.of(6, vocab=vocab, temperature=temperature, **FILTERS[filters])
     logits = normal(6, vocab, 5)
@@ -245,7 +245,7 @@ def test_tokens_as_likely_as_the_last_kept_one_are_kept(filters: dict, count: in
 
 
 def test_filters_apply_in_the_order_min_p_top_k_top_p():
-    """Among tokens 0 and 1 the first has 4/7 of the mass, so p = 0.55 keeps it alone; of all it has 0.4."""
+    """Among tokens 0 and 1 the first has 4/7 of the mass, so p = 0.55 keeps only it; over all it has 0.4."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(3, 1)
     settings = {"slots": [0, 1, 2], "top_p": 0.55, "top_k": [0, 2, 0], "min_p": [0.0, 0.0, 0.7]}
     kept = Requests.of(3, vocab=4, **settings).kept(logits, chunk=64)
@@ -311,7 +311,7 @@ class OtherRank:
         return torch.cat((tensor, self._shown), dim=dim)
 
 
-def test_the_best_of_two_shards_is_the_choice_of_the_whole_vocabulary():
+def test_the_best_of_two_shards_is_the_best_of_the_whole_vocabulary():
     rows, vocab, cut = 6, 1000, 430
     settings = {"temperature": [0.0, 1.0, 0.5, 2.0, 0.0, 1.0], "min_length": [10_000, 0, 10_000, 0, 0, 0]}
     requests = Requests.of(rows, vocab=vocab, **settings)
@@ -341,7 +341,7 @@ def test_an_undefined_logit_never_yields_an_id_outside_the_vocabulary():
     assert ((ids >= 0) & (ids < 100)).all()
 
 
-def test_numbers_win_over_what_is_not_one():
+def test_numbers_take_precedence_over_nan():
     logits = normal(2, 300, 6)
     logits[:, [5, 70, 299]] = float("nan")
     requests = Requests.of(2, vocab=300, top_k=[0, 9], top_p=[1.0, 0.8])
@@ -366,7 +366,7 @@ def test_qwen3_s_settings_and_a_wide_nucleus_over_its_whole_vocabulary():
 
 
 def test_no_order_of_programs_changes_a_choice(monkeypatch: pytest.MonkeyPatch):
-    """Whichever is the last of its row has all that the others found; each launch counts from zero."""
+    """The last program of a row has all results of the others; each launch counts from zero."""
     if ON_GPU:
         pytest.skip("a GPU has an order of its own")
     from triton.runtime.interpreter import interpreter_builder

@@ -1,4 +1,4 @@
-"""DFlash2's kernels against their meaning, and how ranks agree; where they run, says `devices.py`."""
+"""DFlash2's kernels against their definition, also over ranks (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB, RANK = 300, 24
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("taps", "hidden", "group"), [(2, 64, 16), (3, 320, 5), (1, 36, 36)])
-def test_convolutions_are_what_they_mean(taps: int, hidden: int, group: int, dtype: torch.dtype):
+def test_convolutions_equal_their_definition(taps: int, hidden: int, group: int, dtype: torch.dtype):
     torch.manual_seed(0)
     owners_N = torch.tensor([4] * 5 + [0] + [2] * 3 + [-1] * 2, dtype=torch.int32)
     x_NH, residual_NH = torch.randn(2, len(owners_N), hidden).to(dtype).unbind()
@@ -45,7 +45,7 @@ def test_convolutions_are_what_they_mean(taps: int, hidden: int, group: int, dty
             )
 
 
-def test_a_convolution_begins_anew_with_each_request_s_block():
+def test_a_convolution_starts_again_with_each_requests_block():
     torch.manual_seed(1)
     x_NH, dynamic_NTC, base_TH = torch.randn(7, 8), torch.randn(7, 3, 2), torch.randn(3, 8)
     owners_N = torch.tensor([1, 1, 1, 2, 2, 3, 3])
@@ -57,7 +57,7 @@ def test_a_convolution_begins_anew_with_each_request_s_block():
 
 @dataclass
 class Blocks:
-    """The same requests' blocks as the host and as the device lays them out: -1 is padding there."""
+    """The same requests' blocks in the host's and the device's layout, which has -1 for padding."""
 
     host: StepRows
     device: DeviceRows
@@ -146,8 +146,8 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("top_k", [16, 5])
-def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
-    """Of ragged blocks, one of an anchor alone, with padding behind."""
+def test_selector_paths_equal_the_hosts(name: str, dtype: torch.dtype, top_k: int):
+    """Ragged blocks, one of an anchor alone, with padding after them."""
     counts = [15, 3, 0, 1, 7]
     torch.manual_seed(2)
     blocks = Blocks.of(counts, **SETTINGS[name])
@@ -186,8 +186,8 @@ def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("vocab_size", "top_k"), [(VOCAB, 16), (4096, 3), (9000, 16)])
-def test_candidates_are_the_host_s(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
-    """Of rows that lie further apart than they are long, over one chunk and over several."""
+def test_candidates_equal_the_hosts(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
+    """Rows with gaps between them, over one chunk and over several."""
     torch.manual_seed(5)
     blocks = Blocks.of([3, 0, 2, 1], **SETTINGS[name])
     logits_NV = (torch.randn(len(blocks.device.token_ids_N), vocab_size + 8) * 2).to(dtype)[:, :vocab_size]
@@ -217,7 +217,7 @@ def found_in(
 
 
 class OtherRank:
-    """The second rank's candidates, for whoever gathers."""
+    """The second rank's candidates, for a gather."""
 
     def __init__(self, theirs: torch.Tensor) -> None:
         self.theirs = theirs
@@ -228,7 +228,7 @@ class OtherRank:
 
 @pytest.mark.parametrize("name", ["early stops", "noise", "equals"])
 def test_ranks_find_the_candidates_of_the_whole_vocabulary(name: str):
-    """With each token's noise by its id, and of equal logits those that one rank would take."""
+    """With each token's noise by its id; ties go as on one rank."""
     torch.manual_seed(4)
     blocks = Blocks.of([3, 2, 2], **SETTINGS.get(name, {}))
     logits_NV = torch.randn(len(blocks.device.token_ids_N), VOCAB) * 2

@@ -1,4 +1,4 @@
-"""The GPU's step bookkeeping against `RequestStates` and `accept`; where, says `devices.py`."""
+"""The GPU's step bookkeeping against `RequestStates` and `accept` (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
 NUM_PAGES = (110, 57)  # of each pool
 PAGES_OF_A_PLAN = ("page_groups", "page_slots", "page_indices", "page_ids")
-# A target with two kinds of layers, and a drafter with a pool of its own.
+# A target with two kinds of layers, and a drafter with its own pool.
 THREE_GROUPS = KVCacheLayout(
     (KVCacheGroup(), KVCacheGroup(window=20), KVCacheGroup(pool=1)),
     (LayerPlace(1, 0), LayerPlace(0, 0)),
@@ -45,7 +45,7 @@ THREE_GROUPS = KVCacheLayout(
 
 @dataclass
 class Case:
-    """A plan, and padding behind its requests and rows."""
+    """A plan, with padding after its requests and rows."""
 
     pages: KVCacheLayout
     plan: SchedulerOutput
@@ -104,7 +104,7 @@ def states_of(plan: SchedulerOutput, pages: KVCacheLayout = ONE_GROUP) -> Reques
 
 
 def skip_slots(pages: KVCacheLayout) -> torch.Tensor:
-    """Of each group: the first slot behind its pool's pages."""
+    """First slot after each pool's pages, by group."""
     return torch.tensor([NUM_PAGES[group.pool] * PAGE_SIZE for group in pages.groups])
 
 
@@ -122,7 +122,7 @@ def ragged(
     first_chosen: torch.Tensor | None = None,
     max_drafts: int = 0,
 ) -> DeviceStepRequests:
-    """So many rows of each request, with padding behind."""
+    """A number of rows of each request, with padding after them."""
     plan = case.plan
 
     def padded(values: np.ndarray, padding: int = 0) -> torch.Tensor:
@@ -150,7 +150,7 @@ def check_padding(rows: DeviceStepRows, used: int, pages: KVCacheLayout) -> None
 
 @settings(max_examples=40)
 @given(cases(drafts_behind=3))
-def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
+def test_row_inputs_equal_request_states_and_padding_reads_nothing(case: Case):
     plan, states = case.plan, states_of(case.plan, case.pages)
     states.token_ids.random_(0, 1000, generator=torch.Generator(DEVICE).manual_seed(case.seed))
     expected, used = states.lay_out_rows(plan), plan.num_batched_tokens
@@ -166,12 +166,12 @@ def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
 
 @settings(max_examples=30)
 @given(cases(drafts_behind=1))
-def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does(case: Case):
+def test_blocks_and_proposals_are_placed_as_in_request_states(case: Case):
     plan, states = case.plan, states_of(case.plan, case.pages)
     tables, expected = tables_of(states, plan, case.pages), states.lay_out_block(plan, MASK)
     counts = np.where(plan.num_drafts > 0, plan.num_drafts + 1, 0)
     requests = ragged(case, counts)
-    requests = replace(requests, num_rows=requests.num_rows + 1)  # nobody may draft
+    requests = replace(requests, num_rows=requests.num_rows + 1)  # no request may draft
     rows = lay_out_block(requests, tables, MASK)
     used = int(counts.sum())
     check_padding(rows, used, case.pages)
@@ -191,10 +191,10 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
 
 @settings(max_examples=60)
 @given(cases(drafts_behind=1), st.integers(1, 4), st.integers(0, 3), st.sampled_from((8, 64)))
-def test_what_followed_the_last_tokens_stands_behind_them_as_by_the_definition(
+def test_ngram_lookup_finds_the_tokens_of_the_definition(
     case: Case, shortest: int, more: int, places: int
 ) -> None:
-    """In turns of few places, too. Where nothing is found, token 0 stands for a draft."""
+    """Also with few positions per round. Without a match token 0 takes a draft's place."""
     plan, states = case.plan, states_of(case.plan, case.pages)
     if not plan.num_drafts.any():
         return
@@ -219,8 +219,8 @@ def send(upload: Upload, device: DeviceStates, plan: SchedulerOutput, value: int
 
 @settings(max_examples=30)
 @given(cases(drafts_behind=3), st.sampled_from((60, 5000)))
-def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case, max_changes: int):
-    """However many rounds of the upload a plan takes."""
+def test_device_states_have_the_hosts_pages_and_tokens(case: Case, max_changes: int):
+    """For any number of rounds that a plan's upload takes."""
     plan = replace(case.plan, admitted=tuple(replace(r, sampling=SAMPLING) for r in case.plan.admitted))
     states = states_of(plan, case.pages)
     device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, case.pages)
@@ -251,14 +251,14 @@ def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case
     assert device.tables.page_tables.equal(before)
     assert states.page_tables_GSP[:, mine].tolist() == before[:, mine].tolist()
     later = replace(plan, admitted=(), num_computed=np.full_like(plan.num_computed, -1))
-    states.apply(later)  # pages of those who run
+    states.apply(later)  # pages of running requests
     send(upload, device, later)
     assert device.tables.page_tables[:, mine].tolist() == states.page_tables_GSP[:, mine].tolist()
     assert device.tables.num_computed[mine].tolist() == plan.num_computed.tolist(), "the device knows it"
 
 
 def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[torch.Tensor, ...]:
-    """(the oracle's choices, the kernel's, where each request's begin in them): of sampled rows or of all."""
+    """(the oracle's choices, the kernel's, where each request's begin): of sampled rows, or of all."""
     plan, rng = case.plan, np.random.default_rng(case.seed + 1)
     by_row = put(rng.integers(0, 3, plan.num_batched_tokens + case.padding_rows))
     ends = np.cumsum(plan.num_rows)
@@ -271,7 +271,7 @@ def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[t
 
 @settings(max_examples=60)
 @given(cases(drafts_behind=3), st.booleans())
-def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: bool):
+def test_acceptance_and_advancing_equal_the_hosts(case: Case, of_all_rows: bool):
     plan, states = case.plan, states_of(case.plan, case.pages)
     width = int(plan.num_drafts.max())
     drafts = put(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
@@ -298,7 +298,7 @@ def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: 
     assert tables.num_computed.tolist() == advanced.tolist()
 
 
-def test_two_steps_of_one_request_follow_each_other_without_the_host():
+def test_two_steps_of_a_request_run_without_the_host():
     plan = plan_of([4], [9], [4], [3], [True])
     states = states_of(plan)
     tables = tables_of(states, plan)

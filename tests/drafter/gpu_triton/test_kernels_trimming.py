@@ -1,4 +1,4 @@
-"""Which drafts the GPU verifies, against `trimmed`; where, says `devices.py`."""
+"""Draft trimming on the GPU against `trimmed` (device: see `devices.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("on_the_device")
 
 
 def trim_of(rng: np.random.Generator, num_requests: int, most: int, num_rows: int) -> Trim:
-    """Chances that fall with the position, and requests of different worth, some of none."""
+    """Probabilities that fall with the position, and requests of different weight, some of zero."""
     return Trim(
         bias_K=np.linspace(0.5, -1.0, most).astype(np.float32),
         slope_K=np.linspace(2.0, 0.5, most).astype(np.float32),
@@ -27,14 +27,14 @@ def trim_of(rng: np.random.Generator, num_requests: int, most: int, num_rows: in
 
 
 def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, most: int) -> np.ndarray:
-    """Few different ones, so that worths are equal; nan where there is no draft."""
+    """Few different values, so that there are ties; nan means no draft."""
     margins_RK = rng.choice(np.array([0.0, 0.1, 1.0, 7.5, np.inf], np.float32), (len(drafts_R), most))
     return np.where(np.arange(most) < drafts_R[:, None], margins_RK, np.float32(np.nan))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**20))
-def test_the_drafts_that_are_worth_most_fill_the_rows(
+def test_the_most_valuable_drafts_fill_the_rows(
     num_requests: int, most: int, padding: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -60,8 +60,8 @@ def test_without_a_trim_all_drafts_stay() -> None:
     assert found.num_drafts_R.tolist() == [3, 0, 2, 0] and found.cu_rows_R1.tolist() == [0, 4, 5, 8, 8]
 
 
-def test_as_many_as_run_are_cut_as_on_the_host() -> None:
-    """256 requests of 15 drafts; what is nearly equal may fall on either side where rounding differs."""
+def test_any_number_of_requests_is_trimmed_as_on_the_host() -> None:
+    """256 requests of 15 drafts; near-ties may go either way because rounding differs."""
     rng = np.random.default_rng(1)
     drafts_R, num_rows = np.full(256, 15), 1000
     trim, margins_RK = trim_of(rng, 256, 15, num_rows), rng.exponential(2.0, (256, 15)).astype(np.float32)

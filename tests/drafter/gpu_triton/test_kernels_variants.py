@@ -1,9 +1,9 @@
-"""How often kernels would be compiled: Triton's own keys of what is launched, for steps of many shapes.
+"""How many kernel variants are compiled: Triton's own cache keys, for steps of many shapes.
 
 A kernel is compiled once for each key: the values of its compile-time arguments, the types of the others,
-whether an integer is 1 or divisible by 16, whether a pointer is. A step that brings a new key waits seconds
-for the compiler. The keys are computed by Triton's code for sm_90; the kernels themselves do not run, so that
-only the interpreter's can be asked.
+whether an integer is 1 or divisible by 16, whether a pointer is. A step with a new key waits seconds for the
+compiler. The keys are computed by Triton's code for sm_90; the kernels themselves run in the interpreter
+only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Keys:
         self.first: dict[str, set[Key]] = {}
 
     def take(self, kernel: InterpretedFunction, *args: object, **kwargs: Any) -> None:
-        """In the place of `InterpretedFunction.run`."""
+        """A replacement of `InterpretedFunction.run`."""
         del kwargs["grid"], kwargs["warmup"]
         if kernel not in self._binders:
             jitted = JITFunction(kernel.fn, **kernel.kwargs)
@@ -75,7 +75,7 @@ class Keys:
         return {dict(key)[name] for key in self.found[kernel]} - {NOT_GIVEN}
 
     def wavering(self) -> set[tuple[str, str]]:
-        """(kernel, argument at run time) of which keys say different things."""
+        """(kernel, runtime argument) pairs whose keys differ."""
         return {
             (kernel, name)
             for kernel, keys in self.found.items()
@@ -86,7 +86,7 @@ class Keys:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
-    """Of a target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
+    """A target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
     folder, keys = tmp_path_factory.mktemp("variants"), Keys()
     target = make_tiny_target(folder / "target", "gemma3")
     drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7, second=True)
@@ -122,13 +122,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
         yield keys
 
 
-def test_what_changes_from_step_to_step_is_no_part_of_a_key(keys: Keys):
+def test_values_that_change_between_steps_are_no_part_of_a_kernels_key(keys: Keys):
     assert {"_attend", "_lay_out_rows", "_choose", "_write_words"} <= keys.found.keys()
     assert {"_convolve", "_best_of_chunk", "_best_of_row", "_walk"} <= keys.found.keys()
     assert keys.wavering() <= OF_A_MODEL
 
 
-def test_no_shape_of_a_step_brings_a_key_that_few_steps_did_not(keys: Keys):
+def test_few_steps_compile_every_kernel_variant(keys: Keys):
     assert not {kernel for kernel, found in keys.found.items() if found - keys.first[kernel]}
 
 
@@ -138,7 +138,7 @@ def test_attention_has_a_key_for_each_kind_of_layer_and_tile_height(keys: Keys):
     assert len(keys.found["_list_work"]) <= len(keys.found["_attend"]) <= len(heights) * len(windows)
 
 
-def test_rows_that_the_host_lays_out_bring_no_further_key(keys: Keys):
+def test_host_laid_out_rows_compile_no_further_variant(keys: Keys):
     """Their page table is as wide as the step's longest request needs."""
     kind, workspace = AttentionKind(4, 2, 16, 16, torch.float32, 16), AttentionWorkspace(16, "cpu")
     q_NQD, kv_PS2KD = torch.zeros(3, 4, 16), torch.zeros(2, 16, 2, 2, 16)

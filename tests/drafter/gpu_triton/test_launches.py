@@ -1,4 +1,4 @@
-"""How many kernels the passes of a decoding step launch; where, says `devices.py`.
+"""How many kernels the passes of a decoding step launch (device: see `devices.py`).
 
 A launch costs a GPU about a microsecond whatever it computes, and a pass of few rows has hundreds. Counted
 are Triton's kernels and PyTorch's operators that would launch one; views and allocations are none.
@@ -43,7 +43,7 @@ NO_LAUNCH += ("unbind", "detach", "as_strided", "split", "lift_fresh")
 
 
 class Launches(TorchDispatchMode):
-    """Counts by name while it is entered; the interpreter's own PyTorch is none of it."""
+    """Counts launches by name inside the context; the interpreter's own PyTorch calls are excluded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, call: Callable[[], T]) -> tuple[T, Counter[str]]:
-        """What a call returns and launches."""
+        """A call's result and launches."""
         self.counts.clear()
         with self:
             found = call()
@@ -90,14 +90,14 @@ def rows(backend: Backend) -> PlacedRows:
 
 @dataclass
 class Passes:
-    """What the passes of a step make of a block's rows, and what each launches."""
+    """The results of a step's passes over a block's rows, and what each launches."""
 
     results: list[Tensor]
     launches: list[Counter[str]]
     layers: tuple[int, int]
 
 
-@torch.no_grad()  # in inference mode operators come uncut
+@torch.no_grad()  # in inference mode operators are not decomposed
 def run(target_folder: Path, drafter_folder: Path, backend: Backend, launches: Launches) -> Passes:
     """Verify, head, inject, draft, each once."""
     target, drafter = load(target_folder, drafter_folder, backend)
@@ -121,7 +121,7 @@ def run(target_folder: Path, drafter_folder: Path, backend: Backend, launches: L
     )
 
 
-def test_a_step_s_fused_passes_take_six_launches_per_layer_and_few_besides(
+def test_a_steps_fused_passes_take_six_launches_per_layer_and_few_more(
     tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 15 = 261, where it was 10 * (36 + 5) + 13.

@@ -1,7 +1,7 @@
-"""DFlash2: drafts follow the selector's path under each request's knobs, and no term is idle.
+"""DFlash2: drafts follow the selector's path with each request's settings, and every term has an effect.
 
-The oracle is `oracle_dflash.py`, in fp64. That blocks are its blocks, convolutions among them, is asked of
-all variants in `test_drafter_model.py`.
+The oracle is `oracle_dflash.py`, in fp64. `test_drafter_model.py` compares blocks of all variants with it,
+including convolutions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def doubled(pair: Pair) -> Oracle:
     return Oracle(oracle.config, tensors, oracle.embedding.double(), oracle.head.double())
 
 
-def kept_by(params: SlotSampling, scores: torch.Tensor) -> torch.Tensor:
-    """What the filters keep, by their words: of probabilities after temperature."""
+def kept_by_filters(params: SlotSampling, scores: torch.Tensor) -> torch.Tensor:
+    """The tokens that filters keep, from their definition over probabilities after temperature."""
     p = (scores / params.temperature).softmax(-1)
     kept = p >= p.max() * params.min_p
     if params.top_k > 0:
@@ -54,20 +54,20 @@ def noised(params: SlotSampling, position: int, scores: torch.Tensor) -> torch.T
 
 
 def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> tuple[int, float]:
-    """The rule by its words: filters, then noise; and how far the second is behind: where one alone is kept,
-    without noise and filters."""
+    """The rule from its definition: filters, then noise; and the distance to the second best, which is
+    without noise and filters if only one token is kept."""
     if params.temperature == 0:
         return best(scores)
-    kept = kept_by(params, scores)
+    kept = kept_by_filters(params, scores)
     place, margin = best(torch.where(kept, noised(params, position, scores), -math.inf))
     return place, best(scores)[1] if kept.sum() == 1 else margin
 
 
 def rank(params: SlotSampling, position: int, logits: torch.Tensor) -> torch.Tensor:
-    """What candidates are the largest of: first what filters keep, by its noise, then the rest as it is."""
+    """The order of candidates: kept tokens by logit and noise first, then the rest by logit."""
     if params.temperature == 0:
         return logits
-    return torch.where(kept_by(params, logits), 1e6 + noised(params, position, logits), logits)
+    return torch.where(kept_by_filters(params, logits), 1e6 + noised(params, position, logits), logits)
 
 
 def best(scores: torch.Tensor) -> tuple[int, float]:
@@ -77,8 +77,8 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
 
 @pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("variant", PATHS)
-def test_drafts_follow_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
-    """Of requests that run together: each has its own knobs, length and number of drafts."""
+def test_drafts_equal_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
+    """Requests that run together, with their own settings, lengths and numbers of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
     oracle, names = doubled(pair), list(KNOBS)
     for turn in range(len(names)):
@@ -140,7 +140,7 @@ TERMS = [
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_without_a_term_of_the_convolutions_blocks_are_others(term: str, tmp_path: Path):
+def test_without_a_term_of_the_convolutions_blocks_differ(term: str, tmp_path: Path):
     config, taps = VARIANTS["z-lab second"], random_taps([12])
     pair = load_pair(tmp_path, config)
     lacking = Oracle(config, without(pair.oracle.tensors, term), pair.oracle.embedding, pair.oracle.head)
@@ -153,7 +153,7 @@ def test_without_a_term_of_the_convolutions_blocks_are_others(term: str, tmp_pat
     "term",
     [f"{SELECTOR}.{n}" for n in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")],
 )
-def test_without_a_term_of_the_selector_paths_are_others(term: str, tmp_path: Path):
+def test_without_a_term_of_the_selector_paths_differ(term: str, tmp_path: Path):
     config, taps = VARIANTS["z-lab second"], random_taps([12])
     pair = load_pair(tmp_path, config)
     requests = Requests(pair.ours, [12], taps)

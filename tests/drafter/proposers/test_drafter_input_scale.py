@@ -1,4 +1,4 @@
-"""What a drafter multiplies its input rows with: its file's word, the target's own factor, or a setting."""
+"""The factor of a drafter's input rows: from its file, the target, or a setting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAYS = {"input_embedding_scale": 5.5}
         (speculators(draft_vocab_size=40), FACTS, None, 1.0),
     ],
 )
-def test_a_setting_goes_before_the_file_and_that_before_the_target(
+def test_a_setting_overrides_the_file_which_overrides_the_target(
     tmp_path: Path, config: dict, facts: TargetFacts, setting: float | None, scale: float
 ) -> None:
     drafter = load(tmp_path, config, facts, torch.float32, setting)
@@ -51,7 +51,7 @@ def test_the_targets_factor_is_rounded_as_the_target_rounds_it(tmp_path: Path) -
     assert not torch.equal(drafter.embed_block(ids), (rows.float() * SCALE).bfloat16())
 
 
-def test_a_row_that_replaces_the_masks_is_scaled_too(tmp_path: Path) -> None:
+def test_a_row_that_replaces_the_mask_embedding_is_scaled_too(tmp_path: Path) -> None:
     config, row = z_lab(dflash={"mask_token_id": VOCAB + 5}), torch.randn(HIDDEN)
     checkpoints.write(tmp_path, config, mask_embedding=row)
     drafter = load_drafter(tmp_path, FACTS, lends(torch.float32), torch.float32, "cpu")
@@ -59,7 +59,7 @@ def test_a_row_that_replaces_the_masks_is_scaled_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "raw", True, float("inf")])
-def test_a_setting_that_is_no_positive_number_is_refused(value: object) -> None:
+def test_a_setting_must_be_a_positive_number(value: object) -> None:
     settings = {"model": "a", "speculative_config": {"model": "b", "input_embedding_scale": value}}
     with pytest.raises(ConfigError, match=r"input_embedding_scale=.* must be a positive number"):
         EngineConfig.from_dict(settings)
@@ -80,6 +80,6 @@ def lends(dtype: torch.dtype) -> LentWeights:
 
 
 def drafter_embedding(folder: Path, config: dict) -> torch.Tensor:
-    """Its own rows where it has any, else the target's."""
+    """The drafter's own embedding rows if it has any, else the target's."""
     own = checkpoints.random_tensors(config).get("embed_tokens.weight")
     return lent_embedding() if own is None else own

@@ -1,4 +1,4 @@
-"""The drafter over pages and batches equals a dense loop over single requests; and other implementations."""
+"""The drafter over pages and batches equals a dense loop over single requests and other implementations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_batched_paged_blocks_equal_the_oracle(variant: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("variant", ["z-lab full attention", "z-lab biases", "z-lab second"])
-def test_bf16_blocks_are_near_the_oracle(variant: str, tmp_path: Path):
+def test_bf16_blocks_are_close_to_the_oracle(variant: str, tmp_path: Path):
     pair = load_pair(tmp_path, VARIANTS[variant], torch.bfloat16)
     taps = random_taps([30, 9])
     requests = Requests(pair.ours, [30, 9], taps)
@@ -84,7 +84,7 @@ def test_a_longer_causal_block_begins_with_the_shorter_one(tmp_path: Path):
 
 
 class Halves(LentWeights):
-    """What the second of two ranks lends."""
+    """The embedding and head shards of the second of two ranks."""
 
     is_split = True
 
@@ -93,7 +93,7 @@ class Halves(LentWeights):
 
 
 @pytest.mark.parametrize("variant", ["z-lab scales and cap", "speculators own vocabulary"])
-def test_a_borrowed_head_is_split_as_the_target_s_is_and_its_own_is_whole(variant: str, tmp_path: Path):
+def test_a_borrowed_head_is_split_like_the_targets_and_an_own_head_is_whole(variant: str, tmp_path: Path):
     checkpoints.write(tmp_path, VARIANTS[variant], checkpoints.random_tensors(VARIANTS[variant]))
     weight = torch.randn(VOCAB, HIDDEN)
     drafter = load_drafter(tmp_path, FACTS, Halves(weight, Linear(weight)), torch.float32, "cpu")
@@ -119,7 +119,7 @@ def test_proposals_are_padded_with_minus_one(tmp_path: Path):
 
 
 class KeepsWeights(TorchBackend):
-    """PyTorch's operators, and the weights that were given to them."""
+    """PyTorch's operators, recording the weights that they get."""
 
     def __init__(self) -> None:
         self.matrices: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class KeepsWeights(TorchBackend):
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 1, 0)], ids=["one page group", "two"])
-def test_context_reads_the_layers_own_keys_and_values_not_copies(groups: tuple[int, ...], tmp_path: Path):
+def test_context_uses_the_layers_own_key_and_value_weights(groups: tuple[int, ...], tmp_path: Path):
     config, backend = checkpoints.z_lab(num_hidden_layers=3), KeepsWeights()
     tensors = checkpoints.random_tensors(config)
     checkpoints.write(tmp_path, config, tensors)
@@ -165,7 +165,7 @@ def tiny_target():
 
 @torch.no_grad()
 def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
-    """A minimal engine: our states, drafts, choice, acceptance and context; the target is transformers'."""
+    """A minimal engine: our states, drafts, sampling, acceptance and context over transformers' target."""
     states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
     proposer = DFlashProposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
     slots = [5, 0, 3][: len(prompts)]
@@ -224,10 +224,8 @@ def _target_rows(target, oracle: Oracle, plan, token_ids_N, tokens):
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("variant", ["z-lab full attention", "speculators own vocabulary"])
-def test_whole_generations_propose_and_accept_what_the_oracle_does(
-    variant: str, temperature: float, tmp_path: Path
-):
-    """Step by step: same drafts, same acceptance, same tokens, for requests that run together."""
+def test_whole_generations_propose_and_accept_as_the_oracle(variant: str, temperature: float, tmp_path: Path):
+    """In every step the same drafts, acceptance and tokens, for requests that run together."""
     config, target = VARIANTS[variant], tiny_target()
     tensors = checkpoints.random_tensors(config)
     checkpoints.write(tmp_path, config, tensors)
@@ -237,7 +235,7 @@ def test_whole_generations_propose_and_accept_what_the_oracle_does(
     prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32], [7]]
     seeds = [11, -(2**40) - 3, 2**62 + 17]
     params = [SlotSampling(temperature, 0, 1.0, 0.0, s, 0, ()) for s in seeds]
-    num_tokens = 24 if temperature else 10  # greedy, a step brings little more than one
+    num_tokens = 24 if temperature else 10  # greedy, a step returns little more than one
     ours, records = run_batch(target, oracle, drafter, prompts, params, num_tokens, 8)
     accepted = 0
     for r, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
@@ -254,7 +252,7 @@ def test_whole_generations_propose_and_accept_what_the_oracle_does(
         assert accepted > 10, "noise shared by target and drafter should let drafts stand"
 
 
-def test_blocks_equal_transformers_own_assistant_as_it_saves_itself(tmp_path: Path):
+def test_blocks_equal_those_of_a_saved_transformers_assistant(tmp_path: Path):
     muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     theirs = muse.MuseGlimmerAssistantModel(
         muse.MuseGlimmerAssistantConfig(
@@ -268,7 +266,7 @@ def test_blocks_equal_transformers_own_assistant_as_it_saves_itself(tmp_path: Pa
             rms_norm_eps=1e-2,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             layer_types=["sliding_attention", "full_attention"],
-            sliding_window=64,  # theirs reaches one key further than every engine's, which nobody sees here
+            sliding_window=64,  # theirs has one key more than every engine's, which has no effect here
             target_layer_ids=[1, 3, 4],
             block_size=16,
             mask_token_id=90,

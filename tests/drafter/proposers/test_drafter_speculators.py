@@ -1,4 +1,4 @@
-"""Blocks equal those of the `speculators` package itself, where it is installed (it is not a dependency)."""
+"""Blocks equal those of the `speculators` package, if it is installed (it is no dependency)."""
 
 from __future__ import annotations
 

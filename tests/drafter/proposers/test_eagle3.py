@@ -1,6 +1,6 @@
-"""EAGLE-3 drafters: chains equal the published mathematics', through pages, chunks, hits and preemption.
+"""EAGLE-3 drafters: chains equal the published mathematics over pages, chunks, hits and preemption.
 
-That no token changes is asked in test_lossless.py, of several ranks in test_target_parallel.py.
+test_lossless.py tests that no token changes, test_target_parallel.py several ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def eagle3(target: Path, drafter: Path, **changes: object) -> EngineConfig:
 
 
 class Chains(ColocatedDrafter):
-    """A source of drafts that keeps its chains and their logits, by request and position of the anchor."""
+    """A proposer that records its chains and their logits, by request and position of the anchor."""
 
     def __init__(self, inner: ColocatedDrafter) -> None:
         super().__init__(inner._proposer, inner._communicator)
@@ -94,7 +94,7 @@ class Chains(ColocatedDrafter):
 
 
 class Served:
-    """An engine whose chains are kept."""
+    """An engine whose chains are recorded."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.executor = InProcessExecutor(config)
@@ -142,7 +142,7 @@ noise = cache(gumbel)
 def test_every_position_of_a_chain_equals_the_reference(
     variant: str, params: SamplingParams, tiny_qwen3: Path, hugging_face, plain, tmp_path: Path
 ) -> None:
-    """After prompts in chunks, with rejections, among others; fp32, logits to rounding."""
+    """After prompts in chunks, with rejections, in a batch; fp32, logits up to rounding."""
     folder = write(tmp_path, VARIANTS[variant])
     served = Served(eagle3(tiny_qwen3, folder, max_num_batched_tokens=16))
     new = served.tokens(PROMPTS, params)
@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_chains(ours: Seen, right: Seen) -> int:
-    """How many anchors both drafted behind; fails where one's drafts are no prefix of the other's."""
+    """Count the anchors common to both; fail if one engine's drafts are no prefix of the other's."""
     both = ours.keys() & right.keys()
     for at in both:
         pairs = list(zip(*(seen[at][0] for seen in (ours, right)), strict=False))
@@ -183,8 +183,8 @@ def same_chains(ours: Seen, right: Seen) -> int:
     return len(both)
 
 
-def test_a_prefix_hit_keeps_what_the_drafter_knows(tiny_qwen3: Path, folder: Path) -> None:
-    """Pages hold entries and the newest feature, which come from another request's steps."""
+def test_a_prefix_hit_keeps_the_drafters_features(tiny_qwen3: Path, folder: Path) -> None:
+    """Pages hold entries and the newest feature, which were computed in another request's steps."""
     shared = prompt(40)
     batch = [shared, [*shared, 7, 8, 9], [*shared[:32], 5], shared]
     cold = Served(eagle3(tiny_qwen3, folder, enable_prefix_caching=False))
@@ -196,7 +196,7 @@ def test_a_prefix_hit_keeps_what_the_drafter_knows(tiny_qwen3: Path, folder: Pat
     assert list(warm.num_cached.values()) == [0, 40, 32, 32]  # of a whole prompt all but the last page
 
 
-def test_preemption_keeps_it_too(tiny_qwen3: Path, folder: Path) -> None:
+def test_preemption_keeps_the_drafters_features(tiny_qwen3: Path, folder: Path) -> None:
     prompts = [prompt(n) for n in (30, 31, 32, 33)]
     long = replace(WARM, max_tokens=40)
     free = Served(eagle3(tiny_qwen3, folder, enable_prefix_caching=False))
@@ -208,7 +208,7 @@ def test_preemption_keeps_it_too(tiny_qwen3: Path, folder: Path) -> None:
         assert same_chains(short.chains.seen, free.chains.seen) > 40
 
 
-def test_another_drafter_takes_its_place(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_drafter_can_be_replaced(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
     other = write(tmp_path, VARIANTS["speculators"], random_tensors(VARIANTS["speculators"], seed=2))
     swapped, fresh = Served(eagle3(tiny_qwen3, folder)), Served(eagle3(tiny_qwen3, other))
     swapped.tokens([prompt(20)], WARM)
@@ -218,7 +218,7 @@ def test_another_drafter_takes_its_place(tiny_qwen3: Path, folder: Path, tmp_pat
     assert same_chains(swapped.chains.seen, fresh.chains.seen) > 3
 
 
-def test_sizes_of_pages_count_the_features(tiny_qwen3: Path, folder: Path) -> None:
+def test_page_sizes_include_the_features(tiny_qwen3: Path, folder: Path) -> None:
     from manta.actors.targets.loading.memory_budget import page_bytes
 
     plan = plan_load(eagle3(tiny_qwen3, folder))
@@ -288,21 +288,21 @@ BROKEN: dict[str, tuple[dict, dict[str, torch.Tensor] | None, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_with_a_checkpoint_is_named(name: str, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_defects_of_a_checkpoint_are_named(name: str, tiny_qwen3: Path, tmp_path: Path) -> None:
     config, tensors, said = BROKEN[name]
     folder = write(tmp_path, config, tensors or random_tensors(GOOD))
     with pytest.raises(CheckpointError, match=said):
         plan_load(eagle3(tiny_qwen3, folder))
 
 
-def test_a_map_must_lead_to_tokens(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_map_must_map_to_tokens(tiny_qwen3: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, GOOD, _with(GOOD, d2t=torch.full((96,), 100)))
     with pytest.raises(CheckpointError, match="d2t must map each draft token"):
         Served(eagle3(tiny_qwen3, folder))
 
 
-def test_taps_are_counted_as_each_format_does(tmp_path: Path) -> None:
-    """By default what enters blocks 2, L / 2 and L - 3 is tapped."""
+def test_taps_are_counted_by_each_formats_convention(tmp_path: Path) -> None:
+    """By default the inputs of blocks 2, L / 2 and L - 3 are tapped."""
     silent = {"eagle_config": None}
     beside = {**silent, "eagle_aux_hidden_state_layer_ids": [2, 18, 33]}
     inside = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}
@@ -355,7 +355,7 @@ CONVERTED = {  # nm-testing/EAGLE3-LLaMA3.1-Instruct-8B-converted
 }
 
 
-def test_published_configurations_of_one_drafter_are_read_alike(tmp_path: Path) -> None:
+def test_published_configs_of_one_drafter_are_read_the_same(tmp_path: Path) -> None:
     read = []
     for config in (SPECFORGE, CONVERTED):
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -376,9 +376,7 @@ def test_published_configurations_of_one_drafter_are_read_alike(tmp_path: Path) 
         (speculators(eagle_aux_hidden_state_layer_ids=[1, 1, 3]), r"ids=\[1, 1, 3\].*all different"),
     ],
 )
-def test_keys_that_no_reader_knows_and_layers_tapped_twice_are_refused(
-    config: dict, words: str, tmp_path: Path
-) -> None:
+def test_unknown_keys_and_layers_tapped_twice_are_refused(config: dict, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=words):
         Eagle3Config.load(tmp_path, 4)
@@ -386,7 +384,7 @@ def test_keys_that_no_reader_knows_and_layers_tapped_twice_are_refused(
     assert Eagle3Config.load(tmp_path, 4).num_taps == 3
 
 
-def test_what_is_not_served_is_refused(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
     spec = {"method": "eagle3", "model": str(folder)}
     for changes, said in (
         ({"placement": "split"}, 'placement=.split. is not supported with method="eagle3"'),
@@ -403,10 +401,10 @@ def test_what_is_not_served_is_refused(tiny_qwen3: Path, folder: Path, tmp_path:
         plan_load(settings(tiny_qwen3, speculative_config={"model": str(nested)}))
 
 
-def test_a_drafter_of_blocks_is_known_by_its_kind(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_a_block_drafter_is_recognized(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     with pytest.raises(CheckpointError, match=r'architectures=.*method="dflash"'):
         plan_load(eagle3(tiny_qwen3, tiny_drafter))
 
 
-def test_its_training_length_bounds_nothing(tiny_qwen3: Path, folder: Path) -> None:
+def test_the_training_length_is_no_limit(tiny_qwen3: Path, folder: Path) -> None:
     assert BLOCK["max_position_embeddings"] < plan_load(eagle3(tiny_qwen3, folder)).max_model_len

@@ -1,7 +1,6 @@
-"""Prompt look-up through whole engines: tokens are plain decoding's, and drafts that repeat are right.
+"""Prompt look-up through whole engines: tokens equal plain decoding's, repeated text is drafted correctly.
 
-What is looked up, and that loops find it too, is asked in `test_step_operators.py`; cells of the grid are in
-`test_lossless.py`.
+`test_step_operators.py` tests the look-up itself and its loops; `test_lossless.py` has cells of the grid.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ REPEATS = [7, 8, 9, 10] * 6 + [7, 8]
 
 
 def outcomes(runner, num_drafts: int) -> list[tuple[list[int], int]]:
-    """Tokens of each step of one request, and how many drafts were verified."""
+    """Tokens of each step of one request, and the number of verified drafts."""
     steps, known, found = Steps(2), len(REPEATS), []
     plan = steps.plan([0], [0], [known], admitted=[steps.admit(0, REPEATS)])
     for _ in range(10):
@@ -37,7 +36,7 @@ def texts(found: list[tuple[list[int], int]]) -> list[int]:
     return [token for tokens, _ in found for token in tokens]
 
 
-def test_ranks_find_the_same_drafts_and_verify_no_more_than_they_found(tiny_qwen3: Path) -> None:
+def test_ranks_look_up_the_same_drafts_and_verify_no_more(tiny_qwen3: Path) -> None:
     plain = texts(outcomes(load_runner(settings(tiny_qwen3))[0], 0))
     spec = {"speculative_config": NGRAM}
     expected = outcomes(load_runner(settings(tiny_qwen3, **spec))[0], 5)
@@ -52,8 +51,8 @@ def test_ranks_find_the_same_drafts_and_verify_no_more_than_they_found(tiny_qwen
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_answers_held_to_grammars_are_those_of_plain_decoding(tmp_path: Path, adaptive: bool) -> None:
-    """Beside one that repeats itself; where drafts adapt, too."""
+def test_constrained_answers_equal_plain_decoding(tmp_path: Path, adaptive: bool) -> None:
+    """With one that repeats itself, and adaptive drafts."""
     target, _ = make_text_pair(tmp_path)
     held = StructuredOutputsParams(regex="(ab){12}[a-z]*"), held_by({"enum": ["yes yes yes", "no no no no"]})
     params = [SamplingParams(temperature=0.0, max_tokens=40)]

@@ -1,4 +1,4 @@
-"""A selector's candidates: the best of a row under the noise by which the target will choose there.
+"""A selector's candidates: the best tokens of a row under the noise with which the target will choose.
 
 By the oracle's own noise, in fp64; definition and compiled loops alike. In kernels:
 test_kernels_selection.py.
@@ -23,7 +23,7 @@ FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def batch(temperature: list[float], **filters: list[float]) -> SamplingMetadata:
-    """Of six rows."""
+    """Settings of six rows."""
     of = {name: np.array(filters.get(name, [neutral] * 6)) for name, neutral in FILTERS.items()}
     return SamplingMetadata.build(
         temperature=np.array(temperature, np.float32),
@@ -36,7 +36,7 @@ def batch(temperature: list[float], **filters: list[float]) -> SamplingMetadata:
 
 
 def noised(logits_NV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
-    """fp64, by the oracle's noise."""
+    """Compute scores in fp64 with the oracle's noise."""
     rows = zip(logits_NV.double(), temperature, SEEDS, POSITIONS, strict=True)
     return torch.stack([z + t * gumbel(seed, at, len(z)) if t else z for z, t, seed, at in rows])
 
@@ -51,7 +51,7 @@ def largest(scores_V: torch.Tensor, count: int) -> list[int]:
 def test_candidates_are_the_best_of_the_noised_row(
     vocab_size: int, top_k: int, dtype: torch.dtype, operators: StepOperators
 ):
-    """Of rows with noise and without, side by side; greedy rows in fp32 have no equals."""
+    """Logits of rows with and without noise; greedy rows in fp32 have no ties."""
     temperature = [1.0, 0.7, 0.0 if dtype is torch.float32 else 0.2, 3.0, 1.0, 0.3]
     logits_NV = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
     z_NK, ids_NK = operators.candidates(logits_NV, batch(temperature), top_k)
@@ -61,7 +61,7 @@ def test_candidates_are_the_best_of_the_noised_row(
 
 
 @pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
-def test_what_filters_cut_is_a_candidate_behind_all_that_they_keep(operators: StepOperators):
+def test_filtered_tokens_rank_after_all_kept_candidates(operators: StepOperators):
     temperature = [2.0, 2.0, 2.0, 2.0, 0.0, 2.0]
     keeps = {"top_k": [30, 3, 0, 0, 3, 0], "min_p": [0, 0, 0.2, 0, 0, 0], "top_p": [1, 1, 1, 0.6, 0.5, 1]}
     logits_NV = 3 * torch.randn(6, 400, generator=torch.Generator().manual_seed(2))
@@ -84,7 +84,7 @@ def test_what_filters_cut_is_a_candidate_behind_all_that_they_keep(operators: St
 
 
 @pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
-def test_tokens_that_cannot_be_are_candidates_only_where_nothing_else_is(operators: StepOperators):
+def test_forbidden_tokens_are_candidates_only_if_there_are_no_others(operators: StepOperators):
     logits_NV = torch.full((6, 100), -math.inf)
     logits_NV[:, 40:47] = torch.randn(6, 7)
     logits_NV[5] = -math.inf
@@ -94,26 +94,26 @@ def test_tokens_that_cannot_be_are_candidates_only_where_nothing_else_is(operato
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equals_the_loops_take_the_lowest_ids(dtype: torch.dtype):
+def test_the_loops_take_the_lowest_ids_of_equal_candidates(dtype: torch.dtype):
     random = torch.Generator().manual_seed(3)
     logits_NV = torch.randint(0, 5, (6, 900), generator=random).to(dtype)
     found_NK = LOOPS.candidates(logits_NV, batch([0.0] * 6), 16)[1]
     assert found_NK.tolist() == [largest(z_V.float(), 16) for z_V in logits_NV]
-    # Of so little noise nothing is left behind such logits.
+    # So little noise is lost next to such logits.
     found_NK = LOOPS.candidates(1e6 + 1e6 * logits_NV.float(), batch([1e-3] * 6), 16)[1]
     assert found_NK.tolist() == [largest(z_V.float(), 16) for z_V in logits_NV]
 
 
 @pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
-def test_logits_that_are_no_numbers_break_no_row(operators: StepOperators):
+def test_nan_logits_break_no_row(operators: StepOperators):
     logits_NV = torch.randn(6, 200)
     logits_NV[:, 100:] = math.nan
     _, ids_NK = operators.candidates(logits_NV, batch([0.0, 1.0] * 3), 16)
     assert ((ids_NK >= 0) & (ids_NK < 200)).all()
 
 
-def test_no_noise_is_below_what_filters_leave_to_the_cut():
-    """The hash's largest values are what rounds to 1."""
+def test_noise_is_never_below_its_minimum():
+    """The hash's largest values are those that round to 1."""
     bits = torch.tensor([[2**32 - 1, 2**32 - 128, 2**32 - 129]])
     minus_u = (bits.float() * -(2.0**-32) - 2.0**-33).clamp(min=-1.0 + 2.0**-24)
     assert float(minus_u.log1p().neg().log().max()) <= GREATEST_NEGATIVE

@@ -54,7 +54,7 @@ def distribution(target: Path, prefixes: list[list[int]]) -> np.ndarray:
 
 
 def chi_square_z(observed: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean (cells of < 5 are pooled)."""
+    """Standard deviations of the chi-square statistic above its mean (cells of < 5 are pooled)."""
     big = expected >= 5
     observed = np.append(observed[big], observed[~big].sum())
     expected = np.append(expected[big], expected[~big].sum())
@@ -79,7 +79,7 @@ def test_later_tokens_follow_the_target_given_their_prefix(
     assert chi_square_z(np.bincount(samples[:, position], minlength=VOCAB), expected) < 4
 
 
-def test_a_wrong_distribution_would_be_noticed(pair: tuple[Path, Path], samples: np.ndarray) -> None:
+def test_a_wrong_distribution_is_detected(pair: tuple[Path, Path], samples: np.ndarray) -> None:
     (p,) = distribution(pair[0], [PROMPT])
     warmer = p**0.8 / (p**0.8).sum()
     assert chi_square_z(np.bincount(samples[:, 0], minlength=VOCAB), warmer * NUM_SEEDS) > 4

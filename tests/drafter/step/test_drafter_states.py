@@ -1,4 +1,4 @@
-"""Request states: which rows a step has, and what is left behind by it."""
+"""Request states: which rows a step has, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> Admi
 
 
 def slots_of(rows: StepRows) -> list[int]:
-    """Where K and V go, of the only page group."""
+    """Slots of K and V in the only page group."""
     (kv_slots_N,) = rows.kv_slots
     return kv_slots_N.tolist()
 
 
 def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
-    """Slot 2 decodes with 2 drafts at position 3; slot 0 is amid its prompt; slot 1 ends its prompt."""
+    """Slot 2 decodes with 2 drafts at position 3; slot 0 is in its prompt; slot 1 ends its prompt."""
     states = RequestStates(3, max_model_len=12, num_pages=(9,), page_size=4, device="cpu")
     plan = plan_of(
         [2, 0, 1],
@@ -60,7 +60,7 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     assert rows.counts_R.tolist() == [3, 0, 1]
 
 
-def test_a_step_planned_ahead_goes_on_where_the_last_one_ended():
+def test_a_step_planned_ahead_continues_where_the_last_one_ended():
     states, plan = mixed_step()
     states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
     states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
@@ -70,7 +70,7 @@ def test_a_step_planned_ahead_goes_on_where_the_last_one_ended():
     assert rows.token_ids_N[[0, 3, 4, 5, 6]].tolist() == [33, 56, 57, 58, 72]
 
 
-def test_rows_behind_the_pages_of_a_sequence_that_has_ended_go_nowhere():
+def test_rows_beyond_the_pages_of_an_ended_sequence_are_not_written():
     states, _ = mixed_step()
     rows = states.lay_out_rows(plan_of([1], [3], [2], [0], [True]))
     assert slots_of(rows) == [8 * 4 + 3, 9 * 4]
@@ -85,7 +85,7 @@ def test_tokens_of_a_step_replace_its_drafts():
     assert states.token_ids[0, :10].tolist() == list(range(50, 60))
 
 
-def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
+def test_drafts_at_the_end_of_the_longest_sequence_stay_in_bounds():
     states = RequestStates(1, max_model_len=5, num_pages=(2,), page_size=4, device="cpu")
     plan = plan_of(
         [0], [3], [2], [1], [True], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)]
@@ -97,7 +97,7 @@ def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
     assert states.token_ids[0, :5].tolist() == [1, 2, 3, 4, 8]
 
 
-def test_a_block_is_an_anchor_and_masks_in_look_ahead_slots():
+def test_a_block_is_an_anchor_and_masks_in_lookahead_slots():
     states, plan = mixed_step()
     block = states.lay_out_block(plan, MASK)
     assert block is not None
@@ -142,8 +142,8 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
         assert rows.sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
 
 
-def test_every_page_group_has_its_own_slots_and_what_a_model_sees_of_them():
-    """The target's layers are in groups 0 and 1, the drafter's in group 2, whose pages are another pool's."""
+def test_every_page_group_has_its_own_slots_and_visible_pages():
+    """The target's layers are in groups 0 and 1, the drafter's in group 2, which uses another pool."""
     groups = (KVCacheGroup(), KVCacheGroup(window=6), KVCacheGroup(pool=1, window=9))
     pages = KVCacheLayout(groups, (LayerPlace(1, 0), LayerPlace(0, 0)), (LayerPlace(2, 0),))
     asked: list[tuple] = []
@@ -171,11 +171,11 @@ def test_every_page_group_has_its_own_slots_and_what_a_model_sees_of_them():
         ([3], [3], [[9, 8]], 4, 6),
         ([3], [3], [[3, 2]], 4, 9),
     ]
-    behind = plan_of([1], [8], [1], [0], [True])  # rows behind their pages: each pool has its own nowhere
+    behind = plan_of([1], [8], [1], [0], [True])  # rows beyond their pages: each pool has a padding slot
     assert [int(slots_N) for slots_N in states.lay_out_rows(behind).kv_slots] == [9 * 4, 9 * 4, 4 * 4]
 
 
-def test_a_slot_taken_again_forgets_its_former_request():
+def test_a_reused_slot_forgets_its_former_request():
     states, _ = mixed_step()
     fresh = plan_of([2], [0], [2], [0], [True], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
     states.apply(fresh)

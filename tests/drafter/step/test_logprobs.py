@@ -49,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def theirs(pair: tuple[Path, Path]) -> object:
-    """Log probabilities [tokens, V] of a prompt behind its first token, and of an output, by transformers."""
+    """Log probabilities [tokens, V] of a prompt after its first token, and of an output, by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
@@ -85,7 +85,7 @@ def check(
 
 @pytest.mark.parametrize("drafts", [None, 3, 15])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_log_probabilities_are_transformers_for_every_token_that_comes_out(
+def test_log_probabilities_of_every_token_equal_transformers(
     pair: tuple[Path, Path], theirs, engine: str, drafts: int | None
 ) -> None:
     params = [
@@ -120,10 +120,10 @@ def test_log_probabilities_are_transformers_for_every_token_that_comes_out(
         torch.testing.assert_close(torch.tensor(output.cumulative_logprob), total, atol=1e-2, rtol=0)
 
 
-def test_a_prompt_that_the_prefix_cache_knows_tells_the_same_and_serves_the_next(
+def test_a_cached_prompt_has_the_same_log_probabilities_and_serves_the_next(
     pair: tuple[Path, Path], theirs
 ) -> None:
-    """Pages hold no logits: it is computed again; and once it is told, its pages serve it, too."""
+    """Pages hold no logits: the prompt is computed again, and then its pages are shared, too."""
     prompt, params = prompts(9)[3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     telling = replace(params, prompt_logprobs=1, n=2)
     with LLM(

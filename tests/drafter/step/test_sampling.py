@@ -1,4 +1,4 @@
-"""Keyed noise and the choice of tokens."""
+"""Keyed noise and sampling of tokens."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def uniforms(seeds, positions, vocab: int) -> np.ndarray:
 
 
 def margin(z: torch.Tensor, kept: torch.Tensor, noise: torch.Tensor) -> float:
-    """Of one row, fp64, by sorting: of z + noise where more than one token is kept, else of z."""
+    """Token and margin of one row in fp64, by sorting z + noise if several tokens are kept, else z."""
     scores = torch.where(kept, z + noise, -math.inf) if kept.sum() > 1 else z
     best, second = scores.sort(descending=True).values[:2].tolist()
     return best - second if best > -math.inf else 0.0
 
 
 def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Upper tail by Wilson-Hilferty: exact enough to tell 1e-4 from 0.5."""
+    """Upper tail by Wilson-Hilferty: exact enough to distinguish 1e-4 from 0.5."""
     x, k = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
     z = ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
     return 0.5 * math.erfc(z / math.sqrt(2))
@@ -77,7 +77,7 @@ def test_noise_bits_equal_the_same_hash_in_python_integers():
     assert bits.tolist() == expected
 
 
-def test_noise_is_gumbel_of_these_bits_and_finite_everywhere():
+def test_noise_is_gumbel_and_finite_everywhere():
     keys = torch.from_numpy(noise_keys(np.array([5]), np.array([9])))[:, :, None]
     expected = oracle.gumbel(5, 9, 3000)
     assert torch.allclose(-negative_gumbel(keys, 3000).double()[0], expected, rtol=2e-5, atol=2e-5)
@@ -85,7 +85,7 @@ def test_noise_is_gumbel_of_these_bits_and_finite_everywhere():
     assert negative_gumbel(many, 5000).isfinite().all()
 
 
-def test_the_largest_hash_gives_the_least_noise_and_it_is_finite():
+def test_the_largest_hash_gives_the_smallest_finite_noise():
     """Its uniform number rounds to 1, whose noise would be minus infinity."""
     largest = 2**32 - 1
     # The hash is a bijection: this key leads to 32 ones for token 0.
@@ -135,7 +135,7 @@ def test_sampling_follows_softmax_over_positions():
         assert chi_square_p(np.bincount(ids.numpy(), minlength=12), expected) > 1e-4
 
 
-def test_tokens_of_neighbouring_positions_are_independent():
+def test_tokens_of_neighboring_positions_are_independent():
     draws, z = 40_000, torch.tensor([0.3, -0.5, 0.9, 0.0])
     ids = sample_rows(z.repeat(draws, 1), batch(draws, position=range(draws))).numpy()
     p = z.softmax(0).double().numpy()
@@ -143,7 +143,7 @@ def test_tokens_of_neighbouring_positions_are_independent():
     assert chi_square_p(pairs, np.outer(p, p).ravel() * (draws - 1)) > 1e-4
 
 
-def test_a_filtered_distribution_is_sampled_renormalised():
+def test_a_filtered_distribution_is_renormalized():
     draws, z = 30_000, torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -2.0])
     ids = sample_rows(z.repeat(draws, 1), batch(draws, top_k=3, position=range(draws))).numpy()
     counts = np.bincount(ids, minlength=6)
@@ -151,7 +151,7 @@ def test_a_filtered_distribution_is_sampled_renormalised():
     assert chi_square_p(counts[:3], z[:3].softmax(0).double().numpy() * draws) > 1e-4
 
 
-def test_a_row_is_chosen_alike_alone_and_in_any_batch():
+def test_a_row_gets_the_same_token_alone_and_in_any_batch():
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(6, 500, generator=generator) * 2
     settings = {
@@ -174,7 +174,7 @@ def kept(logits: torch.Tensor, **settings) -> list[int]:
     return out[0].isfinite().nonzero().ravel().tolist()
 
 
-def test_top_k_keeps_the_k_likeliest_and_what_ties_with_the_last():
+def test_top_k_keeps_the_k_likeliest_and_ties_with_the_last():
     z = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.0])
     assert kept(z, top_k=2) == [1, 2, 4]
     assert kept(z, top_k=4) == [0, 1, 2, 4]
@@ -204,7 +204,7 @@ def test_top_p_finds_nuclei_wider_than_its_first_look():
     assert len(kept(torch.linspace(0, 0.1, 1000), top_p=0.9)) in range(895, 905)
 
 
-def test_wide_and_narrow_nuclei_in_one_batch_do_not_disturb_each_other():
+def test_wide_and_narrow_nuclei_in_one_batch_are_independent():
     flat, peaked = torch.linspace(0, 0.1, 1000), torch.arange(1000.0, 0, -1)
     z, p = torch.stack((flat, peaked, flat, flat)), [0.9, 0.9, 1.0, 0.5]
     together = filter_logits(z, batch(4, top_p=p))
@@ -234,7 +234,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature():
     assert torch.equal(ids, z.argmax(-1))
 
 
-def test_a_temperature_towards_zero_is_greedy():
+def test_a_temperature_near_zero_is_greedy():
     z = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
     ids = sample_rows(z.clone(), batch(50, temperature=1e-5, position=range(50)))
     assert torch.equal(ids, z.argmax(-1))
@@ -286,10 +286,10 @@ SETTINGS |= {"top_k 1": {"top_k": 1}, "top_p": {"top_p": 0.4, "temperature": 0.6
 
 @pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("names", [[name] for name in SETTINGS] + [list(SETTINGS)], ids="+".join)
-def test_a_margin_is_the_distance_to_the_second_best_of_what_is_kept(
+def test_a_margin_is_the_distance_to_the_second_best_kept_token(
     names: list[str], operators: StepOperators
 ) -> None:
-    """By fp64 over all of a row's tokens; some cannot be, and in one row all but one cannot."""
+    """In fp64 over all of a row's tokens; some are forbidden, in one row all but one."""
     rows, vocab = 24, 301
     each = [names[row % len(names)] for row in range(rows)]
     knobs = {k: [SETTINGS[name].get(k, d) for name in each] for k, d in KNOBS.items()}

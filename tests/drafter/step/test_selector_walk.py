@@ -1,4 +1,4 @@
-"""The walk over candidates in compiled loops means what PyTorch's means. What that is: test_dflash2.py."""
+"""The compiled walk over candidates equals PyTorch's (defined in test_dflash2.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KNOBS = {  # temperature, top-k, top-p, min-p
 
 
 def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
-    """Requests' blocks one behind the other, of those that draft."""
+    """Blocks of the requests that draft, one after the other."""
     owners_X = np.repeat(np.arange(len(counts)), counts)
     of_X = np.array([KNOBS[knobs[r]] for r in owners_X]).reshape(-1, 4)
     rows = [(0, *range(1, count + 1)) for count in counts if count]
@@ -65,7 +65,7 @@ def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 2**20),
 )
-def test_loops_walk_as_the_definition_does(requests, top_k: int, dtype: torch.dtype, seed: int):
+def test_loops_walk_as_in_the_definition(requests, top_k: int, dtype: torch.dtype, seed: int):
     knobs, counts = (list(x) for x in zip(*requests, strict=True))
     block, random = block_of(knobs, counts, seed), torch.Generator().manual_seed(seed)
 
@@ -86,8 +86,8 @@ def test_loops_walk_as_the_definition_does(requests, top_k: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("wrong", ["no noise", "noise of the next position", "noise of another request"])
-def test_candidates_are_taken_with_the_noise_of_their_own_place(wrong: str):
-    """What is drafted are others if candidates have other noise, though the walk has the right one."""
+def test_candidates_are_chosen_with_the_noise_of_their_position(wrong: str):
+    """With other noise for the candidates drafts differ, although the walk has the right one."""
     block = block_of(["warm", "warm"], [7, 7], seed=3)
     sampling, random = block.sampling, torch.Generator().manual_seed(8)
     logits_XV = 2 * torch.randn(14, VOCAB, generator=random)

@@ -1,4 +1,4 @@
-"""A step's operators: compiled loops mean what NumPy and PyTorch mean."""
+"""A step's operators: compiled loops equal NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS, MAX_LEN, PAGE_SIZE = 7, 40, 8
 
 @dataclass
 class Requests:
-    """Rows and drafts of a few slots, as a plan may have them; whatever is random comes of the seed."""
+    """Rows and drafts of a few slots, as in a plan; random values follow from the seed."""
 
     slots_R: np.ndarray
     first_R: np.ndarray
@@ -38,7 +38,7 @@ class Requests:
         return torch.randint(0, 1000, (SLOTS, MAX_LEN + 1), generator=generator)
 
     def few(self, *shape: int, low: int = 0) -> torch.Tensor:
-        """Few different values, so that many are equal."""
+        """Few different values, so that there are ties."""
         return torch.from_numpy(np.random.default_rng(self.seed).integers(low, 3, shape))
 
 
@@ -60,7 +60,7 @@ def arrays(values: object) -> list[np.ndarray]:
 
 @settings(max_examples=100)
 @given(requests(), st.integers(1, 3))
-def test_rows_are_laid_out_alike(r: Requests, num_groups: int) -> None:
+def test_rows_are_laid_out_the_same(r: Requests, num_groups: int) -> None:
     pages = np.random.default_rng(r.seed).integers(0, 99, (num_groups, SLOTS, MAX_LEN // PAGE_SIZE))
     where = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R, pages, PAGE_SIZE)
     mine, loops = (arrays(operators.lay_out_rows(r.tokens(), *where)) for operators in BOTH)
@@ -70,7 +70,7 @@ def test_rows_are_laid_out_alike(r: Requests, num_groups: int) -> None:
 
 @settings(max_examples=100)
 @given(requests())
-def test_tokens_are_written_alike(r: Requests) -> None:
+def test_tokens_are_written_the_same(r: Requests) -> None:
     values = r.few(len(r.slots_R), int(r.num_rows_R.max()), low=-1)
     written = []
     for operators in BOTH:
@@ -82,7 +82,7 @@ def test_tokens_are_written_alike(r: Requests) -> None:
 
 @settings(max_examples=100)
 @given(requests(), st.integers(0, 2))
-def test_values_go_to_their_requests_alike(r: Requests, spare: int) -> None:
+def test_values_are_scattered_to_requests_the_same(r: Requests, spare: int) -> None:
     values, counts = r.few(int(r.counts_R.sum())), torch.from_numpy(r.counts_R)
     mine, loops = (op.by_request(values, counts, r.num_drafts + 1 + spare) for op in BOTH)
     assert mine.dtype == loops.dtype and mine.equal(loops)
@@ -94,7 +94,7 @@ def test_values_go_to_their_requests_alike(r: Requests, spare: int) -> None:
 
 @settings(max_examples=200)
 @given(requests(), st.integers(0, 2))
-def test_drafts_are_judged_alike(r: Requests, spare: int) -> None:
+def test_drafts_are_accepted_the_same(r: Requests, spare: int) -> None:
     sampled, counts = r.few(int(r.counts_R.sum())), torch.from_numpy(r.counts_R)
     drafts = r.few(len(counts), r.num_drafts + spare)
     drafts.masked_fill_(torch.arange(drafts.shape[1]) >= counts[:, None] - 1, -1)
@@ -103,7 +103,7 @@ def test_drafts_are_judged_alike(r: Requests, spare: int) -> None:
 
 
 def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
-    """A view that is not contiguous, with ties, and rows in which little or nothing can be."""
+    """A non-contiguous view with ties, and rows with few or no allowed tokens."""
     logits = (3 * torch.randn(20, vocab_size + 3, generator=torch.Generator().manual_seed(3))).round(
         decimals=1
     )
@@ -113,7 +113,7 @@ def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
 
 
 def margins_of(scores: torch.Tensor) -> torch.Tensor:
-    """By sorting."""
+    """Select by sorting."""
     padded = torch.cat((scores, torch.full_like(scores[:, :1], float("-inf"))), dim=1)
     best, second = padded.sort(dim=1, descending=True).values[:, :2].unbind(1)
     return torch.where(best == second, 0.0, best - second)
@@ -121,7 +121,7 @@ def margins_of(scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 333, 50_001])
-def test_the_likeliest_token_is_chosen_alike(vocab_size: int, dtype: torch.dtype) -> None:
+def test_the_likeliest_token_is_the_same(vocab_size: int, dtype: torch.dtype) -> None:
     logits = logits_of(dtype, vocab_size)
     mine, loops = (operators.argmax_margin(logits) for operators in BOTH)
     assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(mine, loops, strict=True))
@@ -130,7 +130,7 @@ def test_the_likeliest_token_is_chosen_alike(vocab_size: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 333, 5_001])
-def test_grammars_masks_are_applied_alike(vocab_size: int, dtype: torch.dtype) -> None:
+def test_grammar_masks_are_applied_the_same(vocab_size: int, dtype: torch.dtype) -> None:
     logits, random = logits_of(dtype, vocab_size), np.random.default_rng(vocab_size)
     bits = random.integers(-(2**31), 2**31, (4, vocab_size // 32 + 2)).astype(np.int32)
     bits[3] = 0
@@ -143,8 +143,8 @@ def test_grammars_masks_are_applied_alike(vocab_size: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 7, 333, 50_001])
-def test_a_token_under_noise_is_chosen_alike_but_for_ties(vocab_size: int, dtype: torch.dtype) -> None:
-    """Noise differs by units in the last place: where tokens do, their scores are as near."""
+def test_a_sampled_token_is_the_same_except_at_ties(vocab_size: int, dtype: torch.dtype) -> None:
+    """Noise differs by units in the last place: where tokens differ, their scores are as close."""
     logits, rows = logits_of(dtype, vocab_size), np.arange(20)
     temperature = torch.linspace(0.01, 3.0, 20).unsqueeze(1)
     keys = torch.from_numpy(noise_keys(rows * 7919, rows)).unsqueeze(-1)
@@ -162,7 +162,7 @@ def test_a_token_under_noise_is_chosen_alike_but_for_ties(vocab_size: int, dtype
 
 
 def copied(known: list[int], count: int, shortest: int, longest: int) -> list[int]:
-    """Prompt look-up by its words, one place after the other."""
+    """Prompt look-up from its definition, one position after the other."""
     for length in range(longest, shortest - 1, -1):
         for begin in range(len(known) - length - 1, -1, -1):
             if known[begin : begin + length] == known[len(known) - length :]:
@@ -182,9 +182,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
     st.integers(1, 4),
     st.integers(0, 3),
 )
-def test_what_followed_the_last_tokens_is_looked_up(
-    requests: list[tuple[list[int], int]], shortest: int, more: int
-) -> None:
+def test_ngram_lookup_is_the_same(requests: list[tuple[list[int], int]], shortest: int, more: int) -> None:
     tokens, counts = torch.full((SLOTS, 41), 1), [count for _, count in requests]
     slots = np.arange(len(requests))[::-1].astype(np.int64)
     for slot, (text, _) in zip(slots.tolist(), requests, strict=True):

@@ -1,4 +1,4 @@
-"""Bias, impossible tokens and penalties: what they mean, and that speculation changes no token under them."""
+"""Bias, forbidden tokens and penalties: their meaning, and that speculation changes no token."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def asked() -> list[tuple[list[int], SamplingParams]]:
-    """A prompt with each knob, of different lengths, ages and seeds."""
+    """A prompt with each setting, of different lengths, ages and seeds."""
     params = (
         replace(p, seed=50 + i, max_tokens=NUM_TOKENS + i % 5, ignore_eos=True)
         for i, p in enumerate(KNOBS.values())
@@ -104,7 +104,7 @@ def reference(pair: tuple[Path, Path]) -> list[list[int]]:
     return run(pair, None, enable_prefix_caching=False, max_num_seqs=1)[0]
 
 
-def test_plain_decoding_equals_rules_written_down_in_python(
+def test_plain_decoding_equals_the_rules_in_python(
     pair: tuple[Path, Path], reference: list[list[int]]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -129,8 +129,8 @@ def test_plain_decoding_equals_rules_written_down_in_python(
             assert ours == theirs[:stop], name
 
 
-def test_every_rule_changes_something(pair: tuple[Path, Path], reference: list[list[int]]) -> None:
-    """Else the grid would prove nothing."""
+def test_every_rule_has_an_effect(pair: tuple[Path, Path], reference: list[list[int]]) -> None:
+    """Otherwise the grid would prove nothing."""
     with LLM(str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1) as llm:
         for name, (prompt, params), ours in zip(KNOBS, asked(), reference, strict=True):
             free = SamplingParams(
@@ -181,7 +181,7 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
     penalties: tuple[float, float, float],
     known_before: int,
 ) -> None:
-    """Whatever was counted in an earlier step: each row is as plain decoding would have it."""
+    """Whatever an earlier step counted, each row equals plain decoding's."""
     repetition, frequency, presence = penalties
     budget, start, end = thinking or (None, (), ())
     params = SamplingParams(
@@ -242,7 +242,7 @@ def test_a_wrong_rule_is_refused_by_name(field: str, value: object, remedy: str)
         ("thinking_token_budget", 3),
     ],
 )
-def test_what_the_model_cannot_do_is_refused_by_name(
+def test_rules_that_the_model_cannot_apply_are_refused_by_name(
     pair: tuple[Path, Path], field: str, value: object
 ) -> None:
     with (
@@ -264,7 +264,7 @@ def test_what_the_model_cannot_do_is_refused_by_name(
         ({"reasoning_end_token_ids": (1, 2, 3)}, "reasoning_end_token_ids"),
     ],
 )
-def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, object], param: str) -> None:
+def test_rules_beyond_an_engines_limits_are_refused_by_name(params: dict[str, object], param: str) -> None:
     limits = RuleLimits(allowed_tokens=4, biased_tokens=2, bad_words=1, bad_word_tokens=3, reasoning_tokens=2)
     info = ExecutorInfo(
         num_pages=(64,),

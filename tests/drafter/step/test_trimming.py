@@ -1,7 +1,7 @@
-"""Steps that verify fewer drafts than were made: of the host's runner, of ranks, and of a drafter split off.
+"""Steps that verify fewer drafts than were made: host runner, ranks, split drafter.
 
-That no token depends on it is asked of the whole engine elsewhere (`test_lossless.py`); here, that what is
-cut is not computed, is told, and leaves the drafter's context as it would be.
+`test_lossless.py` tests that no token depends on it; here, that trimmed drafts are not computed, are
+reported, and do not affect the drafter's context.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Execute = Callable[[SchedulerOutput], StepResult]
 
 
 def random_trim(plan: SchedulerOutput) -> Trim:
-    """Cuts anywhere; of every third step everything, of others a set number of rows."""
+    """Trims randomly: in every third step everything, in others to a given number of rows."""
     random, most = np.random.default_rng(plan.step), plan.num_batched_tokens
     floats = random.normal(size=(2, NUM_DRAFTS)).astype(np.float32)
     of_requests = random.random((2, plan.num_requests)).astype(np.float32)
@@ -45,7 +45,7 @@ def random_trim(plan: SchedulerOutput) -> Trim:
 
 
 def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], list[StepResult]]:
-    """Prompts with what follows them, and the steps' results."""
+    """Prompts with their continuations, and the steps' results."""
     steps, results = Steps(len(PROMPTS)), list[StepResult]()
     slots = list(range(len(PROMPTS)))
     admitted = [steps.admit(*request) for request in zip(slots, PROMPTS, SAMPLING, strict=True)]
@@ -61,7 +61,7 @@ def generate(execute: Execute, *, trims: bool = True) -> tuple[list[list[int]], 
 
 
 class Knows:
-    """A source of drafts that has seen what comes, and is more or less sure of it."""
+    """A proposer that knows the continuation, with varying margins."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts
@@ -76,13 +76,13 @@ class Knows:
         return Proposals(drafts, margins)
 
     def inject(self, *step: object) -> None:
-        """It knows enough."""
+        """It needs no context."""
 
 
-def test_what_is_cut_is_not_computed_and_changes_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_trimmed_drafts_are_not_computed_and_change_no_token(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     runner, _ = open_runner(tiny_qwen3, tiny_drafter)
     whole = PROMPTS
-    for _ in range(6):  # from guesses to what comes
+    for _ in range(6):  # from proposals to the continuation
         runner.drafts = Knows([tokens + [9] * 64 for tokens in whole])
         whole, _ = generate(runner.execute, trims=False)
     plans, rows, forward = list[SchedulerOutput](), list[int](), runner.model.forward
@@ -112,7 +112,7 @@ def test_what_is_cut_is_not_computed_and_changes_no_token(tiny_qwen3: Path, tiny
 
 
 def outcome(results: list[StepResult]) -> list[list]:
-    """What came of steps; where nothing was drafted there is no margin."""
+    """The results of steps; without drafts there is no margin."""
     numbers = [
         (r.num_drafts, r.num_tokens, r.token_ids, np.empty(0) if r.margins is None else r.margins.round(2))
         for r in results
@@ -121,8 +121,8 @@ def outcome(results: list[StepResult]) -> list[list]:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash2"])
-def test_ranks_cut_alike(tiny_qwen3: Path, tmp_path: Path, second: bool) -> None:
-    """As one rank does, though the other one's margins may be others' in their last digits."""
+def test_ranks_trim_the_same_drafts(tiny_qwen3: Path, tmp_path: Path, second: bool) -> None:
+    """All ranks follow rank 0, although margins differ in their last digits."""
     drafter = make_tiny_drafter(tmp_path, second=second)
     expected = outcome(generate(load_runner(settings(tiny_qwen3, drafter))[0].execute)[1])
     config = settings(tiny_qwen3, drafter, tensor_parallel_size=2)
@@ -132,7 +132,7 @@ def test_ranks_cut_alike(tiny_qwen3: Path, tmp_path: Path, second: bool) -> None
         proposer = runner.drafts._proposer
 
         class Shifted:
-            """Its proposer, on the second rank a little surer."""
+            """The rank's proposer, with slightly larger margins on the second rank."""
 
             inject = proposer.inject
 
@@ -148,8 +148,8 @@ def test_ranks_cut_alike(tiny_qwen3: Path, tmp_path: Path, second: bool) -> None
     assert ThreadRanks(2).run(work) == [expected] * 2
 
 
-def test_a_drafter_split_off_learns_what_was_verified(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    """It makes context of as many rows as there were: then it drafts what one beside the target does."""
+def test_a_split_drafter_receives_what_was_verified(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    """It writes as many context rows as there were, and then drafts like a colocated drafter."""
     _, expected = generate(open_runner(tiny_qwen3, tiny_drafter)[0].execute)
     spec = {"model": str(tiny_drafter), "adaptive": False}
     with closing(Pair(tiny_qwen3, spec, attention_backend="auto")) as pair:
@@ -160,7 +160,7 @@ def test_a_drafter_split_off_learns_what_was_verified(tiny_qwen3: Path, tiny_dra
         assert all(np.isnan(r.margins).all() for r in results[1:]), "nobody is sure of what stands there"
 
 
-def test_a_step_without_context_tells_the_drafter_nothing(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+def test_a_step_without_context_sends_the_drafter_nothing(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     runner, _ = open_runner(tiny_qwen3, tiny_drafter)
     steps = Steps(4)
     enter = steps.plan([0], [0], [30], admitted=[steps.admit(0, PROMPTS[0])])
@@ -172,8 +172,8 @@ def test_a_step_without_context_tells_the_drafter_nothing(tiny_qwen3: Path, tiny
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_compiled_cut_is_the_definition_s(seed: int) -> None:
-    """Chosen rows, a rate, neither; margins that are not told; few that are worth their rows, and many."""
+def test_compiled_trimming_equals_the_definition(seed: int) -> None:
+    """Given rows, a rate, neither; missing margins; few rows that pay, and many."""
     random = np.random.default_rng(seed)
     num_requests, most = int(random.integers(1, 40)), int(random.integers(1, 16))
     drafts = random.integers(0, most + 1, num_requests)

@@ -51,7 +51,7 @@ def test_acceptance_equals_a_loop_over_requests(step):
         assert tokens[r].tolist() == expected + [-1] * (width + 1 - len(expected))
 
 
-def test_a_first_mismatch_yields_the_targets_token_and_a_full_match_one_more():
+def test_a_mismatch_yields_the_targets_token_and_a_full_match_a_bonus_token():
     sampled = torch.tensor([5, 6, 7, 5, 6, 7])
     tokens, num = accept(sampled, torch.tensor([3, 3]), torch.tensor([[5, 9], [5, 6]]))
     assert tokens.tolist() == [[5, 6, -1], [5, 6, 7]]

@@ -1,4 +1,4 @@
-"""Batch jobs on a real local Ray: every row answered or explained, whatever the drafter does.
+"""Batch jobs on a real local Ray: every row has an answer or an error, with any drafter.
 
 The Ray declares this machine's own cores, as a user's does: a job that needs one core more hangs.
 """
@@ -82,13 +82,13 @@ Answered = tuple[Path, Report]
 
 @pytest.fixture(scope="module")
 def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
-    """The rows with speculation: folder and report."""
+    """Run the rows with speculation; return folder and report."""
     output = tmp_path_factory.mktemp("answered") / "out"
     job = options(parquet, output, sampling={"max_tokens": 16})
     return output, run_batch(config(pair), job)
 
 
-def test_a_row_whose_logits_are_not_numbers_is_an_error_row(tmp_path: Path) -> None:
+def test_a_row_with_nan_logits_is_an_error_row(tmp_path: Path) -> None:
     pair, rows, output = make_pair_with_nan(tmp_path / "pair"), tmp_path / "rows.jsonl", tmp_path / "out"
     prompts = {"good": "def main(", "bad": f"x{NOT_A_NUMBER}y", "last": "import "}
     rows.write_text(
@@ -122,7 +122,7 @@ def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], 
         assert (found["token_ids"], found["text"]) == (plain.token_ids, plain.text)
 
 
-def test_every_row_is_answered_or_explained(answered: Answered) -> None:
+def test_every_row_has_an_answer_or_an_error(answered: Answered) -> None:
     folder, made = answered
     figures = made.stats
     assert (figures.rows, figures.failed) == (len(ROWS), 3)
@@ -138,7 +138,7 @@ def test_every_row_is_answered_or_explained(answered: Answered) -> None:
     assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
 
 
-def test_figures_add_up_and_the_same_command_says_them_once_more(
+def test_figures_add_up_and_a_repeated_command_prints_them_again(
     pair: tuple[Path, Path], parquet: Path, answered: Answered
 ) -> None:
     folder, first = answered
@@ -161,7 +161,7 @@ def test_the_page_shows_the_first_rows_with_prompts_and_answers(answered: Answer
         assert str(prompt) in unescape((folder / "_report.html").read_text())
 
 
-def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
+def test_openai_lines_get_openai_answers_and_bad_lines_go_to_the_errors(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 2, "temperature": 1}
@@ -212,7 +212,7 @@ def test_a_wrong_job_ends_before_anything_is_written(
         assert not out.exists()
 
 
-def test_what_fails_in_an_engine_actor_comes_out_as_what_it_was(
+def test_errors_of_an_engine_actor_keep_their_type(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path
 ) -> None:
     engine = config(pair, tokenizer=str(pair[1]))  # the drafter's folder has no tokenizer.json
@@ -222,7 +222,7 @@ def test_what_fails_in_an_engine_actor_comes_out_as_what_it_was(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
@@ -232,7 +232,7 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
 
 
 class _Taken:
-    """CPUs of the cluster in someone else's hands."""
+    """Hold CPUs of the cluster, as another job would."""
 
     def __init__(self, cpus: float) -> None:
         self._group = placement_group([{"CPU": cpus}])
@@ -251,7 +251,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_job_without_room_says_what_it_waits_for_and_gives_up(
+def test_a_job_without_resources_says_what_it_waits_for_and_gives_up(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cores = os.cpu_count()
@@ -265,7 +265,7 @@ def test_a_job_without_room_says_what_it_waits_for_and_gives_up(
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core that can be taken")
-def test_a_job_makes_do_with_the_cores_that_are_free(
+def test_a_job_uses_the_free_cores(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -276,7 +276,7 @@ def test_a_job_makes_do_with_the_cores_that_are_free(
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 
 
-def test_what_can_never_fit_is_refused_before_anything_starts(
+def test_jobs_that_can_never_fit_are_refused_before_anything_starts(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path
 ) -> None:
     wrong: list[tuple[str, dict[str, Any], int]] = [
@@ -290,7 +290,7 @@ def test_what_can_never_fit_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_workers_of_their_own_and_two_engines_find_room(
+def test_two_engines_with_separate_workers_are_placed(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path, answered: Answered
 ) -> None:
     _, drafter = pair

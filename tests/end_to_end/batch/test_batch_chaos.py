@@ -1,7 +1,7 @@
-"""Batch jobs that are killed: driver, engine, rank, raylet by SIGKILL at random points; rows that kill.
+"""Batch jobs under SIGKILL at random points (driver, engine, rank, raylet), and rows that kill engines.
 
-Whatever dies, every row is answered once, as in a job that nobody disturbs, and little is computed twice.
-Here at one point each over an executor that only sleeps; `make chaos` takes many points and the real one.
+Every row is answered once, as in an undisturbed job, and little is computed twice. Here at one point each
+over an executor that only sleeps; `make chaos` takes many points and the real one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: str, rows: Path, ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a job that nobody kills; its tokens are counted beside it."""
+    """The output of an undisturbed job, whose tokens are counted."""
     folder = tmp_path_factory.mktemp("undisturbed")
     job(model, rows, folder).run()
     assert (folder / "counter").stat().st_size == NUM_ROWS * MAX_TOKENS
@@ -80,7 +80,7 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def check(folder: Path, undisturbed: Path) -> None:
-    """Every row once, as if nobody had disturbed the job, for little more than one pass."""
+    """Check that every row is there once, as in an undisturbed job, for little more than one pass."""
     assert (folder / "out" / "_SUCCESS").exists()
     assert answers(folder / "out") == answers(undisturbed)
     tokens = (folder / "counter").stat().st_size
@@ -88,7 +88,7 @@ def check(folder: Path, undisturbed: Path) -> None:
 
 
 class Running:
-    """A job in a process of its own, with the temporary folder that tells its Ray from others."""
+    """A job in its own process, with a temporary folder that identifies its Ray."""
 
     def __init__(self, job: ChaosJob) -> None:
         self.job = job
@@ -109,7 +109,7 @@ class Running:
         wait_for_tokens(self.job, number, lambda: self.process.poll() is None)
 
     def processes(self, name: str) -> list[int]:
-        """Of this job's Ray, by what their command begins with."""
+        """Processes of this job's Ray whose command begins with the given text."""
         return [pid for pid, command in processes(self.ray_folder) if name in command]
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Running:
 
 
 def processes(mark: str) -> list[tuple[int, str]]:
-    """Living processes that speak of a path: number and command."""
+    """Living processes whose command names a path: number and command."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def processes(mark: str) -> list[tuple[int, str]]:
 
 
 def own_actors(kind: str) -> list[int]:
-    """Actors of a class below the raylet that this process has started."""
+    """Actors of a class below the raylet that this process started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ def point(name: str, number: int) -> int:
 
 @pytest.mark.parametrize("number", range(POINTS))
 @pytest.mark.parametrize("victim", ["driver", pytest.param("raylet", marks=pytest.mark.slow)])
-def test_a_job_whose_driver_or_ray_is_killed_goes_on_where_it_was(
+def test_a_job_whose_driver_or_ray_is_killed_resumes(
     victim: str,
     number: int,
     model: str,
@@ -188,7 +188,7 @@ def test_a_job_whose_driver_or_ray_is_killed_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("number", range(POINTS))
-def test_an_engine_that_is_killed_is_replaced_while_another_goes_on(
+def test_a_killed_engine_is_replaced_while_another_continues(
     number: int,
     model: str,
     rows: Path,
@@ -211,7 +211,7 @@ def test_an_engine_that_is_killed_is_replaced_while_another_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(POINTS))
-def test_a_rank_that_is_killed_ends_its_engine_and_another_answers_the_same(
+def test_a_killed_rank_ends_its_engine_and_another_engine_gives_the_same_answers(
     number: int,
     model: str,
     rows: Path,
@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_ends_its_engine_and_another_answers_the_same(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A real engine of two ranks, also at one point: it is its workers' death that is tried."""
+    """Kill the workers of a real engine of two ranks, at one of the points."""
     names = [f"r{i}" for i in range(NUM_ROWS)]
     params = [
         SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, seed=row_seed(0, name))
@@ -243,7 +243,7 @@ def test_a_rank_that_is_killed_ends_its_engine_and_another_answers_the_same(
     assert "died; its rows go to others" in capsys.readouterr().err
 
 
-def test_a_row_that_kills_is_found_and_explained_and_all_others_are_answered(
+def test_a_row_that_kills_engines_is_found_and_all_others_are_answered(
     model: str, ray_session: None, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 40, killers=(23,))
@@ -258,7 +258,7 @@ def test_a_row_that_kills_is_found_and_explained_and_all_others_are_answered(
     assert not list((tmp_path / "out" / "_manta").glob("pending/*/*"))
 
 
-def test_engines_that_only_die_end_the_job_with_the_reason(
+def test_a_job_whose_engines_all_die_ends_with_the_reason(
     model: str, ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pool, "MAX_DEATHS", 2)

@@ -1,4 +1,4 @@
-"""A node with an engine is about to leave (a spot notice): its engine goes in time, nothing is done twice.
+"""An engine on a node that is about to be removed (a spot notice) leaves in time and repeats no row.
 
 A real cluster of two nodes, and Ray's own notice.
 """
@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
     nodes.shutdown()
 
 
-def test_an_engine_leaves_a_node_that_is_about_to_go(
+def test_an_engine_leaves_a_node_that_is_about_to_be_removed(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, _ = make_text_pair(tmp_path)

@@ -1,4 +1,4 @@
-"""A batch of `/v1/batches` while the head dies under it: its state is in its storage, not in Ray's books."""
+"""A batch of `/v1/batches` while the head dies: its state is in its storage, not in Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END_S = 240.0
 
 
 @pytest.mark.slow
-def test_a_batch_goes_on_while_the_head_s_gcs_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_a_batch_continues_while_the_gcs_is_killed_and_restarted(tmp_path: Path) -> None:
     target, _ = make_text_pair(tmp_path / "pair")
     storage = tmp_path / "batches"
     settings = {"model": str(target), "served_model_name": "tiny", "batch_storage": str(storage), **ENGINE}

@@ -1,4 +1,4 @@
-"""What a batch job does with rows, whatever the model: formats, order, samples, retries, limits, growth.
+"""Batch jobs with any model: formats, order, samples, retries, time limits, scaling.
 
 Real Ray, real files, real engine actors over an executor that only sleeps; `test_batch.py` has the models.
 """
@@ -46,11 +46,11 @@ def run(model: str, source: Path, output: Path, **changes: Any) -> RowStats:
 
 
 def ids_by_part(output: Path) -> list[str]:
-    """The ids as whoever reads the parts by name finds them."""
+    """The ids in the order of a reader that sorts parts by name."""
     return [name for path in sorted(output.glob("part-*")) for name in pq.read_table(path)["id"].to_pylist()]
 
 
-def test_text_is_answered_with_default_flags(model: str, tmp_path: Path) -> None:
+def test_text_input_is_answered_with_default_flags(model: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("first line\nsecond line\n")
     output = tmp_path / "out"
     run_batch(
@@ -64,7 +64,7 @@ def test_text_is_answered_with_default_flags(model: str, tmp_path: Path) -> None
     assert list(output.glob("part-*.jsonl"))
 
 
-def test_a_template_makes_prompts_columns_are_handed_on_and_duplicate_ids_are_refused_or_numbered(
+def test_templates_make_prompts_columns_pass_through_and_duplicate_ids_are_refused_or_numbered(
     model: str, tmp_path: Path
 ) -> None:
     rows = [{"id": "a", "word": "house", "language": "French", "n": 1.0}]
@@ -81,7 +81,9 @@ def test_a_template_makes_prompts_columns_are_handed_on_and_duplicate_ids_are_re
     assert (dutch["id"], dutch["language"], "n" in dutch) == ("a-2", ["Dutch"], False)
 
 
-def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: str, tmp_path: Path) -> None:
+def test_parts_in_order_of_their_names_preserve_the_input_order_on_request(
+    model: str, tmp_path: Path
+) -> None:
     write_rows(tmp_path / "rows.jsonl", 200)
     order = [f"r{i}" for i in range(200)]
     run(
@@ -95,7 +97,7 @@ def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: st
     assert ids_by_part(tmp_path / "out") == order
 
 
-def test_a_sample_grows_into_the_whole_and_a_finished_job_is_not_done_again(
+def test_a_sample_can_be_completed_and_a_finished_job_is_not_repeated(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 60)
@@ -117,7 +119,7 @@ def test_a_sample_grows_into_the_whole_and_a_finished_job_is_not_done_again(
         run(model, tmp_path / "rows.jsonl", tmp_path / "out", resume="no")
 
 
-def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tmp_path: Path) -> None:
+def test_failed_rows_are_retried_on_request_and_written_once(model: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('id,prompt,kind,temperature\ngood,"a, b",x,\nbad,c,x,-1\n')
     for retry_failed in (False, True):
         figures = run(
@@ -138,7 +140,7 @@ def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tm
     assert [each["run"] for each in manifest["runs"]] == [1, 2]
 
 
-def test_a_time_limit_keeps_what_is_answered_and_the_next_run_does_the_rest(
+def test_a_time_limit_keeps_the_answers_and_the_next_run_completes_the_job(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
@@ -152,11 +154,11 @@ def test_a_time_limit_keeps_what_is_answered_and_the_next_run_does_the_rest(
     assert len({row["id"] for row in read_results(tmp_path / "out")}) == 300
 
 
-def test_engines_come_while_rows_are_many_and_go_when_none_are_left(
+def test_engines_start_while_many_rows_remain_and_stop_when_none_are_left(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_size, "MIN_SOON_S", 0.5)
-    monkeypatch.setattr(pool_size.PoolSize, "started", lambda self, seconds: None)  # as if starts were quick
+    monkeypatch.setattr(pool_size.PoolSize, "started", lambda self, seconds: None)  # starts appear quick
     write_rows(tmp_path / "rows.jsonl", 900)
     begin_s = time.monotonic()
     figures = run(

@@ -1,4 +1,4 @@
-"""Stopping `manta batch` as users do, by real signals; then what is on disk, and what still runs."""
+"""Stopping `manta batch` with real signals: what is on disk afterwards, and which processes remain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOME_ROWS = rf"[1-9]\d*/{NUM_ROWS} rows .* 0 failed; "
 
 
 class Job:
-    """A batch job in a process of its own, with the temporary folder that tells its Ray from others."""
+    """A batch job in its own process, with a temporary folder that identifies its Ray."""
 
     def __init__(
         self, pair: tuple[Path, Path], folder: Path, *flags: str, address: str | None = None
@@ -35,7 +35,7 @@ class Job:
         self._log = (folder / "log").open("w+")
         self.ray_folder = tempfile.mkdtemp(prefix="mr-")  # short: Ray puts sockets below it
         rows = folder / "rows.jsonl"
-        if not rows.exists():  # else a job goes on with what another has begun
+        if not rows.exists():  # otherwise a job would continue another one's output
             ids = range(NUM_ROWS)
             rows.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"row {i}"}) + "\n" for i in ids))
         command = [sys.executable, "-m", "manta.jobs.cli", "batch", "-i", str(rows), "-o", str(self.out)]
@@ -66,8 +66,8 @@ class Job:
         self.process.send_signal(number)
         return self.process.wait(WAIT_S)
 
-    def left_over(self) -> list[str]:
-        """Processes that still speak of this job's Ray."""
+    def remaining_processes(self) -> list[str]:
+        """Processes that still name this job's Ray."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -100,21 +100,21 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has put a handler of its own in place."""
+    """Whether a process has installed its own signal handler."""
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def none_left(job: Job) -> bool:
+def all_processes_ended(job: Job) -> bool:
     deadline_s = time.monotonic() + 10.0
-    while job.left_over() and time.monotonic() < deadline_s:
+    while job.remaining_processes() and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    return not job.left_over()
+    return not job.remaining_processes()
 
 
 def answered_rows(job: Job, number: signal.Signals, suffix: str) -> list[dict[str, Any]]:
-    """Of a job that was stopped by a signal; what it said of them is true."""
+    """Read the rows of a job that was stopped by a signal, and check its message about them."""
     told = re.search(rf"stopped by {number.name}: (\d+) of {NUM_ROWS} rows are in (\S+);", job.said())
     assert told, job.said()
     rows = read_results(job.out)
@@ -138,10 +138,10 @@ def test_a_stopped_job_keeps_every_answered_row(
     assert job.process.wait(WAIT_S) == 143, job.said()
     answered_rows(job, signal.SIGTERM, ".parquet")
     assert told_s < 3.0  # `ray job stop` kills after 3 s
-    assert none_left(job), job.left_over()
+    assert all_processes_ended(job), job.remaining_processes()
 
 
-def test_a_job_that_is_stopped_while_it_loads_says_so_and_leaves_nothing(
+def test_a_job_that_is_stopped_while_loading_says_so_and_leaves_nothing(
     pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
 ) -> None:
     for name, moment, number in (
@@ -159,11 +159,11 @@ def test_a_job_that_is_stopped_while_it_loads_says_so_and_leaves_nothing(
         assert f"stopped by {number.name}" in job.said()
         assert "Traceback" not in job.said()
         assert read_results(job.out) == []
-        assert none_left(job), job.left_over()
+        assert all_processes_ended(job), job.remaining_processes()
 
 
 @pytest.mark.slow
-def test_a_job_on_a_cluster_without_room_stops_and_a_killed_one_blocks_nobody(
+def test_a_job_without_resources_can_be_stopped_and_a_killed_one_blocks_no_other(
     pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
 ) -> None:
     import ray

@@ -1,4 +1,4 @@
-"""`manta bench batch` and the soak, in short: real jobs, the same rows for all, figures with provenance."""
+"""A short `benchmarks batch` and soak: real jobs over the same rows, and their figures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_short_soak_counts_its_rows_and_its_memory(pair: tuple[Path, Path], tm
     assert 50 * 2**20 < found["engine_bytes"] < ENGINE_BYTES
 
 
-def test_a_row_that_is_missing_or_there_twice_fails_the_soak(tmp_path: Path) -> None:
+def test_a_missing_or_duplicate_row_fails_the_soak(tmp_path: Path) -> None:
     for ids in (["0", "1"], ["0", "1", "2", "2"]):
         pq.write_table(pa.table({"id": ids}), tmp_path / "part-0.parquet")
         with pytest.raises(MantaError, match="row 2 is there"):

@@ -1,4 +1,4 @@
-"""`manta.data.build_processor` on a real Ray of two CPUs, as a laptop declares them: no hang, no leak."""
+"""`manta.data.build_processor` on a real Ray with two CPUs: no hang, no leak."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def answered(
     return {row["id"]: row for row in rows}
 
 
-def test_every_row_is_answered_or_explained(answered: dict[str, dict[str, Any]]) -> None:
+def test_every_row_has_an_answer_or_an_error(answered: dict[str, dict[str, Any]]) -> None:
     rows = answered
     assert set(rows) == {row["id"] for row in ROWS}
     errors = {name: row["__inference_error__"] for name, row in rows.items() if row["__inference_error__"]}
@@ -94,7 +94,7 @@ def test_every_row_is_answered_or_explained(answered: dict[str, dict[str, Any]])
     assert sum(row["num_draft_tokens"] or 0 for row in rows.values()) > 0, "whom it pays for is not told here"
 
 
-def test_answers_are_those_of_plain_decoding_by_llm(
+def test_answers_equal_plain_decoding_by_llm(
     pair: tuple[Path, Path], answered: dict[str, dict[str, Any]]
 ) -> None:
     good = [row for row in ROWS if not answered[row["id"]]["__inference_error__"]]
@@ -108,7 +108,7 @@ def test_answers_are_those_of_plain_decoding_by_llm(
         assert answered[row["id"]]["generated_text"] == output.text
 
 
-def test_conversations_and_token_ids_are_answered_and_columns_go_through(
+def test_conversations_and_token_ids_are_answered_and_columns_pass_through(
     two_cpus: None, pair: tuple[Path, Path]
 ) -> None:
     rows = [
@@ -132,7 +132,7 @@ def test_conversations_and_token_ids_are_answered_and_columns_go_through(
 
 
 @pytest.mark.slow
-def test_a_bad_row_ends_the_dataset_where_that_is_wanted(
+def test_a_bad_row_ends_the_dataset_on_request(
     two_cpus: None, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = build_processor(config(pair, should_continue_on_error=False), ask)
@@ -159,10 +159,10 @@ def worker_pids() -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_death_of_an_engines_worker_loses_no_row_and_no_room(
+def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(
     two_cpus: None, pair: tuple[Path, Path]
 ) -> None:
-    """Two target ranks in a group that takes a CPU of two: not given back, it would stop what follows."""
+    """Two target ranks in a group with one of two CPUs; if it leaked, the next test would block."""
     settings = config(pair, engine_kwargs={"tensor_parallel_size": 2}, concurrency=(1, 2), batch_size=4)
     killed: list[int] = []
 
@@ -182,7 +182,7 @@ def test_the_death_of_an_engines_worker_loses_no_row_and_no_room(
     wait_for(lambda: ray.available_resources().get("CPU") == 2.0)
 
 
-def test_a_group_that_no_engine_took_is_used_for_the_next(two_cpus: None) -> None:
+def test_an_unused_placement_group_is_used_for_the_next_engine(two_cpus: None) -> None:
     groups = EngineGroups([{"CPU": 0.5}], most=2)
     first, second = groups(), groups()
     assert first["name"] == second["name"], "Ray Data asks more often than it starts"
@@ -202,14 +202,14 @@ def test_a_group_that_no_engine_took_is_used_for_the_next(two_cpus: None) -> Non
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 4), (2, 1)])
-def test_a_pool_grows_to_what_the_nodes_hold_beside_ray_data(
+def test_a_pool_grows_to_what_the_nodes_hold_besides_ray_data(
     two_cpus: None, pair: tuple[Path, Path], ranks: int, most: int
 ) -> None:
     settings = config(pair, engine_kwargs={"tensor_parallel_size": ranks})
     assert find_room(settings.engine_config(), 1, 8).most == most
 
 
-def test_what_is_wrong_is_said_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:
+def test_wrong_settings_are_reported_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("Did you mean max_num_seqs", {"engine_kwargs": {"max_num_seq": 4}}),
         ("named by model_source", {"engine_kwargs": {"model": "x"}}),

@@ -1,4 +1,4 @@
-"""The demo's comparison, on a tiny pair and in processes of its own, as `manta demo` runs it."""
+"""The demo's comparison on a tiny pair, in processes of its own as in `manta demo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manta.jobs.demo import ChatAnswer, DemoOptions, compare_modes, print_result
 from text_pair import make_text_pair
 
 
-def test_the_modes_are_compared_by_turns_and_shown_in_one_table(
+def test_both_modes_alternate_and_are_shown_in_one_table(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = make_text_pair(tmp_path)

@@ -1,4 +1,4 @@
-"""The promise: output never depends on speculation. Token by token, over the grid of features.
+"""Losslessness: outputs never depend on speculation. Token by token, over the grid of features.
 
 In fp32, and in bf16 by the CPU's compiled pass, whose rows do not depend on the batch. The reference is plain
 decoding of one request at a time; for greedy output in fp32 also transformers' own `generate`. Topologies of
@@ -40,7 +40,7 @@ ENGINES = {
 ALONE = [name for name, family in FAMILIES.items() if WHOLE or not family.composed]
 PAIRS = (*ALONE, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
 LEAN = frozenset(name for name, family in FAMILIES.items() if family.lean)
-DFLASH2 = "qwen3 by DFlash2"  # a pair of its own in few cells: what it changes is what is drafted
+DFLASH2 = "qwen3 by DFlash2"  # a separate pair in few cells: it changes only the drafts
 SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
@@ -56,7 +56,7 @@ FEW_PAGES = {
 
 
 def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
-    """(pair, drafts, batch size): in short, every pair has every number of drafts, in turns of the sizes."""
+    """(pair, drafts, batch size): in the short form every pair has every draft length, sizes in turn."""
     for p, pair in enumerate(pairs):
         for d, drafts in enumerate(DRAFTS):
             for s, size in enumerate(SIZES):
@@ -65,7 +65,7 @@ def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterato
 
 
 def cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, str, int | None]]:
-    """(pair, engine, drafts): in short, every pair has every engine with drafts, and some without, too."""
+    """(pair, engine, drafts): in the short form every pair has every engine with drafts, and some without."""
     for p, pair in enumerate(pairs):
         for e, engine in enumerate(ENGINES):
             if not whole and pair in LEAN and e != p % len(ENGINES):
@@ -111,14 +111,14 @@ def ngram_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
 
 
 def state_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
-    """(pair, engine, drafts) that `cells` has not."""
+    """(pair, engine, drafts) that `cells` lacks."""
     if not whole:
         yield STATES, "planned ahead, forced preemption", 15
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its drafter, how they are computed, and settings of pages that are too few."""
+    """A target and its drafter, their backend, and page settings that are too small."""
 
     target: Path
     drafter: Path
@@ -205,14 +205,14 @@ def pair(request: pytest.FixtureRequest, make_pair: Callable[[str], Pair]) -> Pa
 
 
 class Reference:
-    """Plain decoding, one request at a time, no prefix cache; each computed once, when it is asked for."""
+    """Plain decoding, one request at a time, no prefix cache; each computed once, on demand."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._known: dict[tuple[str, int], list[int]] = {}
 
     def of(self, asked: Iterable[tuple[str, int]]) -> list[list[int]]:
-        """Tokens of these (knob, prompt)."""
+        """Tokens of these (setting, prompt)."""
         asked = list(asked)
         unknown = [each for each in asked if each not in self._known]
         if unknown:
@@ -222,13 +222,13 @@ class Reference:
         return [self._known[each] for each in asked]
 
     def first(self, name: str, count: int) -> list[list[int]]:
-        """Of a knob and the first prompts."""
+        """Tokens of a setting and the first prompts."""
         return self.of((name, i) for i in range(count))
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[Path, Reference]:
-    """By the target's folder."""
+    """References by the target's folder."""
     return {}
 
 
@@ -252,7 +252,9 @@ def test_greedy_equals_transformers_generate(pair: Pair, reference: Reference) -
 
 
 @pytest.mark.parametrize("few", [small_cells, cells])
-def test_every_two_features_meet_in_the_short_grid(few: Callable[..., Iterator[tuple[object, ...]]]) -> None:
+def test_the_short_grid_contains_every_pair_of_features(
+    few: Callable[..., Iterator[tuple[object, ...]]],
+) -> None:
     def meetings(found: Iterator[tuple[object, ...]]) -> set[tuple[tuple[int, object], ...]]:
         return {two for cell in found for two in combinations(enumerate(cell), 2)}
 
@@ -277,7 +279,7 @@ def test_speculation_changes_no_token_in_small_batches(
     [*cells(), *dflash2_cells(), *eagle3_cells(), *ngram_cells(), *state_cells()],
     indirect=["pair"],
 )
-def test_no_token_changes_among_eight_at_once_with_every_knob(
+def test_no_token_changes_in_batches_of_eight_with_every_setting(
     pair: Pair, reference: Reference, engine: str, drafts: int | None
 ) -> None:
     """All prompts and all knobs, eight running at a time: neighbours differ in length, age and knobs.
@@ -305,15 +307,15 @@ def test_no_token_changes_among_eight_at_once_with_every_knob(
     if not short:
         assert stats.preemptions == 0
     elif all(window is None for window in read_model(pair.target).windows):
-        assert stats.preemptions > 0  # layers that all slide hold next to nothing: sequences seldom grow
+        assert stats.preemptions > 0  # sliding layers hold little: sequences rarely grow
 
 
 @pytest.mark.parametrize("pair", PAIRS if WHOLE else ["qwen3"], indirect=True)
 @pytest.mark.parametrize("engine", ENGINES if WHOLE else ["planned ahead, forced preemption"])
-def test_no_token_changes_where_drafts_come_and_are_cut_at_random(
+def test_no_token_changes_with_random_drafts_and_trimming(
     pair: Pair, reference: Reference, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight at once, every knob, log probabilities among them."""
+    """Eight at once, every setting, log probabilities among them."""
     monkeypatch.setattr("manta.cluster.scheduler.step_controller.DraftLengthPolicy", RandomPolicy)
     asked = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
     few = pair.few_pages if "preemption" in engine else {}
@@ -324,7 +326,7 @@ def test_no_token_changes_where_drafts_come_and_are_cut_at_random(
 
 
 @pytest.mark.parametrize("bound", [1, 4])
-def test_a_bound_on_a_requests_drafts_changes_no_token(pair: Pair, reference: Reference, bound: int) -> None:
+def test_a_limit_on_a_requests_drafts_changes_no_token(pair: Pair, reference: Reference, bound: int) -> None:
     batch = [{"prompt_token_ids": prompt} for prompt in prompts(3)]
     with pair.open(speculate=True) as llm:
         for name in ("greedy", "plain"):
@@ -358,7 +360,7 @@ def test_top_k_of_one_at_any_temperature_is_greedy(pair: Pair, reference: Refere
         assert tokens_of(llm, prompts(8), params) == reference.first("greedy", 8)
 
 
-def test_the_seed_decides_the_output(pair: Pair) -> None:
+def test_the_seed_determines_the_output(pair: Pair) -> None:
     prompt = prompts(8)[3]
     with pair.open(speculate=True) as llm:
         same, again, other = tokens_of(

@@ -1,4 +1,4 @@
-"""No token depends on a policy, however mad: drafts, trims, and none at all, by chance from step to step."""
+"""No token depends on the policy: random drafts and trimming from step to step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = [
 def tokens(
     pair: tuple[Path, Path], *, speculate: bool, **settings: object
 ) -> tuple[list[list[int]], int, int]:
-    """And how many drafts were verified in how many steps."""
+    """Also return how many drafts were verified in how many steps."""
     spec = {"model": str(pair[1])} if speculate else None
     with LLM(str(pair[0]), speculative_config=spec, skip_tokenizer_init=True, **settings) as llm:
         outputs, stats = llm.generate(PROMPTS, PARAMS), llm.stats()
@@ -26,7 +26,7 @@ def tokens(
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("torch", "float32"), ("auto", "auto")])
-def test_a_mad_policy_changes_no_token(
+def test_a_random_policy_changes_no_token(
     backend: str, dtype: str, tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = {"dtype": dtype, "attention_backend": backend, "num_threads": 1}

@@ -1,4 +1,4 @@
-"""The same promise over topologies: tensor parallel 1 and 2, drafter colocated, split or shared; real Ray."""
+"""Losslessness over topologies: TP 1 and 2, drafter colocated, split or shared; real Ray."""
 
 from __future__ import annotations
 

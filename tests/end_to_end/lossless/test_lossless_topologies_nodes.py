@@ -1,4 +1,4 @@
-"""Topologies over nodes with GPUs in Ray's books: an engine on one node, the same tokens, refusals in words.
+"""Topologies over nodes with declared GPUs: an engine per node, the same tokens, clear refusals.
 
 The GPUs are entries: one node has eight; two that come later have four. Groups hold them as on real ones; the
 workers in them compute on CPUs.
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("servers")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One node of eight GPUs beside the head, which has nothing to give."""
+    """One node of eight GPUs next to a head without resources."""
     head = {"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     with tempfile.TemporaryDirectory(prefix="mn-", ignore_cleanup_errors=True) as folder:
         cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": folder})
@@ -96,14 +96,14 @@ def run_all(engine: EngineCore) -> list[list[int]]:
 
 
 class Host:
-    """An engine in the first bundle of a group, as a replica is."""
+    """An engine in the first bundle of a group, as in a replica."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._executor = RayExecutor(config)
         self._engine = EngineCore(config, self._executor)
 
     def run(self) -> tuple[list[list[int]], int]:
-        """The tokens, and how many drafts were accepted."""
+        """The tokens, and the number of accepted drafts."""
         return run_all(self._engine), self._engine.stats().num_accepted_tokens
 
     def borrows(self) -> bool:
@@ -111,7 +111,7 @@ class Host:
 
 
 def hold(config: EngineConfig) -> PlacementGroup:
-    """What a replica would claim on GPUs, and the CPUs that its workers run on here."""
+    """A replica's claim on GPUs, and the CPUs on which its workers run here."""
     on_gpus = Topology.of(replace(config, device="cuda"), {}).replica_bundles()
     on_cpus = Topology.of(config, {}).worker_bundles()
     bundles = [total([gpus, cpus]) for gpus, cpus in zip(on_gpus, on_cpus, strict=True)]
@@ -133,7 +133,7 @@ def node_of(group: PlacementGroup) -> str:
 
 
 def refusal(config: EngineConfig) -> str:
-    """What is said of a replica that has no room."""
+    """The message about a replica that does not fit."""
     args = {"model": config.model, "device": "cuda", "tensor_parallel_size": config.tensor_parallel_size}
     assert config.speculative_config is not None
     spec = {name: getattr(config.speculative_config, name) for name in ("model", "placement")}

@@ -1,4 +1,4 @@
-"""The pair that ships: files, losslessness on real text, and acceptance that is worth serving."""
+"""The shipped pair: files, losslessness on real text, and a useful acceptance."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_greedy_equals_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == expected
 
 
-def test_greedy_answers_are_the_ones_that_are_written_down(greedy: list[RequestOutput]) -> None:
-    """What changes them must say so. The best two logits of a step are never within 0.01 of each other."""
+def test_greedy_answers_equal_the_recorded_ones(greedy: list[RequestOutput]) -> None:
+    """A change that alters them must say so. A step's best two logits differ by more than 0.01."""
     golden = json.loads((DATA / "golden_tokens.json").read_text(encoding="utf-8"))
     assert tokens(greedy) == golden
 
@@ -116,7 +116,7 @@ def test_speculation_changes_no_token_and_saves_steps(
 
 
 @pytest.mark.parametrize(("backend", "temperature"), [("compiled", 0.0), ("compiled", 1.0), ("torch", 1.0)])
-def test_in_bf16_too_where_products_do_not_depend_on_the_batch(
+def test_speculation_changes_no_token_in_bf16_if_products_do_not_depend_on_the_batch(
     shipped_pair: tuple[Path, Path], prompts: list[list[int]], backend: str, temperature: float
 ) -> None:
     if backend == "compiled" and bf16_instructions() is None:

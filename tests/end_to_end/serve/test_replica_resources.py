@@ -1,4 +1,4 @@
-"""Whether one more replica has room: a real Ray that counts two CPUs, who holds them, who gives them back."""
+"""Whether another replica fits: a real Ray with two CPUs, their holders, and their release."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def held(two_cpus: None) -> Iterator[Callable[..., PlacementGroup]]:
         remove_placement_group(group)
 
 
-def test_serving_on_a_machine_that_is_too_small_ends_at_once_and_names_the_setting(
+def test_serving_on_too_small_a_machine_ends_immediately_and_names_the_setting(
     args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "run_many", lambda *_, **__: pytest.fail("something was placed"))
@@ -82,7 +82,7 @@ def test_serving_on_a_machine_that_is_too_small_ends_at_once_and_names_the_setti
     assert not ray.is_initialized()
 
 
-def test_a_driver_without_ray_is_warned_and_not_refused(
+def test_a_driver_without_ray_gets_a_warning(
     args: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(room, "get_num_cpus", lambda: 2)
@@ -91,7 +91,7 @@ def test_a_driver_without_ray_is_warned_and_not_refused(
     assert "needs 3 CPU (there is 2) on one node" in caplog.text
 
 
-def test_a_cluster_that_may_grow_is_not_refused(
+def test_a_cluster_with_an_autoscaler_is_not_refused(
     args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room.ray_worker, "_global_node", None)  # as in a driver that has connected
@@ -102,7 +102,7 @@ def test_a_cluster_that_may_grow_is_not_refused(
     monkeypatch.setattr(room, "_autoscaler_report", lambda: {"active_nodes": {f"node_{node_id}": 1}})
     with pytest.raises(PlacementError):
         build_app(settings)
-    monkeypatch.setattr(room, "_autoscaler_report", lambda: None)  # who knows
+    monkeypatch.setattr(room, "_autoscaler_report", lambda: None)  # unknown
     monkeypatch.setattr(room, "REPORT_WAIT_S", 0.1)
     build_app(settings)
 
@@ -114,7 +114,7 @@ def test_ray_itself_reports_that_it_has_no_autoscaler(
     assert not room.may_grow()
 
 
-def test_what_others_hold_is_not_free_and_is_named(
+def test_resources_held_by_others_are_named_and_not_free(
     args: dict[str, Any], held: Callable[..., PlacementGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "FREE_WAIT_S", 0.5)
@@ -129,7 +129,7 @@ def test_what_others_hold_is_not_free_and_is_named(
     build_app(args)  # what ends now is waited for
 
 
-def test_more_replicas_or_models_than_there_is_room_for_are_refused_at_once(
+def test_replicas_or_models_that_do_not_fit_are_refused_immediately(
     args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "FREE_WAIT_S", 0.5)
@@ -142,7 +142,7 @@ def test_more_replicas_or_models_than_there_is_room_for_are_refused_at_once(
         build_app({**common, "models": entries})
 
 
-def test_a_replica_that_waits_for_room_says_for_what_and_gives_up(
+def test_a_replica_that_waits_for_resources_names_them_and_gives_up(
     held: Callable[..., PlacementGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert held(1.0, "somebody").wait(30)
@@ -162,9 +162,7 @@ def test_a_replica_that_waits_for_room_says_for_what_and_gives_up(
 
 
 @pytest.mark.slow
-def test_an_application_is_deployed_again_where_only_one_replica_fits(
-    args: dict[str, Any], two_cpus: None
-) -> None:
+def test_an_application_is_redeployed_if_only_one_replica_fits(args: dict[str, Any], two_cpus: None) -> None:
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     for name in ("first", "second"):

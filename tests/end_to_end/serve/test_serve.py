@@ -1,4 +1,4 @@
-"""One engine of two target ranks behind real Ray Serve and HAProxy: answers, and the death of a worker."""
+"""One engine of two target ranks in real Ray Serve behind HAProxy: answers, and the death of a worker."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_ray_config_is_a_serve_config_and_its_settings_are_known() -> None:
+def test_ray_config_is_a_valid_serve_config() -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "ray_config.yaml").read_text()))
     (application,) = config.applications
     assert application.import_path == "manta.actors.replica:build_app"
     deployment = build_app(application.args)._bound_deployment
-    # Connections that HAProxy takes, be their bodies never sent: the replica itself refuses what is too much.
+    # HAProxy accepts connections even without bodies: the replica itself refuses the excess.
     assert deployment.max_ongoing_requests >= 4096
     assert deployment.max_queued_requests > 0
 
@@ -87,7 +87,7 @@ def test_an_unknown_setting_is_refused_before_anything_starts() -> None:
         build_app({"model": "m", "max_num_seq": 1})
 
 
-def test_the_replicas_bundles_hold_its_workers(args: dict[str, Any]) -> None:
+def test_a_replicas_bundles_hold_its_workers(args: dict[str, Any]) -> None:
     options = build_app(args)._bound_deployment._replica_config
     assert (
         len(options.placement_group_bundles or ()) == 2 and options.placement_group_strategy == "STRICT_PACK"
@@ -96,7 +96,7 @@ def test_the_replicas_bundles_hold_its_workers(args: dict[str, Any]) -> None:
     assert len(alone.placement_group_bundles or ()) == 1
 
 
-def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> None:
+def test_impossible_settings_are_reported_before_ray_starts(args: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         start_server(args, ServeOptions(port=taken.getsockname()[1]))
     assert caught.value.param == "port" and "--port" in caught.value.message
@@ -110,7 +110,7 @@ def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> Non
     assert not ray.is_initialized()
 
 
-def test_nothing_of_a_server_listens_to_other_machines(server: Server) -> None:
+def test_a_server_listens_on_loopback_only(server: Server) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     mine = {os.getpid()}
     parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid, stat in stats().items()}
@@ -132,7 +132,7 @@ LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000
 
 
 def stats() -> dict[int, str]:
-    """Of all processes, as the kernel tells them."""
+    """The sockets of all processes, from the kernel."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def stats() -> dict[int, str]:
 
 
 def descriptors(pid: int) -> Iterator[str]:
-    """What the open files of a process are."""
+    """The targets of a process's open files."""
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def connections() -> Iterator[tuple[str, str, str]]:
             yield words[1], words[3], words[9]
 
 
-def test_the_openai_client_is_served_whole_and_streamed(server: Server, client: openai.OpenAI) -> None:
+def test_the_openai_client_is_served_complete_and_streamed(server: Server, client: openai.OpenAI) -> None:
     whole = client.completions.create(prompt="def f(", **BODY)
     pieces = list(client.completions.create(prompt="def f(", stream=True, **BODY))
     assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
@@ -182,7 +182,7 @@ def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_that_leaves_frees_its_request_through_the_proxy(server: Server) -> None:
+def test_a_disconnect_frees_its_request_through_the_proxy(server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
@@ -200,7 +200,7 @@ def worker_pids() -> list[int]:
 
 
 @pytest.mark.slow  # one rank in `test_serve_chaos.py`, two ranks without a server in `test_ray_executor.py`
-def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
+def test_after_a_workers_death_the_stream_ends_and_the_replica_is_replaced(
     server: Server, client: openai.OpenAI
 ) -> None:
     before = worker_pids()
@@ -222,7 +222,7 @@ def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
     assert len(after) == 2 and not set(after) & set(before)
 
 
-def test_a_request_is_found_in_the_lines_of_all_processes(server: Server, client: openai.OpenAI) -> None:
+def test_a_request_is_found_in_the_logs_of_all_processes(server: Server, client: openai.OpenAI) -> None:
     from ray._private import worker
 
     answer = client.completions.create(prompt="x", extra_headers={"X-Request-Id": "logged-7"}, **BODY)
@@ -254,7 +254,9 @@ def replica_pid() -> int:
 
 
 @pytest.mark.slow
-def test_a_batch_goes_on_after_the_death_of_its_replica(args: dict[str, Any], client: openai.OpenAI) -> None:
+def test_a_batch_continues_after_the_death_of_its_replica(
+    args: dict[str, Any], client: openai.OpenAI
+) -> None:
     names = [f"row-{i}" for i in range(60)]
     body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
@@ -276,14 +278,14 @@ def test_a_batch_goes_on_after_the_death_of_its_replica(args: dict[str, Any], cl
 
 
 def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
-    """By Ray's agent on the node, which Prometheus scrapes, some seconds late."""
+    """The metrics of Ray's agent on the node, which Prometheus scrapes, some seconds late."""
     body = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 24, "ignore_eos": True}
     for _ in range(2):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
-    told: dict[str, list[float]] = {}  # again and again: what is measured goes on in idle steps
+    told: dict[str, list[float]] = {}  # polled, because audits continue in idle steps
 
     def shows_all() -> bool:
         for name, value in samples(f"{server.url}/metrics").items():
@@ -301,7 +303,7 @@ def in_ray(name: str) -> str:
 
 
 def samples(url: str) -> dict[str, float]:
-    """What is told of the model, by name, summed up over labels."""
+    """The model's metrics by name, summed over labels."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(url, timeout=30).text):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""One real server: overloaded, with a reader that stalls, soaked, killed by pieces, and asked to end."""
+"""One real server: overloaded, with a stalled reader, soaked, with killed processes, and stopped."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def trial(served: Served) -> Trial:
     return Trial(Setup("tests", ()), served, count=SEATS, tokens=400)  # enough that none ends before the blow
 
 
-def test_overload_is_refused_as_openai_would_and_what_was_taken_goes_on(served: Served) -> None:
+def test_overload_is_refused_as_by_openai_and_accepted_requests_continue(served: Served) -> None:
     found = overload(served.url, SEATS, QUEUE)
     assert found["asked"] == 4 * (SEATS + QUEUE) and found["ends"]["whole"] >= SEATS + QUEUE
     assert [said for said in overload_complaints(found) if "as long" not in said] == []  # no time is asserted
 
 
-def test_a_reader_that_stalls_stalls_nobody_and_misses_nothing(served: Served, trial: Trial) -> None:
+def test_a_stalled_reader_delays_no_others_and_misses_nothing(served: Served, trial: Trial) -> None:
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.settimeout(60)
@@ -79,13 +79,13 @@ def test_a_reader_that_stalls_stalls_nobody_and_misses_nothing(served: Served, t
     assert b"data: [DONE]" in seen and seen.count(b'"finish_reason":"length"') == 4
 
 
-def test_memory_stays_and_pages_come_back_while_clients_come_and_go(served: Served) -> None:
+def test_memory_is_constant_and_pages_are_freed_while_clients_come_and_go(served: Served) -> None:
     found = run_soak(served.url, 8.0, clients=4, pause_s=0.5)  # `make soak-serve` has minutes
     assert found["ends"]["whole"] > 4 < found["ends"]["left"]
     assert complaints(found, growth_bytes=WARMING_BYTES) == []
 
 
-def test_after_the_death_of_a_worker_all_streams_are_told_to_retry_and_nothing_is_left(trial: Trial) -> None:
+def test_after_a_workers_death_all_streams_get_a_retryable_error_and_nothing_remains(trial: Trial) -> None:
     found = trial.run(WORKER)
     assert (found.errors, found.retryable) == (SEATS, SEATS)
     assert found.left == [] and found.service_s is not None
@@ -94,10 +94,10 @@ def test_after_the_death_of_a_worker_all_streams_are_told_to_retry_and_nothing_i
     assert set(found.refused_probes) <= {"503", "UnreachableError"}  # and never another failure
 
 
-def test_the_death_of_a_lone_replica_is_an_error_of_the_connection_at_once_and_service_is_back(
+def test_a_single_replicas_death_closes_connections_and_service_returns(
     served: Served,
 ) -> None:
-    """Nobody is left to write an event; OpenAI's client has the error that its own retries are for."""
+    """No process is left to write an event; OpenAI's client raises an error that it retries."""
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
     asked = {"model": client.models.list().data[0].id, "prompt": "x", "max_tokens": 480}
     pieces = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
@@ -108,7 +108,7 @@ def test_the_death_of_a_lone_replica_is_an_error_of_the_connection_at_once_and_s
     wait_for(served.answers, 120.0, "no replica is back")
 
 
-def test_the_death_of_serves_controller_is_nobodys_business(trial: Trial) -> None:
+def test_the_death_of_serves_controller_affects_no_request(trial: Trial) -> None:
     found = trial.run(CONTROLLER)
     assert found.same == SEATS and found.left == [] and found.refused_probes == {}
 
@@ -124,7 +124,7 @@ def stream(url: str, n: int, max_tokens: int, began: threading.Event) -> str:
     return "\n".join(events[-2:])
 
 
-def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_their_time(
+def test_a_stopping_server_accepts_no_request_and_finishes_streams(
     served: Served,
 ) -> None:
     assert served.start_statuses <= {0, 503, 200}, "never 404 while it loads"

@@ -1,4 +1,4 @@
-"""Two replicas behind a gateway, by real Serve and HAProxy: one entry, a new drafter, a replica killed."""
+"""Two replicas behind a gateway in real Serve: one endpoint, a new drafter, a killed replica."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
 
 
 def deployments(app: Any) -> dict[str, Any]:
-    """Of an application, by name."""
+    """The status of an application, by name."""
     found = {app._bound_deployment.name: app._bound_deployment}
     for argument in app._bound_deployment.init_args:
         for each in argument if isinstance(argument, list) else []:
@@ -56,7 +56,7 @@ def deployments(app: Any) -> dict[str, Any]:
     return found
 
 
-def test_several_models_are_several_deployments_over_what_is_common(args: dict[str, Any]) -> None:
+def test_several_models_are_several_deployments_with_common_settings(args: dict[str, Any]) -> None:
     common = {name: value for name, value in args.items() if name not in ("model", "served_model_name")}
     entries = [{"model": args["model"], "served_model_name": name} for name in ("a", "b")]
     found = deployments(build_app({**common, "models": entries}))
@@ -71,7 +71,7 @@ def test_several_models_are_several_deployments_over_what_is_common(args: dict[s
             build_app({**common, "models": wrong})
 
 
-def test_one_answer_for_all(server: Cluster) -> None:
+def test_one_endpoint_serves_both_replicas(server: Cluster) -> None:
     (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["max_model_len"] > 0
     unknown = httpx.post(f"{server.url}/v1/completions", json={"model": "no", "prompt": "x"})
@@ -94,7 +94,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def body(i: int) -> dict[str, Any]:
-    """Half of them sample, by a seed of their own; lengths differ."""
+    """Half of the requests sample with their own seed; lengths differ."""
     return {
         "messages": [{"role": "user", "content": f"request {i}: def f("}],
         "temperature": i % 2,

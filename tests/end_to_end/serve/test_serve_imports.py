@@ -1,4 +1,4 @@
-"""What processes of `manta serve` import, and what they must not; how what is wrong with a model is told."""
+"""What processes of `manta serve` import and must not import; errors of models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_checkpoints_are_found_without_pytorch_and_ray() -> None:
     assert not modules & {"torch", "ray", "numpy", "pyarrow", "transformers"}
 
 
-def test_fork_servers_import_all_but_ray() -> None:
+def test_fork_servers_import_everything_but_ray() -> None:
     modules = modules_after(
         "from manta.jobs.serve import preloaded_imports as imports\n"
         "imports._import_first()\n"
@@ -43,14 +43,14 @@ def test_fork_servers_import_all_but_ray() -> None:
     assert not modules & {"ray", "pandas"}
 
 
-def test_serve_does_without_pandas_and_others_have_it() -> None:
+def test_serve_runs_without_pandas_which_others_can_import() -> None:
     install = "from manta.jobs.serve.preloaded_imports import ServeWithoutPandas as W\nW.install()\n"
     serve = install + "import ray.serve\n"
     assert "pandas" not in modules_after(serve)
     assert "pandas" in modules_after(serve + "import pandas")
 
 
-def test_models_are_told_and_what_is_wrong_with_one_is_raised() -> None:
+def test_model_checks_return_descriptions_and_raise_errors() -> None:
     lines: list[str] = []
     check_models(split_models(PAIR), lines.append, None)
     assert any(line.startswith("drafter: ") for line in lines)

@@ -1,4 +1,4 @@
-"""Real Serve, real replicas: their number follows the load, up and down, and no request fails for it."""
+"""Real Serve, real replicas: their number follows the load up and down, and no request fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from text_pair import make_text_pair
 
 
 @pytest.mark.slow
-def test_load_brings_a_second_replica_and_quiet_takes_all_away_without_a_failed_request(
+def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(
     tmp_path: Path,
 ) -> None:
     target, drafter = make_text_pair(tmp_path / "pair")
@@ -60,7 +60,7 @@ def test_load_brings_a_second_replica_and_quiet_takes_all_away_without_a_failed_
 
 @contextmanager
 def listening_to_ray(told: dict[str, set[float]]) -> Iterator[None]:
-    """What Ray's exporter shows of the autoscaler meanwhile: by name, all values that were seen."""
+    """The autoscaler's metrics from Ray's exporter meanwhile: by name, all values seen."""
     over = threading.Event()
 
     def listen() -> None:
@@ -83,7 +83,7 @@ def listening_to_ray(told: dict[str, set[float]]) -> Iterator[None]:
         thread.join()
 
 
-def test_first_tokens_are_summed_up_by_windows_and_failures_are_counted() -> None:
+def test_first_token_times_are_summarized_by_window_and_failures_are_counted() -> None:
     asked = [
         Asked(1.0, 0.1, None),
         Asked(4.0, 0.3, None),
@@ -98,7 +98,7 @@ def test_first_tokens_are_summed_up_by_windows_and_failures_are_counted() -> Non
     assert [moment["at_s"] for moment in found["moments"]] == [0.5, 1.5]
 
 
-def test_a_load_that_cannot_drive_anything_is_refused() -> None:
+def test_a_load_too_small_to_scale_is_refused() -> None:
     with pytest.raises(ConfigError, match="LEAST:MOST"):
         ScaleOptions(replicas=(2, 2))
     with pytest.raises(ConfigError, match="many"):
@@ -107,6 +107,6 @@ def test_a_load_that_cannot_drive_anything_is_refused() -> None:
         ScaleOptions(replicas=(1, 3), many=24).height(64)
 
 
-def test_clients_fill_as_many_replicas_as_there_may_be() -> None:
+def test_the_default_load_fills_the_maximum_of_replicas() -> None:
     assert ScaleOptions(replicas=(1, 3)).height(64) == 122
     assert ScaleOptions(replicas=(1, 3), many=97).height(64) == 97

@@ -30,7 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @contextmanager
 def serving(pair: tuple[Path, Path], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """As `manta serve ... &` in a script: with SIGINT ignored from the start."""
+    """Like `manta serve ... &` in a script: with SIGINT ignored from the start."""
     folder = tempfile.mkdtemp(prefix="ms-")  # short: Ray puts sockets below it
     command = [sys.executable, "-m", "manta.jobs.cli", "serve", "--port", str(port), "-m", str(pair[0])]
     command += ["--spec-model", str(pair[1]), "--dtype", "float32", "--max-num-seqs", "4"]
@@ -64,7 +64,7 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes], log: 
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_server_ends_while_it_loads(
+def test_a_server_can_be_ended_while_it_loads(
     pair: tuple[Path, Path], tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
@@ -76,7 +76,7 @@ def test_a_server_ends_while_it_loads(
 
 
 @pytest.mark.slow
-def test_a_server_whose_raylet_is_killed_ends_and_leaves_nothing(
+def test_a_server_whose_raylet_is_killed_ends_and_leaves_nothing_behind(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -95,7 +95,7 @@ def test_a_server_whose_raylet_is_killed_ends_and_leaves_nothing(
 
 
 def descendants(pid: int) -> dict[int, str | None]:
-    """Processes below this one, and when they began."""
+    """Processes below this one, and their start times."""
     found: dict[int, str | None] = {}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):

@@ -1,4 +1,4 @@
-"""A real server of two replicas, one of whose workers is stopped: streams go on, and it is replaced."""
+"""A real server of two replicas with a stopped worker: streams continue, and it is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks serve-tax`, in short: the same streams from the bare engine and over HTTP."""
+"""A short `benchmarks serve-tax`: the same streams from the bare engine and over HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def test_the_bare_server_answers_as_the_engine_does_and_its_processes_are_told_apart(
+def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguished(
     config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -55,14 +55,14 @@ def test_the_bare_server_answers_as_the_engine_does_and_its_processes_are_told_a
     assert "2 stream(s) at once, T = 1, 192 tokens" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_is_refused(config: EngineConfig) -> None:
+def test_unmeasurable_settings_are_refused(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="side='sreve' is not known"):
         ServeTaxOptions(sides=("sreve",))
     with pytest.raises(ConfigError, match="32 streams at once would wait for each other: max_num_seqs=4"):
         run_serve_tax(config, ServeTaxOptions())
 
 
-def test_a_process_is_known_by_its_command() -> None:
+def test_a_process_is_identified_by_its_command() -> None:
     commands = {
         "ray::TargetWorker.run": "worker",
         "ray::DrafterWorker.run": "worker",
@@ -91,7 +91,7 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
     assert set(spent) == set(ROLES) and spent["worker"] == spent["haproxy"] == 0.0
 
 
-def test_a_signal_ends_the_server_that_is_measured_too(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_signal_also_ends_the_measured_server(config: EngineConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def f("}) + "\n")
     folder = TESTS / "benchmarks"

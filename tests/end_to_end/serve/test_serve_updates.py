@@ -1,4 +1,4 @@
-"""Two replicas behind HAProxy without a gateway, updated and killed under load: what clients see."""
+"""Two replicas behind HAProxy without a gateway, updated and killed under load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_rolling_update_fails_no_request(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_go_and_come_by_a_number_that_is_changed(cluster: Cluster) -> None:
+def test_replicas_follow_a_changed_number(cluster: Cluster) -> None:
     text, before = cluster.ask(), cluster.pids(REPLICA)
     with cluster.load() as answers:
         cluster.deploy(num_replicas=1, shutdown_timeout=60)
@@ -40,7 +40,7 @@ def test_replicas_go_and_come_by_a_number_that_is_changed(cluster: Cluster) -> N
 
 
 @pytest.mark.slow  # `test_serve_gateway.py` has a shorter form
-def test_of_a_dead_engine_only_its_own_streams_are_told(cluster: Cluster) -> None:
+def test_only_a_dead_engines_own_streams_get_an_error(cluster: Cluster) -> None:
     cluster.deploy({"drafter": "/nowhere/at/all"})  # is refused, and keeps no replica from starting
     text, before = cluster.ask(), cluster.pids(REPLICA)
     until(lambda: len(cluster.replicas()) == 2)

@@ -1,4 +1,4 @@
-"""What is known of a batch job before its rows are answered, and who may give up waiting for it."""
+"""Preparing a batch job before its rows are answered, and the timeout of waiting for its output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def startup(model: Path, folder: Path, prompts: list[str], **changes: Any) -> St
     return Startup(setup, options, print)
 
 
-def test_an_output_is_ours_until_it_is_closed_whoever_gives_up_waiting(model: Path, tmp_path: Path) -> None:
+def test_an_output_stays_locked_until_it_is_closed_although_waiters_give_up(
+    model: Path, tmp_path: Path
+) -> None:
     first = startup(model, tmp_path, ["a", "b"])
 
     async def give_up() -> None:
@@ -77,7 +79,7 @@ def test_samples_and_shards_are_the_same_in_every_run() -> None:
     assert [rows_per_shard(n) for n in (1, 64 * 100, 10**9)] == [64, 100, LARGEST_SHARD]
 
 
-def test_a_checkpoint_is_known_by_what_it_holds_and_not_by_where_it_lies(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_identified_by_its_content_not_its_path(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in model.iterdir():

@@ -1,4 +1,4 @@
-"""The order in which an engine starts its rows: those that begin alike together, long ones first."""
+"""The order in which an engine starts its rows: common prefixes together, long rows first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def numbers(rows: list[Row], layout: RowSchema) -> list[int]:
     return [row.number for row in by_shared_prefix(rows, layout)]
 
 
-def test_rows_that_begin_alike_follow_each_other_and_families_go_from_long_to_short() -> None:
+def test_rows_with_a_common_prefix_are_adjacent_and_groups_are_sorted_from_long_to_short() -> None:
     prompts = [SHARED + "b", "short", SHARED + "a" * 40, "x" * 500, "short"]
     rows = [Row(number, {"prompt": prompt}) for number, prompt in enumerate(prompts)]
     assert len(SHARED) > SHARED_CHARS
     assert numbers(rows, RowSchema()) == [3, 2, 0, 1, 4]
 
 
-def test_every_kind_of_row_has_a_place_broken_ones_too() -> None:
+def test_every_kind_of_row_is_sorted_including_broken_ones() -> None:
     lines = ['{"prompt": "abc"}', "{broken", '{"messages": [{"role": "user", "content": "hi"}]}', '{"id": 1}']
     rows = [Row(number, {"text": line}) for number, line in enumerate(lines)]
     assert sorted(numbers(rows, RowSchema(lines=True))) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""What a batch job says while it runs: rates, time left, words, gauges; and how it measures speculation."""
+"""A batch job's progress: rates, remaining time, messages, gauges; and the measured speed-up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 class SimulatedEngine:
-    """An engine of SEATS rows that all go on at once, a tick at a time, and always has as many as it can."""
+    """An engine that runs up to SEATS rows at once, one tick at a time."""
 
     def __init__(
         self, sample: BaselineSample, rates: Callable[[int], tuple[float, float]], surplus: int
@@ -76,9 +76,7 @@ class SimulatedEngine:
     surplus=st.integers(0, 2),
     seed=st.integers(0, 1000),
 )
-def test_the_plain_sample_finds_the_speedup_whatever_it_is(
-    plain: float, speedup: float, surplus: int, seed: int
-) -> None:
+def test_the_plain_sample_measures_any_speedup(plain: float, speedup: float, surplus: int, seed: int) -> None:
     sample = BaselineSample(2 * SEATS, SEATS)
     engine = SimulatedEngine(sample, lambda _: (plain, plain * speedup), surplus)
     lengths = random.Random(seed).choices(range(60, 100), k=30 * SEATS)
@@ -93,7 +91,7 @@ def test_the_plain_sample_finds_the_speedup_whatever_it_is(
     assert first >= 2 * SEATS, "after as many speculated rows"
 
 
-def test_what_changes_slowly_over_the_job_falls_out_of_the_comparison() -> None:
+def test_slow_drift_over_the_job_cancels_out_of_the_comparison() -> None:
     sample = BaselineSample(2 * SEATS, SEATS)
     # Rows become faster and faster, plain ones and speculated ones: either side alone would be 20 % off.
     engine = SimulatedEngine(sample, lambda n: (2 + n / 40, 4 + n / 20), 2)
@@ -140,13 +138,13 @@ def test_mixed_and_half_empty_time_is_not_counted() -> None:
         [20] * SEATS * 2 + [4000] + [20] * SEATS * 40,  # plain rows never run alone
     ],
 )
-def test_a_sample_that_does_not_come_to_its_end_says_nothing(lengths: list[int]) -> None:
+def test_an_unfinished_sample_gives_no_result(lengths: list[int]) -> None:
     sample = BaselineSample(2 * SEATS, SEATS)
     SimulatedEngine(sample, lambda _: (2.0, 6.0), 2).run(lengths)
     assert sample.comparison is None
 
 
-def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
+def test_a_sample_without_duration_gives_no_result() -> None:
     sample = BaselineSample(2, full=1)
     now_s, num_plain = 0.0, 0
     for row in range(100):
@@ -158,7 +156,7 @@ def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
     assert sample.comparison is None
 
 
-def test_no_sample_without_rows_for_it() -> None:
+def test_there_is_no_sample_without_rows_for_it() -> None:
     sample = BaselineSample(0, SEATS)
     engine = SimulatedEngine(sample, lambda _: (2.0, 6.0), 2)
     engine.run([50] * 200)
@@ -176,7 +174,7 @@ def stats(tokens: int) -> EngineStats:
     return EngineStats(0, 0, 0, 0, 0.0, 1, 7, tokens, 0, 0, 0, {}, 3, 9, 4, (2, 2), {})
 
 
-def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
+def test_an_engines_time_is_in_its_results_exactly_once() -> None:
     clock, tokens = Clock(), [0]
     meter = EngineMeter(lambda: stats(tokens[0]), "GPU", 4, clock.now_s, BaselineSample(4, full=1), clock)
     clock.now_s += 10  # loading
@@ -190,7 +188,7 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
         clock.now_s += 1  # nothing runs
     meter.row_started()
     clock.now_s += 5
-    meter.row_ended(None, True)  # given up: what it took is nobody's, until a row ends
+    meter.row_ended(None, True)  # given up: its time is attributed when a row ends
     figures = meter.totals()
     spent = {
         name: sum(result["engine_spent"][name] for result in results) for name in results[0]["engine_spent"]
@@ -206,7 +204,7 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     assert [bool(result["engine_spent"]["plain_s"]) for result in results].count(True) == 1
 
 
-def test_figures_of_engines_add_up() -> None:
+def test_figures_of_several_engines_add_up() -> None:
     one = EngineTotals(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1, device="GPU")
     two = EngineTotals(rows_done=5, busy_s=4, first_row_s=40, last_row_s=55, num_devices=1)
     both = one.merge(two)
@@ -219,7 +217,7 @@ def durable(rows: int, tokens_out: int) -> RowStats:
     return RowStats(rows=rows, prompt_tokens=10 * rows, completion_tokens=tokens_out)
 
 
-def test_rates_and_time_left_follow_the_tokens() -> None:
+def test_rates_and_remaining_time_follow_the_tokens() -> None:
     clock = Clock()
     pace = Pace(300, clock=clock)
     now = pace.update(durable(100, 1000), EngineTotals(), 2)  # of an earlier run
@@ -238,7 +236,7 @@ def test_rates_and_time_left_follow_the_tokens() -> None:
     assert now.tokens_per_s == pytest.approx(50) and now.mean_tokens_per_s == pytest.approx(50)
 
 
-def test_the_time_left_counts_what_running_rows_have() -> None:
+def test_the_remaining_time_counts_tokens_of_running_rows() -> None:
     clock = Clock()
     pace = Pace(100, clock=clock)
     pace.update(durable(0, 0), EngineTotals(rows_running=4), 1)
@@ -249,7 +247,7 @@ def test_the_time_left_counts_what_running_rows_have() -> None:
     assert now.left_s == pytest.approx((800 - 40) / 24) and now.rows == 20
 
 
-def test_the_pace_of_now_forgets_what_was_and_survives_a_lost_engine() -> None:
+def test_the_current_rate_forgets_the_past_and_survives_a_lost_engine() -> None:
     clock, tokens = Clock(), 0
     pace = Pace(1000, left=500, clock=clock)
     for _ in range(100):
@@ -270,12 +268,12 @@ def test_the_pace_of_now_forgets_what_was_and_survives_a_lost_engine() -> None:
     assert pace.update(durable(700, 0), live, 1).tokens_per_s == pytest.approx(30)
 
 
-def test_times_are_spelled_in_two_units() -> None:
+def test_times_are_printed_in_two_units() -> None:
     spelled = [spell_time(s) for s in (0, 59.6, 61, 3600, 7260, 90000)]
     assert spelled == ["0 s", "1 min", "1 min 1 s", "1 h", "2 h 1 min", "1 d 1 h"]
 
 
-def test_without_a_terminal_a_line_comes_now_and_then(
+def test_without_a_terminal_a_line_is_printed_occasionally(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ProgressView() as view:
@@ -303,7 +301,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(
     assert "2.50 x plain decoding; 1 engine" in measured
 
 
-def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
+def test_a_terminal_gets_a_bar_and_permanent_lines() -> None:
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=100, legacy_windows=False)
     with ProgressView(console) as view:

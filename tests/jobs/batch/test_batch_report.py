@@ -1,4 +1,4 @@
-"""What rows cost adds up in any order; the report says it in JSON, in tables, and on a page in a browser."""
+"""Costs of rows add up in any order; the report as JSON, tables and a page in a browser."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(
 
 
 def answered(at_s: float, category: str | None = None, **fields: Any) -> dict[str, Any]:
-    """A result."""
+    """Make a result."""
     return {
         "id": "r",
         "prompt_tokens": 100,
@@ -78,7 +78,7 @@ def figures_of(*rows: dict[str, Any]) -> RowStats:
     return figures
 
 
-def made_up(seed: int, num_rows: int) -> list[dict[str, Any]]:
+def synthetic_rows(seed: int, num_rows: int) -> list[dict[str, Any]]:
     """Rows of two days, in more categories than are kept."""
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def made_up(seed: int, num_rows: int) -> list[dict[str, Any]]:
 def test_figures_of_parts_add_up_to_those_of_the_whole_in_any_order(
     seed: int, num_rows: int, cuts: list[int]
 ) -> None:
-    rows = made_up(seed, num_rows)
+    rows = synthetic_rows(seed, num_rows)
     whole = figures_of(*rows)
     random.Random(seed).shuffle(rows)
     edges = [0, *sorted(min(cut, num_rows) for cut in cuts), num_rows]
@@ -120,7 +120,7 @@ def test_figures_of_parts_add_up_to_those_of_the_whole_in_any_order(
     assert len(whole.categories.named) <= MAX_NAMES
 
 
-def test_a_table_is_counted_by_what_its_rows_say() -> None:
+def test_a_table_is_counted_by_its_rows() -> None:
     figures = figures_of(
         answered(1000, "code", attempts=3),
         answered(1001, "code", prompt_tokens=0, completion_tokens=1),
@@ -144,7 +144,7 @@ def test_a_table_is_counted_by_what_its_rows_say() -> None:
     assert (figures.device_s, figures.busy_s) == (1.5, 0.75)
 
 
-def test_pauses_between_runs_are_no_time_of_work() -> None:
+def test_pauses_between_runs_do_not_count_as_work() -> None:
     figures = figures_of(answered(1000), answered(1012), answered(1030))
     assert figures.stretches.times == [[1000, 1014], [1030, 1032]]
     assert figures.wall_s == 16 and figures.tokens_per_s == pytest.approx(60 / 16)
@@ -166,20 +166,20 @@ def test_lengths_are_counted_by_powers_of_two() -> None:
     assert [length_range(place) for place in (0, 1, 2, 11)] == [(0, 0), (1, 1), (2, 3), (1024, 2047)]
 
 
-def test_acceptance_by_position_counts_blocks_that_got_so_far() -> None:
+def test_acceptance_by_position_counts_blocks_that_reached_the_position() -> None:
     assert acceptance_by_position([1, 1, 0, 2]) == [0.75, 0.5, 0.5]
     assert acceptance_by_position([]) == acceptance_by_position([0, 0]) == []
 
 
-def test_long_names_of_categories_are_cut() -> None:
+def test_long_category_names_are_truncated() -> None:
     categories = Categories()
     categories.add("x" * 500, Category(rows=1))
     (name,) = categories.named
     assert len(name) == 80 and name.endswith("…")
 
 
-def test_the_rate_over_time_holds_every_token_once_and_leaves_pauses_out() -> None:
-    figures = figures_of(*made_up(3, 2000))
+def test_the_rate_over_time_counts_every_token_once_and_omits_pauses() -> None:
+    figures = figures_of(*synthetic_rows(3, 2000))
     drawn = rates(figures.timeline, figures.stretches)
     assert len(drawn) == len(figures.stretches.times) == 2
     points = [point for stretch in drawn for point in stretch]
@@ -192,7 +192,7 @@ def test_the_rate_over_time_holds_every_token_once_and_leaves_pauses_out() -> No
 
 
 def measured() -> Report:
-    """Of 100 rows, 3 failed, with a plain sample, categories and words that want to be a script."""
+    """100 rows, 3 of them failed, with a plain sample, categories, and text that looks like a script."""
     rows = [answered(1e9 + i, ("code", "math", HOSTILE)[i % 3]) for i in range(97)]
     rows[50]["engine_spent"] = {
         **{"device_s": 2.5, "open_s": 0.5, "busy_s": 0.25},
@@ -204,7 +204,7 @@ def measured() -> Report:
     return make_report(figures_of(*rows), "GPU", about, price_per_gpu_hour=3.6, samples=shown)
 
 
-def test_the_report_says_what_was_measured() -> None:
+def test_the_report_shows_what_was_measured() -> None:
     report = json.loads(json.dumps(measured().as_json()))
     assert (report["rows"], report["ok"], report["failed"], report["retried"]) == (100, 97, 3, 0)
     assert (report["device"], report["device_s"], report["loading_device_s"]) == ("GPU", 97 * 0.5, 2)
@@ -223,7 +223,7 @@ def test_the_report_says_what_was_measured() -> None:
     assert report["job"]["settings"]["model"] == HOSTILE
 
 
-def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     figures = figures_of(answered(1000))
     report = make_report(figures, "core", {"output": "out"}, price_per_gpu_hour=2.0)
     assert report.as_json()["speculation"] == {
@@ -244,7 +244,7 @@ def test_a_job_without_a_row_has_a_report() -> None:
 
 
 class Page(HTMLParser):
-    """What elements and attributes a page has."""
+    """Collects a page's elements and attributes."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -312,14 +312,14 @@ def test_without_matplotlib_the_page_has_tables_and_says_what_to_install(
     assert html.count("<details open>") == 5 and "As a table" in html
 
 
-def test_names_of_data_are_no_mathematics() -> None:
+def test_names_in_pictures_are_not_parsed_as_mathematics() -> None:
     names = ("$x^", "$\\frac{", "a\nb\x00", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
     figures = figures_of(*(answered(1e9 + i, name) for i, name in enumerate(names)))
     html = report_page(make_report(figures, "core", {}))
     assert ">$x^</text>" in html and ">a b</text>" in html
 
 
-def test_a_browser_lays_the_page_out_and_runs_nothing_of_it(tmp_path: Path) -> None:
+def test_a_browser_renders_the_page_and_runs_no_script(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(report_page(measured()), encoding="utf-8")
     with real_browser() as browser:

@@ -1,4 +1,4 @@
-"""A dataset looked at before it is answered: what is wrong with which row, and how long prompts are."""
+"""`--validate-only`: which rows are wrong, and how long prompts are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
+def test_every_row_is_validated_and_bad_ones_are_shown_with_their_place(
     config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[Any] = [
@@ -65,7 +65,7 @@ def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
     assert preflight(good, LINES, config, duplicates="refuse").num_bad == 0
 
 
-def test_openai_lines_are_looked_at_in_their_bodies(config: EngineConfig, tmp_path: Path) -> None:
+def test_bodies_of_openai_lines_are_validated(config: EngineConfig, tmp_path: Path) -> None:
     body = {"model": "m", "prompt": [1, 2], "tempereture": 1, "user": "u", "max_tokens": 3, "n": 2}
     lines = [{"custom_id": f"{i}", "url": "/v1/completions", "body": body} for i in range(2)]
     source = open_source(
@@ -82,7 +82,7 @@ def test_a_histograms_rows_are_powers_of_two() -> None:
     assert [len(row[1]) for row in rows] == [14, 0, 40, 14]
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(
+def test_a_dry_run_prints_what_would_be_done_and_does_nothing(
     config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"a": "x" * (i % 7), "b": i} for i in range(200)]
@@ -99,7 +99,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_what_would_stop_a_job_stops_its_validation(config: EngineConfig, tmp_path: Path) -> None:
+def test_errors_that_would_stop_a_job_stop_its_validation(config: EngineConfig, tmp_path: Path) -> None:
     source = open_source([write(tmp_path / "rows.jsonl", [{"id": 1, "prompt": "x"}] * 2)])
     with pytest.raises(DatasetError, match="occurs twice"):
         preflight(source, LINES, config, duplicates="refuse")

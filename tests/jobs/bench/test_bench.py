@@ -1,4 +1,4 @@
-"""The benchmark measures both modes on the same prompts and says whether the outputs are the same."""
+"""The benchmark measures both modes on the same prompts and compares their outputs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def config(pair: tuple[Path, Path], *, speculate: bool = True) -> EngineConfig:
     return EngineConfig.from_dict({**settings, "dtype": "float32"})
 
 
-def test_engines_that_share_a_gpu_get_a_share_each(
+def test_each_engine_on_a_shared_gpu_gets_a_share(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's budget ends at its share of the whole device, and what those before hold counts."""
+    """An engine's budget ends at its share of the device; memory of earlier engines counts."""
     opened: list[EngineConfig] = []
 
     class Engine:
@@ -98,7 +98,7 @@ def test_without_a_trial_the_engine_chooses_its_dtype(pair: tuple[Path, Path], p
     assert point["identical"] == {llm.info.dtype: True} and len(point["trial_tokens_per_s"]) == 2
 
 
-def test_prompts_are_spread_over_the_file(prompts: Path) -> None:
+def test_prompts_are_chosen_from_the_whole_file(prompts: Path) -> None:
     assert [name for name, _ in read_prompts(prompts, 5)] == ["0", "2", "4", "6", "8"]
     assert len(read_prompts(prompts, 50)) == 10
     assert isinstance(read_prompts(prompts, 10)[-1][1], Chat)

@@ -1,4 +1,4 @@
-"""`benchmarks background` in short: the same requests alone and beside a real batch."""
+"""A short `benchmarks background`: the same requests alone and during a real batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from manta.jobs.common.http_client import ServerClient
 from text_pair import LiveServer, make_text_pair
 
 
-def test_what_clients_see_is_what_the_server_counted_and_every_failure_has_a_kind(tmp_path: Path) -> None:
+def test_client_counts_equal_server_counts_and_every_failure_has_a_kind(tmp_path: Path) -> None:
     rows = [PromptRow(str(i), "code", f"def f{i}(") for i in range(4)]
     rows += [PromptRow("chat", "talk", Chat([{"role": "user", "content": "hi"}]))]
     requests = [RequestSource(rows, 8, 0.0)[number] for number in range(10)]
@@ -43,9 +43,7 @@ def test_what_clients_see_is_what_the_server_counted_and_every_failure_has_a_kin
         find_server("http://127.0.0.1:9")
 
 
-def test_a_batch_runs_beside_one_side_and_has_gone_when_the_other_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_runs_during_one_sides_turns_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage, prompts = tmp_path / "batches", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": str(i), "prompt": f"def f{i}("}) + "\n" for i in range(5)))
     options = BackgroundOptions(
@@ -78,7 +76,7 @@ def test_a_batch_runs_beside_one_side_and_has_gone_when_the_other_is_measured(
     assert "p95 time per token with a batch" in capsys.readouterr().out
 
 
-def test_options_that_measure_nothing_are_refused_by_name() -> None:
+def test_options_without_anything_to_measure_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="lines=0"):
         BackgroundOptions(lines=0)
     with pytest.raises(ConfigError, match="request_rate=0"):

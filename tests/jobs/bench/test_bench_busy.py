@@ -1,4 +1,4 @@
-"""Beside busy processes: idle and busy turns of the same prompts, the fair share, and nothing left behind."""
+"""`benchmarks busy`: idle and busy turns of the same prompts, the fair share, no remaining processes."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def config(pair: tuple[Path, Path], **settings: Any) -> EngineConfig:
     )
 
 
-def is_gone(process: subprocess.Popen[bytes]) -> bool:
-    """Killed and reaped."""
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether they are killed and reaped."""
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:
@@ -68,7 +68,7 @@ def is_gone(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def test_idle_and_busy_turns_are_held_against_the_fair_share(
+def test_idle_and_busy_turns_are_compared_with_the_fair_share(
     pair: tuple[Path, Path],
     prompts: Path,
     tmp_path: Path,
@@ -106,11 +106,11 @@ def test_idle_and_busy_turns_are_held_against_the_fair_share(
                 side["share_of_idle"] / point["fair_share"], rel=1e-2
             )
     assert len(started) == 2 * 2, "one for each busy turn"
-    assert all(is_gone(process) for process in started)
+    assert all(has_ended(process) for process in started)
     assert "1 busy process" in capsys.readouterr().out
 
 
-def test_nothing_is_left_behind_when_a_busy_turn_fails(
+def test_no_process_remains_when_a_busy_turn_fails(
     pair: tuple[Path, Path],
     prompts: Path,
     started: list[subprocess.Popen[bytes]],
@@ -120,7 +120,7 @@ def test_nothing_is_left_behind_when_a_busy_turn_fails(
 
     def fail_when_busy(self: EnginePass, part: slice) -> Any:
         if started:
-            assert not any(is_gone(process) for process in started)
+            assert not any(has_ended(process) for process in started)
             raise KeyboardInterrupt
         return run(self, part)
 
@@ -130,10 +130,10 @@ def test_nothing_is_left_behind_when_a_busy_turn_fails(
             config(pair),
             BusyOptions(prompts=prompts, concurrency=(1,), rounds=1, max_tokens=4, busy=(2,)),
         )
-    assert len(started) == 2 and all(is_gone(process) for process in started)
+    assert len(started) == 2 and all(has_ended(process) for process in started)
 
 
-def test_the_fair_share_is_what_equal_threads_get() -> None:
+def test_the_fair_share_is_that_of_equal_threads() -> None:
     two_threads = [CpuPressure(processes=n).fair_share(threads=2, cores=2) for n in (1, 2, 4)]
     assert two_threads == pytest.approx([2 / 3, 1 / 2, 1 / 3])
     assert CpuPressure(processes=1).fair_share(threads=1, cores=2) == 1.0
@@ -142,7 +142,7 @@ def test_the_fair_share_is_what_equal_threads_get() -> None:
     assert CpuPressure(quota=3.0).fair_share(threads=2, cores=2) == 1.0
 
 
-def test_below_a_quota_the_share_is_the_quotas(pair: tuple[Path, Path], prompts: Path) -> None:
+def test_under_a_quota_the_fair_share_is_the_quotas(pair: tuple[Path, Path], prompts: Path) -> None:
     options = BusyOptions(
         prompts=prompts, concurrency=(1,), rounds=1, max_tokens=4, busy=(), cpu_quotas=(0.5,)
     )

@@ -1,4 +1,4 @@
-"""The comparison with others: same tokens for all, the fastest setup of each, bodies that servers accept."""
+"""`benchmarks compare`: the same tokens from all contenders, the fastest variant of each, server requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(pair: tuple[Path, Path], *, speculate: bool = True) -> EngineConfig:
 
 
 class Served(ThreadingHTTPServer):
-    """A small server whose answers a test decides: `answer(path, body)` gives status and JSON."""
+    """A small server with scripted answers: `answer(path, body)` returns status and JSON."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -90,7 +90,7 @@ def serving(answer: Any) -> Iterator[Served]:
             assert not thread.is_alive()
 
 
-def test_all_contenders_give_the_same_tokens_and_are_held_to_dflash(
+def test_all_contenders_give_the_same_tokens_and_are_compared_with_dflash(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out" / "compare.json"
@@ -128,7 +128,7 @@ def test_all_contenders_give_the_same_tokens_and_are_held_to_dflash(
     assert said.err.count("round 2/2") == 2
 
 
-def test_the_fastest_way_of_a_trial_is_measured(
+def test_the_fastest_variant_of_the_trial_is_measured(
     pair: tuple[Path, Path], prompts: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "compare.json"
@@ -147,7 +147,7 @@ def test_the_fastest_way_of_a_trial_is_measured(
     assert len(by_name["Hugging Face generate"]["trial_tokens_per_s"]) == 4, "no static caches on a CPU"
 
 
-def test_every_way_of_generate_gives_the_same_tokens(pair: tuple[Path, Path]) -> None:
+def test_every_variant_of_generate_gives_the_same_tokens(pair: tuple[Path, Path]) -> None:
     generate = HuggingFaceGenerate(TransformersTarget(pair[0], torch.device("cpu")), ["float32"])
     reference = generate.reference(PROMPTS, 12)
     assert [len(answer) for answer in reference] == [12] * 3
@@ -155,7 +155,7 @@ def test_every_way_of_generate_gives_the_same_tokens(pair: tuple[Path, Path]) ->
         assert run(PROMPTS, 12).token_ids == reference, str(setup)
 
 
-def test_generate_goes_on_after_an_end_of_sequence(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_generate_continues_after_an_end_of_sequence(pair: tuple[Path, Path], tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     expected = HuggingFaceGenerate(TransformersTarget(pair[0], cpu), ["float32"]).reference(PROMPTS, 12)
     ending = tmp_path / "ending"
@@ -169,7 +169,7 @@ def test_generate_goes_on_after_an_end_of_sequence(pair: tuple[Path, Path], tmp_
     assert generate.reference(PROMPTS, 12) == expected
 
 
-def test_a_server_that_refuses_extras_and_tells_no_token_ids_is_still_measured() -> None:
+def test_a_server_that_refuses_extra_fields_and_returns_no_token_ids_is_measured() -> None:
     asked: list[dict[str, Any]] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -190,7 +190,7 @@ def test_a_server_that_refuses_extras_and_tells_no_token_ids_is_still_measured()
     assert all(body["max_tokens"] == 6 and body["temperature"] == 0 for body in asked[1:])
 
 
-def test_a_server_gets_as_many_requests_at_once_as_asked() -> None:
+def test_a_server_gets_the_requested_number_of_concurrent_requests() -> None:
     together = threading.Barrier(3)
 
     def answer(path: str, body: Any) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Simulated fleets: one replica beside a real engine, accounts that add up, and a day under both policies."""
+"""Simulated fleets: a replica against a real engine, conservation of requests, a day under both policies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = ReplicaModel.of(COST, SURVIVAL, SLOTS, kv_tokens=100_000, start_s=30.0)
 
 
 class Fixed:
-    """So many replicas, from a moment on."""
+    """A fixed number of replicas from a given time on."""
 
     def __init__(self, *numbers: tuple[float, int]) -> None:
         self._numbers = numbers
@@ -46,7 +46,7 @@ def arrivals(rate_per_s: float, seconds: float, seed: int = 1) -> Arrivals:
 
 
 def through_an_engine(coming: Arrivals) -> tuple[float, float]:
-    """The mean time to the first token, and when all is done, by a real scheduler over simulated steps."""
+    """Mean time to the first token, and the end of all, by a real scheduler over simulated steps."""
     clock = VirtualClock()
     info = ExecutorInfo((10_000,), 16, 2048, 1000, (), len(SURVIVAL), "float32", "cpu")
     executor = SimulatedExecutor(info, SURVIVAL, COST, clock.advance)
@@ -80,7 +80,7 @@ def test_a_coarse_replica_is_as_fast_as_an_engine(rate_per_s: float) -> None:
 
 
 def check(report: FleetReport, coming: Arrivals) -> None:
-    """Every request is answered or refused, and no faster than can be."""
+    """Every request is answered or refused, and none faster than possible."""
     answered = ~np.isnan(report.ttft_s)
     assert answered.sum() + report.failed == len(coming.arrival_s)
     assert (answered == ~np.isnan(report.tpot_s)).all()
@@ -89,7 +89,7 @@ def check(report: FleetReport, coming: Arrivals) -> None:
     assert (report.tpot_s[answered] >= 0.0).all() and np.median(report.tpot_s[answered]) >= 0.7 * fastest_s
 
 
-def test_replicas_are_paid_from_being_wanted_until_their_last_request_has_ended() -> None:
+def test_replicas_are_paid_from_their_request_until_their_last_answer() -> None:
     coming = Arrivals(np.array([0.0, 50.0, 200.0]), np.array([1, 1, 1]), np.array([4000, 4000, 1]))
     one = Fleet(MODEL, coming, Fixed((0.0, 1)), start=1).run()
     assert one.replica_s == pytest.approx(200.0)
@@ -101,7 +101,7 @@ def test_replicas_are_paid_from_being_wanted_until_their_last_request_has_ended(
     check(two, coming)
 
 
-def test_requests_wait_for_the_first_replica_and_too_many_are_refused() -> None:
+def test_requests_wait_for_the_first_replica_and_excess_ones_are_refused() -> None:
     coming = Arrivals(np.linspace(1.0, 5.0, 40), np.full(40, 10), np.full(40, 10))
     report = Fleet(MODEL, coming, OurPolicy(ScalingRules(), 0, 4), start=0).run()
     assert report.failed == 8, "Serve queues four times what a replica runs"
@@ -118,8 +118,8 @@ def test_every_request_is_answered_or_refused_while_replicas_come_and_go() -> No
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_fleets_load_is_that_of_its_replicas_figures_and_no_slot_is_lost(seed: int) -> None:
-    """Looked at while a crowd passes through few replicas: slots, queues and pages hold what they may."""
+def test_the_fleets_load_is_the_sum_of_its_replicas_and_no_slot_is_lost(seed: int) -> None:
+    """Checked while many requests pass through few replicas: slots, queues and pages keep their limits."""
     coming, looks = arrivals(30.0, 60.0, seed), list[float]()
     model = replace(MODEL, kv_tokens=2500)
 
@@ -154,8 +154,8 @@ def test_the_fleets_load_is_that_of_its_replicas_figures_and_no_slot_is_lost(see
     assert max(looks) > 2.0 and report.failed > 0, "it was crowded"
 
 
-def test_in_a_step_of_time_requests_begin_and_end_when_they_should() -> None:
-    """By hand: one replica, two requests, the second one's prompt holds the first one up."""
+def test_requests_begin_and_end_at_their_own_times_within_a_time_step() -> None:
+    """By hand: one replica, two requests; the second one's prompt delays the first."""
     model = ReplicaModel(
         step_s=(0.1, 0.2),
         step_tokens=(1.0, 1.0),
@@ -188,7 +188,7 @@ OPTIONS = FleetOptions(
 
 
 @pytest.mark.slow
-def test_a_day_is_the_same_every_time_and_ours_takes_fewer_replica_hours() -> None:
+def test_a_simulated_day_is_reproducible_and_mantas_policy_takes_fewer_replica_hours() -> None:
     first, again = run_fleet(OPTIONS), run_fleet(replace(OPTIONS, ray=False))
     for figures in (first, again):
         for point in figures["policies"]:
@@ -200,12 +200,12 @@ def test_a_day_is_the_same_every_time_and_ours_takes_fewer_replica_hours() -> No
     assert first["saved"]["than_the_default"]["replica_hours"] > 0.4
 
 
-def test_who_was_refused_has_waited_for_ever() -> None:
+def test_refused_requests_count_as_infinite_waits() -> None:
     waits = np.array([0.1] * 96 + [np.nan] * 4)
     assert percentiles(waits) == {"p50": 0.1, "p95": 0.1, "p99": None}
 
 
-def test_a_made_up_day_has_a_night_a_height_and_the_lengths_that_were_asked_for() -> None:
+def test_a_synthetic_day_has_its_minimum_peak_and_requested_lengths() -> None:
     day = make_day(Day(peak_per_s=2.0, bursts=0))
     per_hour = np.histogram(day.arrival_s, bins=24, range=(0.0, 86_400.0))[0]
     assert per_hour[0] < 0.25 * per_hour[12] and per_hour[12] == pytest.approx(7200, rel=0.1)
@@ -213,7 +213,7 @@ def test_a_made_up_day_has_a_night_a_height_and_the_lengths_that_were_asked_for(
     assert (np.diff(day.arrival_s) >= 0).all()
 
 
-def test_a_trace_is_played_and_a_bad_line_is_named(
+def test_a_trace_is_replayed_and_a_bad_line_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"

@@ -1,4 +1,4 @@
-"""Sides take turns over the same prompts, in neighbouring turns, and none begins always."""
+"""Sides alternate over the same prompts in adjacent turns, and the first side rotates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sizes = st.integers(1, 60)
 
 
 @given(count=sizes, requests=st.integers(1, 9), speed=st.floats(0.1, 1e5), max_tokens=st.integers(1, 512))
-def test_turns_cover_all_prompts_in_whole_groups(
+def test_turns_cover_all_prompts_in_full_groups(
     count: int, requests: int, speed: float, max_tokens: int
 ) -> None:
     per_turn = prompts_per_turn(requests, speed, max_tokens)
@@ -39,7 +39,7 @@ def test_turns_last_a_fraction_of_a_second_unless_many_run_at_once() -> None:
     assert prompts_per_turn(8, tokens_per_s=1280, max_tokens=128) == 16
 
 
-def test_who_begins_moves_on_from_turn_to_turn_and_round_to_round() -> None:
+def test_the_first_side_rotates_over_turns_and_rounds() -> None:
     order: list[tuple[str, int]] = []
 
     def run(name: str, part: slice) -> Pass:
@@ -55,7 +55,7 @@ def test_who_begins_moves_on_from_turn_to_turn_and_round_to_round() -> None:
     assert ratios(passes["a"], passes["b"]) == [1.0, 1.0]
 
 
-def test_a_pass_made_of_turns_counts_all_of_them() -> None:
+def test_a_round_counts_all_of_its_turns() -> None:
     first = SteppedPass(1.0, 8, [[1]], num_steps=2, num_accepted=6, step_seconds={"draft": 0.5})
     second = SteppedPass(
         3.0, 8, [[2]], num_steps=6, num_accepted=2, step_seconds={"draft": 0.5, "verify": 1.0}

@@ -23,8 +23,8 @@ HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(
 NAMES = ["pareto", "speedup-by-load"]
 
 
-def assert_whole_page(html: str, num_pictures: int) -> None:
-    """Nothing from a network, no script, and every picture is one of a name, whatever the data say."""
+def assert_self_contained_page(html: str, num_pictures: int) -> None:
+    """Check a page: nothing from a network, no script, and every picture has a name, for any data."""
     elements: list[tuple[str, dict[str, str | None]]] = []
 
     class Page(HTMLParser):
@@ -40,7 +40,7 @@ def assert_whole_page(html: str, num_pictures: int) -> None:
     assert all(picture["aria-label"] for picture in pictures)
 
 
-def made_up_sweep() -> dict[str, Any]:
+def synthetic_sweep() -> dict[str, Any]:
     """Figures as a sweep writes them."""
 
     def side(speed: float, ratio: float, accepted: list[float]) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def made_up_sweep() -> dict[str, Any]:
 
 
 def test_a_browser_lays_a_report_out_on_a_desk_and_on_a_phone(tmp_path: Path) -> None:
-    page, pictures = tmp_path / "report.html", sweep_pictures(made_up_sweep())
+    page, pictures = tmp_path / "report.html", sweep_pictures(synthetic_sweep())
     cards = [*map(picture_card, pictures), Card(title=HOSTILE, rows=[("ngram", HOSTILE)])]
     page.write_text(render_page("Speculation by load", HOSTILE, [Tile("1.6x", HOSTILE)], cards))
-    assert_whole_page(page.read_text(), 2)
+    assert_self_contained_page(page.read_text(), 2)
     with real_browser() as browser:
         for width in (1280, 520):
             browser.open(page, width)
@@ -89,15 +89,15 @@ def test_a_browser_lays_a_report_out_on_a_desk_and_on_a_phone(tmp_path: Path) ->
         assert browser.run(CUT_OFF.replace("td, th, ", "")) == []
 
 
-def test_pictures_are_files_of_their_own_too(tmp_path: Path) -> None:
-    paths = write_svgs(sweep_pictures(made_up_sweep()), tmp_path)
+def test_pictures_are_also_written_as_files(tmp_path: Path) -> None:
+    paths = write_svgs(sweep_pictures(synthetic_sweep()), tmp_path)
     assert [path.stem for path in paths] == NAMES
     for path in paths:
         assert ElementTree.fromstring(path.read_text()).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_pictures_show_the_figures_of_the_sweep() -> None:
-    found = {picture.name: picture for picture in sweep_pictures(made_up_sweep())}
+    found = {picture.name: picture for picture in sweep_pictures(synthetic_sweep())}
     drawn = {name: plotted(picture).axes[0] for name, picture in found.items()}
     assert list(drawn) == NAMES
     pareto = {line.get_label(): line.get_xydata().tolist() for line in drawn["pareto"].lines}
@@ -108,7 +108,7 @@ def test_pictures_show_the_figures_of_the_sweep() -> None:
     assert [text.get_text() for text in drawn["speedup-by-load"].get_xticklabels()] == ["1", "8", "64"]
 
 
-def test_speed_bench_becomes_a_file_that_every_benchmark_reads(
+def test_speed_bench_is_converted_to_a_file_that_every_benchmark_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = tmp_path / "qualitative.jsonl", tmp_path / "out" / "prompts.jsonl"

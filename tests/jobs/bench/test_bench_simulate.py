@@ -1,4 +1,4 @@
-"""Simulations that justify our policies: adaptive and fixed lengths, a fleet, an engine beside its own."""
+"""Simulations behind Manta's policies: adaptive and fixed lengths, a fleet, an engine and its simulation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*arguments: str) -> int | str:
     return ended.value.code
 
 
-def test_adapting_is_compared_with_every_fixed_length_by_load_and_context(tmp_path: Path) -> None:
+def test_adaptive_lengths_are_compared_with_every_fixed_length_by_load_and_context(tmp_path: Path) -> None:
     output, command = tmp_path / "policy.json", ["simulate-policy", *PAIR_FLAGS]
     loads = ["--concurrency", "1", "--concurrency", "8", "--context", "1000", "--output-tokens", "24"]
     assert run(*command, *loads, "-o", str(output)) == 0
@@ -43,7 +43,7 @@ def test_adapting_is_compared_with_every_fixed_length_by_load_and_context(tmp_pa
     assert "--drafter" in str(run(*command, "-m", "another")), "which has no drafter"
 
 
-def test_a_measured_table_is_itself_at_its_points_and_lines_between() -> None:
+def test_a_measured_table_is_interpolated_linearly_between_its_points() -> None:
     grid = np.arange(8.0).reshape(2, 2, 2)
     cost = MeasuredCost((1, 4), (0, 2), (100, 300), grid, 10 * grid, (1, 101), np.array([1.0, 3.0]))
 
@@ -58,8 +58,8 @@ def test_a_measured_table_is_itself_at_its_points_and_lines_between() -> None:
     assert cost(dummy_step([0], [51], [0])).verify_s == 2.0, "alone"
 
 
-def test_an_engine_and_its_simulation_are_asked_the_same(shipped_pair: tuple[Path, Path]) -> None:
-    """Real steps of the shipped pair; how long they take, and so whether drafts pay, no test can know."""
+def test_an_engine_and_its_simulation_get_the_same_requests(shipped_pair: tuple[Path, Path]) -> None:
+    """Real steps of the shipped pair; their times, and so whether drafts pay, are unknown to the test."""
     target, drafter = shipped_pair
     spec = SpeculativeConfig(model=str(drafter), adaptive=False)
     config = EngineConfig(model=str(target), speculative_config=spec, num_pages=256)
@@ -80,7 +80,7 @@ def test_an_engine_and_its_simulation_are_asked_the_same(shipped_pair: tuple[Pat
     assert set(point["error"]) == {"tokens_per_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s"}
 
 
-def test_a_fleet_of_such_engines_is_played(tmp_path: Path) -> None:
+def test_a_fleet_of_such_engines_is_simulated(tmp_path: Path) -> None:
     output = tmp_path / "fleet.json"
     day = ["--hours", "0.2", "--peak", "6", "--max-num-seqs", "6", "--output-tokens", "60"]
     day += ["--gpu", "h200", "--target-ongoing-requests", "4"]

@@ -1,4 +1,4 @@
-"""The benchmark of steps: made-up pairs at any shape run the engine's own steps; tokens come from a curve."""
+"""`manta bench step`: random pairs of any shape run the engine's own steps; acceptance follows a curve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATES = "20,0.5"
 
 
 def options(model: Path | None, **changes: object) -> StepOptions:
-    """One tiny point on the CPU."""
+    """Measure one tiny point on the CPU."""
     few = {"batches": (2,), "contexts": (20,), "steps": 2, "device_rates": RATES, "device": "cpu"}
     fixed = {"model": None if model is None else str(model), "dtype": "float32"}
     return StepOptions(**{**fixed, **few, **changes})  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def options(model: Path | None, **changes: object) -> StepOptions:
 
 @pytest.fixture
 def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A config.json without any weights beside it."""
+    """A folder with a config.json and no weights."""
     file = tmp_path / "shape" / "config.json"
     file.parent.mkdir()
     file.write_text((tiny_qwen3 / "config.json").read_text())
@@ -42,7 +42,7 @@ def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerOutput, StepResult]]:
-    """Every step that is run, and what came of it."""
+    """Record every step that is run, and its result."""
     seen: list[tuple[SchedulerOutput, StepResult]] = []
     execute = CpuModelRunner.execute
 
@@ -55,7 +55,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerOutput, StepRe
     return seen
 
 
-def test_a_config_without_weights_gives_steps_beside_their_floors(
+def test_a_config_without_weights_gives_steps_with_their_lower_bounds(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out" / "step.json"
@@ -69,7 +69,7 @@ def test_a_config_without_weights_gives_steps_beside_their_floors(
         assert all(drafting[part]["floor_ms"] > 0 for part in ("draft", "verify", "inject", "step"))
         assert drafting["of_floor"] == pytest.approx(
             drafting["step"]["floor_ms"] / drafting["step"]["ms"], rel=0.2, abs=5e-5
-        )  # four digits behind the point: on a busy machine, all noughts but one
+        )  # four decimals: on a busy machine all but one are zero
         assert set(plain) == {"verify", "sample", "host_gap", "step", "of_floor"}
         assert 0 < plain["step"]["floor_ms"] < drafting["step"]["floor_ms"]
         assert point["idleness"]["seconds"] > 0
@@ -88,7 +88,7 @@ def test_neither_ray_nor_http_nor_transformers_is_needed(config_file: Path, tmp_
     assert figures["points"] and versions["torch"] and versions["ray"] is versions["transformers"] is None
 
 
-def test_steps_are_the_engines_own_behind_whole_contexts(
+def test_steps_are_the_engines_own_after_full_contexts(
     config_file: Path,
     plans: list[tuple[SchedulerOutput, StepResult]],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_steps_are_the_engines_own_behind_whole_contexts(
     assert positions == [list(range(37, 37 + kind + 1)) * 3 for kind in kinds]
 
 
-def test_steps_with_drafts_and_without_take_turns(
+def test_steps_with_and_without_drafts_alternate(
     config_file: Path, plans: list[tuple[SchedulerOutput, StepResult]]
 ) -> None:
     bench_step(options(config_file, batches=(1,), steps=TURN_STEPS + 2))
@@ -128,7 +128,7 @@ def test_steps_with_drafts_and_without_take_turns(
     assert drafts[2 * WARM_UP_STEPS :] == turns
 
 
-def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_models_pages_hold_random_contexts(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     new_cache, execute = PagedKVCache.__init__, CpuModelRunner.execute
     caches: dict[int, PagedKVCache] = {}  # by number of layers
@@ -149,7 +149,7 @@ def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch:
     assert shares and min(shares) > 0.99
 
 
-def test_the_acceptance_curve_alone_makes_the_acceptance_length(config_file: Path) -> None:
+def test_the_acceptance_length_depends_on_the_acceptance_curve_alone(config_file: Path) -> None:
     def measured(*rates: float) -> dict[str, float]:
         figures = bench_step(options(config_file, num_drafts=2, acceptance_rates=rates))
         assert figures["acceptance"]["mean_acceptance_length"] == 1.0 + sum(rates)
@@ -179,7 +179,7 @@ def test_the_first_steps_do_not_count(config_file: Path, monkeypatch: pytest.Mon
     assert (point["drafting"]["verify"]["ms"], point["plain"]["verify"]["ms"]) == (2.0, 6.0)
 
 
-def test_what_does_not_fit_is_said_and_not_measured(
+def test_points_that_do_not_fit_are_reported_and_not_measured(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Memory, "fits", lambda self, point: point.batch < 2)
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_said_and_not_measured(
         bench_step(options(config_file, batches=(2,)))
 
 
-def test_a_drafter_of_ones_own_shape_is_measured(config_file: Path, tiny_drafter: Path) -> None:
+def test_a_drafter_of_a_given_shape_is_measured(config_file: Path, tiny_drafter: Path) -> None:
     figures = bench_step(options(config_file, spec_model=str(tiny_drafter / "config.json"), num_drafts=3))
     assert figures["drafter"]["num_hidden_layers"] == 2 and figures["num_drafts"] == 3
 
@@ -235,7 +235,7 @@ def test_wrong_options_are_refused_by_name(config_file: Path, changes: dict[str,
     assert refused.value.param == param
 
 
-def test_rates_are_numbers_between_commas() -> None:
+def test_device_rates_are_numbers_separated_by_commas() -> None:
     assert parse_rates("0.9, 0.8,0") == (0.9, 0.8, 0.0)
     with pytest.raises(ConfigError, match="comma-separated"):
         parse_rates("0.9;0.8")

@@ -49,7 +49,7 @@ def config(target: Path, drafter: Path, **spec: Any) -> EngineConfig:
 
 
 class Recorded(Driver):
-    """A driver whose engine's updates are kept as they come, before anybody counts them."""
+    """A driver that records its engine's updates before they are counted."""
 
     def __init__(self, of: EngineConfig) -> None:
         super().__init__(of, make_executor(of))
@@ -77,7 +77,7 @@ def fresh(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("driver").updates.clear()
 
 
-def test_a_closed_loop_is_always_full_and_counts_what_the_engine_told(driver: Recorded) -> None:
+def test_a_closed_loop_is_always_full_and_counts_the_engines_updates(driver: Recorded) -> None:
     source = RequestSource(ROWS, 8, 0.0)
     done = driver.closed(source, range(5), at_once=3)
     asked = {answer.number: answer for answer in done.answers}
@@ -108,7 +108,7 @@ def test_a_closed_loop_is_always_full_and_counts_what_the_engine_told(driver: Re
     driver.engine.check_invariants()
 
 
-def test_positions_are_counted_as_the_updates_say(driver: Recorded) -> None:
+def test_positions_are_counted_from_the_updates(driver: Recorded) -> None:
     done = driver.closed(RequestSource(ROWS, 12, 0.0), range(4), at_once=4)
     ended = {str(answer.number) for answer in done.answers if answer.ended_s is not None}
     sums = Sums.of([b for a in done.answers if a.ended_s is not None for b in a.blocks])
@@ -124,7 +124,7 @@ def test_positions_are_counted_as_the_updates_say(driver: Recorded) -> None:
     assert sums.tokens_per_step == pytest.approx(sum(len(u.token_ids) for u in told) / len(told))
 
 
-def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
+def test_a_change_of_load_is_reported_separately(driver: Recorded) -> None:
     first, second = hold(driver, RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
     assert first.seconds >= 0.3 and second.begin_s >= first.end_s
     last = [answer for answer in second.answers if answer.ended_s is None]
@@ -134,7 +134,7 @@ def test_a_change_of_load_is_told_apart(driver: Recorded) -> None:
     assert not driver.engine.has_unfinished
 
 
-def test_all_sides_are_asked_the_same_and_lengths_differ() -> None:
+def test_all_sides_get_the_same_requests_with_different_lengths() -> None:
     plain, mixed = RequestSource(ROWS, 100, 0.5), MixedSource(ROWS, 100, 0.5)
     lengths = [plain[number].max_tokens for number in range(200)]
     assert min(lengths) >= 50 and max(lengths) <= 150 and np.mean(lengths) == pytest.approx(100, abs=1)
@@ -161,7 +161,7 @@ def test_latencies_are_those_of_vllm_bench() -> None:
     assert told["e2el_ms"]["p99"] == pytest.approx(np.percentile([700, 100], 99))
 
 
-def test_a_shuffled_drafter_has_the_same_numbers_elsewhere(tiny_drafter: Path, tmp_path: Path) -> None:
+def test_a_shuffled_drafter_has_the_same_values_in_another_order(tiny_drafter: Path, tmp_path: Path) -> None:
     folder = shuffled(tiny_drafter, tmp_path)
     (file,) = folder.glob("*.safetensors")
     ours, theirs = load_file(file), load_file(tiny_drafter / file.name)

@@ -1,4 +1,4 @@
-"""The loop on transformers: the oracle's drafts, the tokens of `generate`, caches that are kept."""
+"""The benchmark's loop on transformers: the oracle's drafts, `generate`'s tokens, kept caches."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("variant", sorted(BEYOND))
-def test_what_is_more_than_the_loop_s_modules_is_refused(variant: str, tmp_path: Path) -> None:
+def test_drafters_beyond_the_loops_modules_are_refused(variant: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"the plain loop has no {BEYOND[variant]}"):
         LoopDrafter(checkpoints.write(tmp_path, VARIANTS[variant]), lender())
 
 
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(BEYOND)))
 @torch.no_grad()
-def test_drafts_equal_the_oracles_with_context_that_came_in_parts(variant: str, tmp_path: Path) -> None:
+def test_drafts_equal_the_oracles_with_context_written_in_parts(variant: str, tmp_path: Path) -> None:
     config = VARIANTS[variant]
     target = lender()
     tensors = checkpoints.random_tensors(config)
@@ -81,7 +81,7 @@ def test_drafts_equal_the_oracles_with_context_that_came_in_parts(variant: str, 
 
 
 def lender() -> Qwen3ForCausalLM:
-    """A target that only lends its embedding and head."""
+    """A target of which only embedding and head are used."""
     torch.manual_seed(4)
     raw = {name: checkpoints.BACKBONE[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
     shape = Qwen3Config(
@@ -97,7 +97,7 @@ def lender() -> Qwen3ForCausalLM:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
-def test_tokens_are_those_of_generate(
+def test_tokens_equal_generates(
     family: str, num_tokens: int, tiny_drafter: Path, request: pytest.FixtureRequest
 ) -> None:
     target = target_of(request.getfixturevalue(f"tiny_{family}"))

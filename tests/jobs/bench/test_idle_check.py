@@ -1,4 +1,4 @@
-"""What others take of the machine is told apart from what we take; where nothing is known, nothing is said.
+"""CPU time of other processes is distinguished from our own; without data there is no warning.
 
 Processes really compute here, and only sums of clocks are compared: nothing depends on how fast they are.
 """
@@ -37,7 +37,7 @@ linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux tells;
 
 @contextmanager
 def stranger() -> Iterator[int]:
-    """A busy process that is nobody's descendant here: its parent has ended."""
+    """A busy process that is no descendant of this one: its parent has ended."""
     made = subprocess.run(
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True, timeout=60
     )
@@ -54,7 +54,7 @@ def cpu_s(pid: int) -> float:
 
 
 def wait_until_it_took(pid: int, seconds: float) -> float:
-    """Of CPU time, from now on; returns what it took."""
+    """Measure CPU time from now on; return what was used."""
     before = cpu_s(pid)
     deadline_s = time.monotonic() + 60
     while cpu_s(pid) - before < seconds:
@@ -64,7 +64,7 @@ def wait_until_it_took(pid: int, seconds: float) -> float:
 
 
 @linux
-def test_what_strangers_take_is_the_others() -> None:
+def test_cpu_time_of_unrelated_processes_counts_as_others() -> None:
     watch = Watch()
     with stranger() as pid, watch.open():
         taken_s = wait_until_it_took(pid, 0.4)
@@ -77,7 +77,7 @@ def test_what_strangers_take_is_the_others() -> None:
 
 
 @linux
-def test_what_descendants_take_is_ours_whether_they_live_or_have_ended() -> None:
+def test_cpu_time_of_descendants_counts_as_own() -> None:
     watch = TreeWatch()
     with watch.open(), busy_processes(1) as (ended,):
         ended_s = wait_until_it_took(ended, 0.3)
@@ -88,7 +88,7 @@ def test_what_descendants_take_is_ours_whether_they_live_or_have_ended() -> None
 
 
 @linux
-def test_a_descendant_that_loses_its_parent_stays_ours() -> None:
+def test_an_orphaned_descendant_counts_as_own() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN + "sys.stdin.read()"],
         stdin=subprocess.PIPE,
@@ -109,7 +109,7 @@ def test_a_descendant_that_loses_its_parent_stays_ours() -> None:
 
 
 @linux
-def test_orphans_that_begin_and_end_while_it_is_watched_stay_ours() -> None:
+def test_short_lived_orphans_count_as_own() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", "import sys\nsys.stdin.readline()" + ORPHAN + "sys.stdin.read()"],
         stdin=subprocess.PIPE,
@@ -133,7 +133,7 @@ def test_orphans_that_begin_and_end_while_it_is_watched_stay_ours() -> None:
 
 
 @linux
-def test_children_of_a_parent_that_does_not_care_how_they_end_stay_ours() -> None:
+def test_unreaped_children_count_as_own() -> None:
     script = (
         "import signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + ORPHAN + "sys.stdin.read()"
     )
@@ -152,7 +152,7 @@ def test_children_of_a_parent_that_does_not_care_how_they_end_stay_ours() -> Non
     assert watch.found.own_s > taken_s - TICKS_S
 
 
-def test_the_user_is_told_who_took_what(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_names_the_other_load(capsys: pytest.CaptureFixture[str]) -> None:
     idle = Idleness(seconds=10.0, cores=2, own_s=19.5, others_s=0.4, stolen_s=0.0, throttled_s=0.0)
     assert idle.idle is True and idle.sentence is None
     busy = Idleness(seconds=10.0, cores=2, own_s=10.0, others_s=8.6, stolen_s=1.2)
@@ -168,7 +168,7 @@ def test_the_user_is_told_who_took_what(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"{busy.sentence}\n"
 
 
-def test_where_nothing_is_known_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_measurements_there_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Watch(proc=tmp_path / "nothing here")
     with watch.open():
         pass
@@ -188,7 +188,7 @@ def test_where_nothing_is_known_nothing_is_said(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-def test_no_busy_process_is_left_behind_whatever_happens() -> None:
+def test_no_busy_process_remains_after_any_error() -> None:
     started: list[int] = []
     with pytest.raises(KeyboardInterrupt), busy_processes(2) as pids:
         started += pids
@@ -223,7 +223,7 @@ def test_a_busy_process_ends_when_its_parent_is_killed() -> None:
 
 
 @linux
-def test_a_quota_holds_us_up_until_we_leave_it() -> None:
+def test_a_cpu_quota_throttles_until_it_is_left() -> None:
     home = ControlGroup.of_this_process()
     try:
         with quota_group(0.25) as group, group.entered():

@@ -1,4 +1,4 @@
-"""A widened pair answers and drafts as the one it was made from, at any width."""
+"""A widened pair answers and drafts as the original, at any width."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTHS = {
 
 
 def drafts_and_tokens(target: Path, drafter: Path) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """What a few steps of one request draft and choose."""
+    """The drafts and tokens of a few steps of one request."""
     runner, _ = open_runner(target, drafter)
     assert runner.drafts is not None
     steps, drafted = Steps(4), []
@@ -50,7 +50,7 @@ def drafts_and_tokens(target: Path, drafter: Path) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_drafts_and_tokens_are_those_of_the_narrow_pair(
+def test_drafts_and_tokens_equal_the_narrow_pairs(
     width: Width, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=6, drafter_layers=3)
@@ -62,7 +62,7 @@ def test_drafts_and_tokens_are_those_of_the_narrow_pair(
 
 
 @pytest.mark.slow
-def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
+def test_the_shipped_pair_keeps_its_answers_and_acceptance(
     shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     width = Width(hidden=384, inter=1024, heads=8, kv_heads=4)
@@ -85,7 +85,7 @@ def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
     assert sum(accepted for _, accepted, _ in narrow) > 4, "nothing accepted would show nothing"
 
 
-def test_what_is_added_is_work_and_not_zeros(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+def test_added_width_is_real_work_not_zeros(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
     width = Width(128, 192, 8, 4)
     widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=5, drafter_layers=2)
     spec = read_model(tmp_path / "wide" / "target")
@@ -123,7 +123,7 @@ def test_a_pair_is_widened_with_its_tokenizer_but_not_its_card(
         (Width(64, 96, 3, 3), 4, "heads=3 must be at least 4"),
     ],
 )
-def test_sizes_that_have_no_room_are_refused_before_anything_is_written(
+def test_impossible_sizes_are_refused_before_anything_is_written(
     width: Width, layers: int, message: str, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep me")
@@ -132,7 +132,7 @@ def test_sizes_that_have_no_room_are_refused_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_group_that_is_cut_needs_a_k_v_head_for_every_part(
+def test_a_split_group_needs_a_kv_head_for_every_part(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     three = tmp_path / "three queries for each of two"

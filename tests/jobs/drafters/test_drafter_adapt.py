@@ -1,4 +1,4 @@
-"""Adapting a drafter: what is learnt and what is held out, what the gate lets pass, and a whole run."""
+"""Adapting a drafter: the split of prompts, the gate, and a whole run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def captured(folder: Path, count: int, *, model: str = "m", private: bool = Fals
     return folder
 
 
-def test_the_gate_wants_a_gain_on_new_text_and_none_of_the_old_lost() -> None:
+def test_the_gate_requires_a_gain_on_new_text_and_no_loss_on_old() -> None:
     before = GateLengths(2.0, {"code": 4.0, "chat": 3.0})
     good = judge(before, GateLengths(2.2, {"code": 3.9, "chat": 3.0}), min_gain=0.05)
     assert good.passed and good.as_json()["tokens_per_step"]["new"]["gain"] == pytest.approx(0.1)
@@ -56,12 +56,10 @@ def test_the_gate_wants_a_gain_on_new_text_and_none_of_the_old_lost() -> None:
     assert forgetful.complaints == ("chat loses 3.3%, more than 3%",)
 
 
-def test_no_prompt_is_both_learnt_and_held_out_and_a_run_keeps_its_text(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_no_prompt_is_both_trained_on_and_held_out(pair: tuple[Path, Path], tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(pair[0])
     data, replay = captured(tmp_path / "new", 200), captured(tmp_path / "old", 120)
-    captured(data, 200)  # asked twice
+    captured(data, 200)  # sent twice
     asked = AdaptRunKey("drafter", str(pair[0]), str(data), str(replay), 1.0)
     work = tmp_path / "work"
     work.mkdir()
@@ -83,7 +81,7 @@ def test_no_prompt_is_both_learnt_and_held_out_and_a_run_keeps_its_text(
         prepare_text(other, work, tokenizer, print)
 
 
-def test_text_that_cannot_be_learnt_from_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unusable_training_text_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(pair[0])
     (few, *_), (private, *_) = (
         read_examples(captured(tmp_path / name, 3, private=name == "private"), tokenizer, "data")
@@ -113,7 +111,7 @@ def test_logs_are_the_same_for_the_same_seed_and_lines_of_json() -> None:
 def test_the_gate_decides_whether_anything_is_written(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With figures that are given, and a drafter that is not trained."""
+    """Run the gate with given figures and an untrained drafter."""
 
     def trained(
         target: Path, data: object, watched: object, folder: Path, *_: object, **__: object
@@ -145,7 +143,7 @@ def test_the_gate_decides_whether_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_drafter_learns_what_its_target_says(
+def test_a_drafter_learns_from_its_targets_answers(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is given: answers of the target, training, and tokens per step by decoding. By steps, not by

@@ -1,4 +1,4 @@
-"""`manta drafter`: what a drafter is, every error by its name, and formats that hold the same bits."""
+"""`manta drafter`: descriptions, every error by its name, and conversions that keep every bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(*words: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
-def test_a_broken_pair_is_named_by_what_is_broken(broken: Broken, tmp_path: Path):
+def test_a_broken_pairs_defect_is_named(broken: Broken, tmp_path: Path):
     pair = copied(tmp_path / "pair")
     broken.change(pair)
     findings = validate_pair(str(pair / "drafter"), str(pair / "target"))
@@ -51,14 +51,14 @@ def test_a_broken_pair_is_named_by_what_is_broken(broken: Broken, tmp_path: Path
     assert any(finding.fatal for finding in findings) == broken.fatal, findings
 
 
-def test_the_pair_that_ships_has_no_finding_in_either_format(tmp_path: Path):
+def test_the_shipped_pair_has_no_finding_in_either_format(tmp_path: Path):
     assert len(BROKEN) >= 30
     assert validate_pair(str(DRAFTER), str(TARGET)) == []
     convert_drafter(str(DRAFTER), str(TARGET), "speculators", tmp_path / "other")
     assert validate_pair(str(tmp_path / "other"), str(TARGET)) == []
 
 
-def test_validate_ends_with_one_for_errors_alone(tmp_path: Path):
+def test_validate_exits_with_1_only_for_errors(tmp_path: Path):
     pair = copied(tmp_path)
     changes = {broken.name: broken.change for broken in BROKEN}
     changes["another theta"](pair)
@@ -69,7 +69,7 @@ def test_validate_ends_with_one_for_errors_alone(tmp_path: Path):
     assert code == 1 and [each["fatal"] for each in json.loads(said)] == [True, False]
 
 
-def test_a_trial_finds_a_drafter_that_fits_and_knows_nothing(tmp_path: Path):
+def test_a_trial_finds_a_fitting_drafter_that_predicts_nothing(tmp_path: Path):
     pair = copied(tmp_path)
     fresh = torch.Generator().manual_seed(0)
 
@@ -83,21 +83,21 @@ def test_a_trial_finds_a_drafter_that_fits_and_knows_nothing(tmp_path: Path):
     assert 1.0 <= float(re.findall(r"length is ([\d.]+)", finding.message)[0]) < 1.1
 
 
-def test_a_trial_is_content_with_equal_tokens_and_steps_that_bring_more_than_one():
+def test_a_trial_passes_with_equal_tokens_and_more_than_one_per_step():
     assert list(compare_answers([[1, 2], [3]], [[1, 2], [3]], 1.8)) == []
     (finding,) = compare_answers([[1, 2], [3]], [[1, 2], [4]], 1.8)
     assert (finding.what, finding.fatal) == ("tokens", True)
 
 
 @pytest.mark.parametrize("num_layers", [18, 36, 64])
-def test_usual_taps_are_not_taken_for_the_other_convention(num_layers: int):
-    """Of 36 layers the published ones of Qwen3-8B."""
+def test_usual_taps_are_not_mistaken_for_the_other_convention(num_layers: int):
+    """The published taps of Qwen3-8B's 36 layers."""
     ids = usual_layer_ids(num_layers, 5)
     assert usual_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert not set(ids) & {i + 1 for i in ids}
 
 
-def test_a_summary_has_the_figures_of_the_pair_that_ships():
+def test_a_summary_has_the_figures_of_the_shipped_pair():
     summary = summarize_drafter(open_drafter(str(DRAFTER)))
     assert summary.target_layer_ids == (1, 4, 8, 12, 15) and summary.num_speculative_tokens == 15
     assert summary.borrowed == ("embedding", "head") and summary.dtypes == ("BF16",)
@@ -110,7 +110,7 @@ def test_a_summary_has_the_figures_of_the_pair_that_ships():
     assert code == 0 and json.loads(said)["mask_token_id"] == 4095
 
 
-def test_of_a_drafter_on_the_hub_only_headers_come(tmp_path: Path):
+def test_only_headers_of_a_drafter_on_the_hub_are_downloaded(tmp_path: Path):
     sent: dict[str, int] = {}
     with hub_with_model("me/small", DRAFTER, sent) as address:
         done = subprocess.run(
@@ -138,7 +138,7 @@ def test_compare_marks_what_differs(tmp_path: Path):
     assert not marked & {"* target layer ids", "* block size", "* num parameters"}
 
 
-def test_list_finds_drafters_and_passes_over_targets(tmp_path: Path):
+def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     shutil.copytree(DRAFTER, tmp_path / "one")
     shutil.copytree(TARGET, tmp_path / "two")
@@ -149,7 +149,7 @@ def test_list_finds_drafters_and_passes_over_targets(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json of a target that the checkpoints of `drafter_checkpoints` are for."""
+    """config.json of a target for the checkpoints of `drafter_checkpoints`."""
     from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
@@ -177,14 +177,14 @@ UNSAID = {
 
 
 def meaning(folder: Path) -> dict:
-    """What it says, but for where it stands and what formats repeat of the target."""
+    """The config's content, without its location and what formats repeat of the target."""
     config = DrafterConfig.load(folder)
     apart = ("file", "layout", "num_target_layers", "target_hidden_size", "input_embedding_scale")
     return {key: getattr(config, key) for key in DrafterConfig.__slots__ if key not in apart}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_formats_hold_the_same_bits_there_and_back(name: str, target_of_variants: Path, tmp_path: Path):
+def test_a_round_trip_between_formats_keeps_every_bit(name: str, target_of_variants: Path, tmp_path: Path):
     config = VARIANTS[name]
     mask = torch.zeros(config["hidden_size"]) if "mask embedding" in name else None
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config), mask)
@@ -204,14 +204,14 @@ def test_formats_hold_the_same_bits_there_and_back(name: str, target_of_variants
     assert all(torch.equal(first.get(name), last.get(named_as_ours(name))) for name in first.shapes)
 
 
-def test_convert_writes_over_nothing(tmp_path: Path):
+def test_convert_overwrites_nothing(tmp_path: Path):
     code, _ = run("convert", DRAFTER, "--to", "zlab", "--target", TARGET, "-o", tmp_path)
     assert code == 1 and list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def target_of_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json of a target that the checkpoints of `eagle3_checkpoints` are for."""
+    """config.json of a target for the checkpoints of `eagle3_checkpoints`."""
     raw = json.loads((TARGET / "config.json").read_text())
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": TINY_VOCAB, "eos_token_id": 1}
     folder = tmp_path_factory.mktemp("target")
@@ -239,7 +239,7 @@ def test_an_eagle3_drafter_is_described_and_checked(name: str, target_of_eagle3:
     assert finding.fatal and finding.what in ("target_hidden_size", "vocab_size")
 
 
-def test_taps_that_an_eagle3_drafter_leaves_to_its_target_are_not_made_up(tmp_path: Path):
+def test_unspecified_taps_of_an_eagle3_drafter_are_not_invented(tmp_path: Path):
     folder = write_eagle3(tmp_path / "head", sglang(eagle_config=None))
     assert summarize_drafter(open_drafter(str(folder))).target_layer_ids == ()
     for command in ("inspect", "list"):
@@ -249,7 +249,7 @@ def test_taps_that_an_eagle3_drafter_leaves_to_its_target_are_not_made_up(tmp_pa
     assert code == 0 and "* block size" in said
 
 
-def test_a_drafter_of_another_kind_is_run_as_what_it_is():
+def test_a_drafter_of_another_kind_is_run_with_its_method():
     assert method_of(str(DRAFTER)) == "dflash"
     assert not is_eagle3(json.loads((TARGET / "config.json").read_text()))
     assert not is_eagle3({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32})

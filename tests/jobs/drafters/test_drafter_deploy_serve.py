@@ -1,4 +1,4 @@
-"""A good and a bad candidate on trial in a served application under load: promotion, and being taken out."""
+"""A good and a bad candidate on trial in a served application under load: promotion and removal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRY = ("--canary", "50%", "--alpha", "0.05", "--min-requests", "10")
 
 
 def bodies() -> Iterator[dict[str, Any]]:
-    """Greedy and not; the same again and again."""
+    """Greedy and sampled requests, repeated."""
     for i, prompt in enumerate(PROMPTS):
         common = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True}
         yield {**common, "temperature": 0}
@@ -38,7 +38,7 @@ def bodies() -> Iterator[dict[str, Any]]:
 
 
 class Served:
-    """The shipped target with a drafter whose features are turned round: it drafts, and in vain."""
+    """The shipped target with a drafter whose features are reversed: its drafts are useless."""
 
     def __init__(self, folder: Path, pair: tuple[Path, Path]) -> None:
         self.target, self.good = pair
@@ -80,7 +80,7 @@ class Served:
         return answer.json()["choices"][0]["text"]
 
     def metric(self, name: str, **labels: str) -> list[float]:
-        """Of every replica that the scrape finds."""
+        """The sum over every replica that a scrape finds."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         lines = [line for line in text.splitlines() if line.startswith(name + "{")]
         lines = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
@@ -88,7 +88,7 @@ class Served:
 
     @contextmanager
     def load(self, texts: dict[str, str]) -> Iterator[Counter[str]]:
-        """Four clients; how many answers were right, and what was wrong with the others."""
+        """Run four clients; return the number of right answers and the errors of others."""
         found: Counter[str] = Counter()
         ended = threading.Event()
 
@@ -113,7 +113,7 @@ class Served:
 
 
 def drafter(*words: str | Path) -> str:
-    """What `manta drafter` says; it must succeed."""
+    """Return the output of `manta drafter`, which must succeed."""
     done = CliRunner().invoke(app, ["drafter", *map(str, words)])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -146,7 +146,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, shipped_pair: tuple[Path, P
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_good_candidate_is_promoted_and_a_bad_one_taken_out_under_load(served: Served) -> None:
+def test_a_good_candidate_is_promoted_and_a_bad_one_removed_under_load(served: Served) -> None:
     from ray._private.state import actors
 
     def pids() -> set[int]:
@@ -172,6 +172,6 @@ def test_a_good_candidate_is_promoted_and_a_bad_one_taken_out_under_load(served:
 
 
 def drafts_with(served: Served, model: Path) -> int:
-    """How many replicas do, and have no candidate beside it."""
+    """How many replicas use a drafter and have no candidate."""
     trying = served.metric("dflash:drafter_info", status="candidate")
     return 0 if trying else len(served.metric("dflash:drafter_info", drafter=str(model), status="up"))

@@ -1,4 +1,4 @@
-"""`manta drafter eval`: its intervals cover, its figures are the engine's own, its card is one to the hub."""
+"""`manta drafter eval`: coverage of its intervals, the engine's own figures, a card for the hub."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def raised(*words: object) -> str:
 @pytest.mark.parametrize(
     ("degrees", "table"), [(2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)]
 )
-def test_students_quantile_is_that_of_the_tables(degrees: int, table: float) -> None:
+def test_students_quantile_equals_the_tables(degrees: int, table: float) -> None:
     assert student_t(degrees) == pytest.approx(table, rel=0.01)
 
 
-def test_intervals_cover_where_answers_differ_and_steps_of_one_are_alike() -> None:
-    """Beta-binomial answers of differing lengths: of 100 drafts 60 stand, in some answers more."""
+def test_intervals_cover_correlated_steps_of_different_answers() -> None:
+    """Beta-binomial answers of differing lengths: 60 of 100 drafts are accepted, more in some answers."""
     draws, covered, naive, truth = np.random.default_rng(0), 0, 0, 0.6
     for _ in range(1000):
         steps = draws.integers(10, 60, size=16)
@@ -70,7 +70,7 @@ def test_intervals_cover_where_answers_differ_and_steps_of_one_are_alike() -> No
     assert naive / 1000 < 0.7, "steps are no sample"
 
 
-def test_of_too_few_prompts_no_interval_is_told() -> None:
+def test_too_few_prompts_give_no_interval() -> None:
     assert ratio_of_sums([0, 0], [0, 0]) is None
     two = ratio_of_sums([3, 5, 0], [2, 2, 0])
     assert two is not None and (two.value, two.low, two.num_units) == (2.0, None, 2)
@@ -126,7 +126,7 @@ def card(pair: tuple[Path, Path], suite: Path, tmp_path_factory: pytest.TempPath
         yield folder
 
 
-def test_the_curve_of_the_drafts_is_found(card: Path) -> None:
+def test_the_acceptance_curve_is_found(card: Path) -> None:
     figures = read_card(card / "card.json")
     assert [at["temperature"] for at in figures["acceptance"]] == [0.0, 1.0]
     for at in figures["acceptance"]:
@@ -141,7 +141,7 @@ def test_the_curve_of_the_drafts_is_found(card: Path) -> None:
         assert blocks[0] == blocks[1] + blocks[2]
 
 
-def test_speed_is_measured_by_turns_at_each_load(card: Path) -> None:
+def test_speed_is_measured_in_alternating_turns_at_each_load(card: Path) -> None:
     figures = read_card(card / "card.json")
     assert [point["requests"] for point in figures["points"]] == [1, 3, 1, 3]
     assert all(point["identical"] for point in figures["points"])
@@ -150,7 +150,7 @@ def test_speed_is_measured_by_turns_at_each_load(card: Path) -> None:
     assert figures["provenance"]["versions"]["torch"]
 
 
-def test_the_hub_and_the_planner_read_the_card(card: Path) -> None:
+def test_the_card_is_readable_by_the_hub_and_the_planner(card: Path) -> None:
     figures = read_card(card / "card.json")
     loaded = ModelCard.load(card / "card.md")
     data = loaded.data
@@ -177,7 +177,7 @@ def test_without_matplotlib_the_card_has_figures_and_no_picture(
     assert "card.svg" not in (tmp_path / "card.md").read_text()
 
 
-def test_less_than_the_card_says_is_doubted(pair: tuple[Path, Path], card: Path) -> None:
+def test_acceptance_below_the_cards_causes_a_warning(pair: tuple[Path, Path], card: Path) -> None:
     names = str(pair[1]), str(pair[0])
     assert list(check_card(*names, card / "card.json", device="cpu")) == [], "the same tokens"
     said = read_card(card / "card.json")["acceptance"]
@@ -190,7 +190,7 @@ def test_less_than_the_card_says_is_doubted(pair: tuple[Path, Path], card: Path)
 
 
 @pytest.mark.slow
-def test_of_a_real_pair_acceptance_is_what_the_engine_counts(
+def test_acceptance_of_a_real_pair_equals_the_engines_counts(
     pair: tuple[Path, Path], suite: Path, tmp_path: Path
 ) -> None:
     target, drafter = pair
@@ -214,12 +214,12 @@ def test_of_a_real_pair_acceptance_is_what_the_engine_counts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_level_says_so(pair: tuple[Path, Path]) -> None:
+def test_validation_at_level_gpu_needs_a_gpu(pair: tuple[Path, Path]) -> None:
     code, said = run("validate", pair[1], "--target", pair[0], "--level", "gpu")
     assert code == 2 and "GPU" in said and "--level cpu" in said
 
 
-def test_what_is_wrong_is_named(
+def test_wrong_arguments_are_named(
     pair: tuple[Path, Path], suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

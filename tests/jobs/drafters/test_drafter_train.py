@@ -1,4 +1,4 @@
-"""`manta drafter train`: any target, any data, several workers; and that a kill changes no bit."""
+"""`manta drafter train`: any target, any data, several workers; a kill changes no bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the processes have: sums of several threads are others."""
+    """One thread, as in the processes: sums on several threads differ."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody killed."""
+    """A run without a kill."""
     folder = tmp_path_factory.mktemp("whole")
     run(target, folder, Length(steps=NUM_STEPS))
     return folder
@@ -70,7 +70,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Bit for bit, of the checkpoint and of all that a run would go on with."""
+    """Assert equality of the checkpoint and the state of training, bit for bit."""
     of_one, of_other = (torch.load(each / "snapshot.pt", weights_only=True) for each in (one, other))
     states = [(of_one[part], of_other[part]) for part in ("model",)]
     states.append((of_one["average"]["weights"], of_other["average"]["weights"]))
@@ -81,8 +81,8 @@ def same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_run_that_is_killed_ends_in_the_same_weights(target: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL at a random moment behind some lines, then to the end."""
+def test_a_killed_run_ends_with_the_same_weights(target: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL at a random moment after a number of lines, then run to the end."""
     process = start("run", target, tmp_path, NUM_STEPS)
     assert process.stdout is not None
     for _ in range(random.randint(6, 10)):
@@ -98,8 +98,8 @@ def test_a_run_that_is_killed_ends_in_the_same_weights(target: Path, whole: Path
     assert losses == [row["loss"] for row in read_rows(whole / CURVES) if "loss" in row]
 
 
-def test_steps_by_the_clock_are_taken_again_as_they_were(target: Path, tmp_path: Path) -> None:
-    """Of a run by time only its curves are left, as if it was killed before its first snapshot."""
+def test_steps_of_a_timed_run_are_repeated_identically(target: Path, tmp_path: Path) -> None:
+    """Only the curves of a timed run are left, as after a kill before its first snapshot."""
     one, other = tmp_path / "one", tmp_path / "other"
     trained = run(target, one, Length(seconds=0.5))
     other.mkdir()
@@ -117,7 +117,7 @@ def test_a_folder_of_another_run_is_refused(target: Path, whole: Path, tmp_path:
 
 @pytest.mark.slow
 def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path: Path) -> None:
-    """Against one process whose loss is the mean of both parts."""
+    """Compared with one process whose loss is the mean of both parts."""
     store = process_group.open_store(2)
     other = start("worker", tmp_path, store.port)
     process_group.connect(rank=0, world_size=2, device=CPU, store=store)
@@ -139,8 +139,8 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
-def test_features_are_the_targets_own_whatever_its_family(family: str, tmp_path: Path) -> None:
-    """Windows and a scaled embedding; latents and experts; states of a delta rule, which begin anew."""
+def test_features_equal_the_targets_own_in_every_family(family: str, tmp_path: Path) -> None:
+    """Windows and a scaled embedding; latents and experts; states of a delta rule, which start empty."""
     folder = make_tiny_target(tmp_path, family)
     frozen = FrozenTarget(folder, (2, 0), max_tokens=40, device=CPU)
     model = transformers_model(folder)
@@ -155,7 +155,7 @@ def test_features_are_the_targets_own_whatever_its_family(family: str, tmp_path:
 
 
 def test_a_drafter_is_trained_for_a_target_of_other_blocks(tmp_path: Path) -> None:
-    """Latent attention and experts: what does not fit begins at random; what is written fits the target."""
+    """Latent attention and experts: unfitting tensors start at random, and the export fits the target."""
     folder = make_tiny_target(tmp_path / "target", "deepseek_v3")
     data = continuations(vocab_size=128)
     settings = replace(SETTINGS, conv_group_size=None, selector=None)
@@ -166,7 +166,7 @@ def test_a_drafter_is_trained_for_a_target_of_other_blocks(tmp_path: Path) -> No
     assert (config.mask_token_id, config.block_size, config.num_layers) == (127, 4, 1)
 
 
-def test_a_drafter_is_trained_on_with_its_own_shape(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_drafter_is_trained_further_with_its_own_shape(tiny_qwen3: Path, tmp_path: Path) -> None:
     initial = make_tiny_drafter(tmp_path / "drafter", sliding_window=24)
     data, settings = continuations(vocab_size=120), replace(SETTINGS, num_layers=None)
     trained = train(
@@ -202,7 +202,7 @@ def text_records() -> list[dict[str, object]]:
     ]
 
 
-def test_prompts_are_asked_anew_and_what_was_said_is_taken(tmp_path: Path) -> None:
+def test_prompts_are_answered_again_and_texts_are_used_unchanged(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text("\n".join(map(json.dumps, text_records()[:3])))
     pq.write_table(pa.Table.from_pylist(text_records()[3:]), tmp_path / "rows.parquet")
@@ -226,7 +226,7 @@ def test_prompts_are_asked_anew_and_what_was_said_is_taken(tmp_path: Path) -> No
     assert all(2 <= len(answer) <= 4 for _, answer in asked)
 
 
-def test_what_several_models_said_is_refused(tmp_path: Path) -> None:
+def test_answers_of_several_models_are_refused(tmp_path: Path) -> None:
     lines = [CapturedRecord((1,), (3, 4, 5), model, "2026-11-23").line() for model in ("m", "n")]
     segment_path(tmp_path, 1).write_bytes(b"".join(lines))
     asking = Asking("nowhere", None, max_tokens=4, longest=100)
@@ -237,14 +237,14 @@ def test_what_several_models_said_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"), [("{", "record 1"), ('{"question": "x"}', "messages, prompt or text.*question")]
 )
-def test_a_row_that_cannot_be_learnt_from_is_named(line: str, complaint: str, tmp_path: Path) -> None:
+def test_an_unusable_training_row_is_named(line: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")
     asking = Asking("nowhere", None, max_tokens=4, longest=100)
     with pytest.raises(DatasetError, match=complaint):
         gather([str(tmp_path / "rows.jsonl")], asking, tmp_path / "answers", report=lambda _: None)
 
 
-def test_the_mask_is_a_token_that_no_text_has(tiny_qwen3: Path) -> None:
+def test_the_mask_is_a_token_that_no_text_contains(tiny_qwen3: Path) -> None:
     tokenizer, spec = Tokenizer.load(MODELS / "target"), read_model(MODELS / "target")
     assert tokenizer.tokens([mask_token(spec, tokenizer)]) == ["<|mask|>"]
     with pytest.raises(ConfigError, match="reserved special token"):
@@ -258,7 +258,7 @@ def options(target: Path, folder: Path, **changes: object) -> TrainOptions:
     return TrainOptions(**fixed | changes)
 
 
-def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_checkpoint_with_its_card(target: Path, tmp_path: Path) -> None:
     told: list[str] = []
     trained = train_drafter(options(target, tmp_path / "run", layers=1, block_size=4), told.append)
     spec: ModelSpec = read_model(target)
@@ -275,7 +275,7 @@ def test_the_command_leaves_a_checkpoint_with_its_card(target: Path, tmp_path: P
         ({"initial": str(MODELS / "drafter"), "block_size": 8}, "has its own"),
     ],
 )
-def test_what_contradicts_itself_is_refused(
+def test_contradictory_options_are_refused(
     changes: dict[str, object], complaint: str, target: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):

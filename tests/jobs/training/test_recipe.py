@@ -1,4 +1,4 @@
-"""The recipe of the pair that ships: its tokenizer and text, training together, the figures of its cards."""
+"""The recipe of the shipped pair: its tokenizer and text, joint training, the figures of its cards."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def tokenizer():
 
 
 class PerfectDrafter(TrainableDrafter):
-    """Knows the answer: gives the target's own hidden state before every slot."""
+    """A perfect drafter: it returns the target's own hidden state before every slot."""
 
     states: torch.Tensor
 
@@ -111,7 +111,7 @@ def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: 
     assert overall.fresh_acceptance_length <= 4.0
 
 
-def test_steps_are_counted_as_an_engine_walks():
+def test_steps_are_counted_as_in_an_engine():
     assert count_steps([0, 0, 0]) == 3
     assert count_steps([2, 9, 9, 0]) == 2
     assert count_steps([]) == 0
@@ -124,7 +124,7 @@ def test_only_the_second_occurrence_of_eight_tokens_counts_as_repeated():
     assert before_repetition([*fresh, *range(9)]) == before_repetition(fresh) == fresh
 
 
-def test_cards_carry_the_figures(tmp_path):
+def test_cards_contain_the_figures(tmp_path):
     figures = [
         Figures(category, temperature, 40, 5000, 1000, 4.96 - temperature, 0.25, 2.5)
         for temperature in (0.0, 1.0)
@@ -188,7 +188,7 @@ def test_the_tokenizer_has_4096_tokens_and_loses_no_byte(tokenizer):
     assert names == ["<|endoftext|>", "<|im_end|>"]
 
 
-def test_a_moved_reader_reads_on_as_the_first_one_would(tokenizer):
+def test_a_repositioned_reader_continues_like_the_first(tokenizer):
     store = encode_documents(tokenizer, [SOURCE * n for n in range(1, 8)])
     reader = WindowReader(store)
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_a_moved_reader_reads_on_as_the_first_one_would(tokenizer):
     assert (other.next_batch(2, 64) == reader.next_batch(2, 64)).all()
 
 
-def test_a_stored_corpus_is_read_back_whole(tmp_path: Path, tokenizer):
+def test_a_stored_corpus_is_read_back_completely(tmp_path: Path, tokenizer):
     store = encode_documents(tokenizer, [SOURCE, SOURCE * 200])
     store.save(tmp_path / "corpus.npz")
     loaded = TokenStore.load(tmp_path / "corpus.npz")
@@ -207,7 +207,7 @@ def test_a_stored_corpus_is_read_back_whole(tmp_path: Path, tokenizer):
     assert loaded.num_pieces > 2
 
 
-def test_attention_as_products_equals_torchs_own_in_value_and_gradient():
+def test_attention_as_products_equals_torchs_in_value_and_gradient():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 12, 8, generator=generator, requires_grad=True)
     key, value = (torch.randn(2, 2, 12, 8, generator=generator, requires_grad=True) for _ in range(2))
@@ -221,7 +221,7 @@ def test_attention_as_products_equals_torchs_own_in_value_and_gradient():
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * toward).sum(), (query, key, value)))
 
 
-def test_training_together_moves_both_models_but_never_the_masks_embedding(tmp_path: Path):
+def test_joint_training_changes_both_models_but_not_the_mask_embedding(tmp_path: Path):
     target, mask_id = random_target(), 63
     drafter = TrainableDrafter(small_config(target_layer_ids=(1, 3)))
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}

@@ -24,14 +24,14 @@ def files() -> list[CorpusFile]:
     return library_files()
 
 
-def test_the_corpus_leaves_out_tests_and_generated_tables(files: list[CorpusFile]):
+def test_the_corpus_omits_tests_and_generated_tables(files: list[CorpusFile]):
     paths = [file.path for file in files]
     assert len(paths) == len(set(paths)) > 300
     assert not [path for path in paths if path.startswith(("test/", "idlelib/", "site-packages/"))]
     assert "encodings/cp850.py" not in paths
 
 
-def test_the_split_depends_on_the_path_alone_and_holds_out_a_small_part(files: list[CorpusFile]):
+def test_the_split_depends_on_the_path_and_holds_out_a_small_part(files: list[CorpusFile]):
     held_out = [file for file in files if file.is_held_out]
     assert 0.02 < len(held_out) / len(files) < 0.2
     # Moving a file between the sides would silently spoil every reported figure.
@@ -39,7 +39,7 @@ def test_the_split_depends_on_the_path_alone_and_holds_out_a_small_part(files: l
     assert not is_held_out("argparse.py")
 
 
-def test_every_category_of_cut_is_found_where_its_text_begins():
+def test_every_category_of_prompt_is_found_where_its_text_begins():
     found = {cut.category: SOURCE[: cut.offset] for cut in cuts(CorpusFile("m.py", SOURCE))}
     assert found["docstring"].endswith('height):\n    """')
     assert found["function_body"].endswith('no more."""')
@@ -47,7 +47,7 @@ def test_every_category_of_cut_is_found_where_its_text_begins():
     assert found["prose_comment"].endswith("One line of prose,")
 
 
-def test_chats_ask_with_the_source_and_answer_in_its_own_words():
+def test_chats_ask_from_the_source_and_answer_with_it():
     exchanges = list(chat_samples(CorpusFile("shapes.py", SOURCE)))
     assert len(exchanges) == 2
     for question, answer in exchanges:

@@ -1,4 +1,4 @@
-"""The drafter's training: what a block sees, what counts, and that a killed run loses nothing."""
+"""Drafter training: what a block sees, which positions count, and that a killed run loses nothing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_anchors_lie_in_the_generated_part_and_leave_a_label():
     assert anchors[1].min() == 10 and anchors[1].max() == 38
 
 
-def test_weights_follow_their_formulas():
+def test_loss_weights_follow_their_formulas():
     losses = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
     weights = dpace_weights(losses, alpha=0.5)
     for j in range(5):
@@ -154,7 +154,7 @@ def test_chunked_cross_entropy_equals_torch_in_value_and_gradient():
     torch.testing.assert_close(gradient, reference)
 
 
-def test_the_distance_to_the_teacher_is_the_share_of_refused_drafts():
+def test_the_distance_to_the_teacher_is_the_share_of_rejected_drafts():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200, 50, generator=generator, requires_grad=True)
     labels = torch.randint(0, 50, (200,), generator=generator)
@@ -179,7 +179,7 @@ def continuations(count: int = 12) -> Continuations:
 
 
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
-    """A drafter that copies the target's rows must have full overlap: any shift would show."""
+    """A drafter that copies the target's rows must overlap fully: any shift would show."""
     batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
     hidden = random_target().model(torch.from_numpy(batch.tokens)).last_hidden_state
 
@@ -195,7 +195,7 @@ def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
     assert overlap.min() > 0.99
 
 
-def test_continuations_survive_the_disk_and_padding(tmp_path: Path):
+def test_continuations_survive_saving_and_padding(tmp_path: Path):
     data = Continuations.join([continuations(5), continuations(7)])
     data.save(tmp_path / "data.npz")
     loaded = Continuations.load(tmp_path / "data.npz")
@@ -207,8 +207,8 @@ def test_continuations_survive_the_disk_and_padding(tmp_path: Path):
         assert batch.first[row] == data.first[row] < batch.length[row]
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
-    """The same six steps, once in one piece and once with a kill after the third."""
+def test_a_killed_run_resumes_identically(tmp_path: Path):
+    """The same six steps in one run, and with a kill after the third."""
 
     def loop(path: Path, drafter: TrainableDrafter) -> TrainingLoop:
         reader = ContinuationReader(continuations(), 4, pad_id=0)
@@ -245,7 +245,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
-def test_a_kill_while_saving_leaves_the_last_snapshot_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_while_saving_leaves_the_last_snapshot_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "run" / "snapshot.pt"
     assert load_snapshot(path) is None
     save_snapshot(path, {"step": 1})
@@ -260,7 +260,7 @@ def test_a_kill_while_saving_leaves_the_last_snapshot_whole(tmp_path: Path, monk
     assert load_snapshot(path) == {"step": 1}
 
 
-def test_a_new_drafter_begins_with_layers_of_the_target(target: Path):
+def test_a_new_drafter_is_initialized_with_layers_of_the_target(target: Path):
     weights = frozen(target).weights
     settings = DrafterSettings(num_layers=2, block_sizes=(4,), num_taps=2)
     drafter = new_drafter(drafter_config(weights.spec, settings, 63), weights)

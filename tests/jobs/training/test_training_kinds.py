@@ -1,4 +1,4 @@
-"""Training of DFlash2 drafters and EAGLE-3 heads: losses fall, what is exported drafts as it was trained."""
+"""Training of DFlash2 drafters and EAGLE-3 heads: losses fall, and exports draft as trained."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def continuations(count: int = 12) -> Continuations:
 
 
 def shuffle_weights(model: torch.nn.Module) -> None:
-    """Weights at which every part has its say, as they are in bf16: files have them so."""
+    """Weights with which every part has an effect, rounded to bf16 as in files."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -104,7 +104,7 @@ def shuffle_weights(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("group_size", [None, 16])
-def test_an_exported_drafter_drafts_what_the_trained_one_does(group_size: int | None, tmp_path: Path):
+def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None, tmp_path: Path):
     """In fp32, over pages: logits of its blocks, and greedy paths through the selector's scores. Layers are
     of three kinds: a window that cuts the context, one that is causal, and neither."""
     kinds = (DraftLayer(False, 20), DraftLayer(False, 20)) if group_size else (DraftLayer(True, 20), FULL)
@@ -160,7 +160,7 @@ def test_an_exported_drafter_drafts_what_the_trained_one_does(group_size: int | 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_offline_a_selectors_path_is_walked_from_each_anchor(temperature: float, target: Path):
+def test_an_offline_selector_path_starts_at_each_anchor(temperature: float, target: Path):
     frozen = frozen_target(target)
     drafter = second_drafter(frozen)
     shuffle_weights(drafter)
@@ -191,7 +191,7 @@ def test_offline_a_selectors_path_is_walked_from_each_anchor(temperature: float,
             assert drafts[row, slot] == before
 
 
-def test_offline_chains_do_not_see_what_stands_behind_their_anchor(target: Path):
+def test_offline_chains_do_not_see_tokens_after_their_anchor(target: Path):
     frozen = frozen_target(target)
     head = eagle_head(frozen)
     shuffle_weights(head)
@@ -204,7 +204,7 @@ def test_offline_chains_do_not_see_what_stands_behind_their_anchor(target: Path)
         assert torch.equal(alone[0], together[row])
 
 
-def test_before_it_learns_a_second_drafter_is_the_first_one(target: Path):
+def test_an_untrained_copy_equals_the_first_drafter(target: Path):
     trained = second_drafter(frozen_target(target))
     first = TrainableDrafter(replace(trained.config, convolutions=None, selector=None))
     first.load_state_dict(trained.state_dict(), strict=False)
@@ -214,7 +214,7 @@ def test_before_it_learns_a_second_drafter_is_the_first_one(target: Path):
     assert not trained.candidate_selector.scores(torch.randn(3, 32), torch.tensor([1, 2, 3])).any()
 
 
-def test_layers_that_are_added_are_silent_at_first(target: Path, tmp_path: Path):
+def test_added_layers_have_no_effect_at_first(target: Path, tmp_path: Path):
     frozen = frozen_target(target)
     first = TrainableDrafter(replace(drafter_config(frozen.spec, SECOND, MASK_ID), convolutions=None))
     shuffle_weights(first)
@@ -232,7 +232,7 @@ def test_a_convolution_sees_the_row_before_and_no_other_block():
     drafter = TrainableDrafter(small_config(convolutions=ConvolutionSize(2, 16)))
     shuffle_weights(drafter)
     for layer in drafter.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)  # what is left goes from row to row
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)  # the rest acts on single rows
     features, blocks = torch.randn(1, 9, 64), torch.randn(1, 2, 4, 32)
     changed = blocks.clone()
     changed[0, 0, 1] += 1.0
@@ -242,7 +242,7 @@ def test_a_convolution_sees_the_row_before_and_no_other_block():
 
 
 def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, tiny_qwen3: Path):
-    """The serving twin loads it, and the published mathematics on the file makes the same logits."""
+    """The engine's drafter loads the file, and the published mathematics gives the same logits."""
     spec = read_model(tiny_qwen3)
     config = eagle_config(spec, EagleSettings(num_taps=3))
     head = EagleHead(replace(config, target_layer_ids=(0, 1, 2), rms_norm_eps=1e-5))
@@ -273,7 +273,7 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("settings", [SECOND, EAGLE], ids=["dflash2", "eagle3"])
-def test_a_drafter_learns_and_tells_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
+def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
     told: list[str] = []
     run = (target, continuations(), continuations(), tmp_path, Length(steps=30))
     how = {"mask_token_id": MASK_ID} if settings is SECOND else {"make": make_head}
@@ -291,7 +291,7 @@ def test_a_drafter_learns_and_tells_its_curves(settings: TrainSettings, target: 
         assert codebook.any(), "the selector speaks"
 
 
-def test_a_chains_later_tokens_see_what_was_drafted_and_no_other_chain(target: Path):
+def test_a_chains_later_tokens_see_their_drafts_and_no_other_chain(target: Path):
     head = eagle_head(frozen_target(target))
     shuffle_weights(head)
     features, first, second = torch.randn(1, 7, 64), torch.randn(1, 7, 32), torch.randn(1, 7, 32)
@@ -308,7 +308,7 @@ def test_a_chains_later_tokens_see_what_was_drafted_and_no_other_chain(target: P
     assert moved.tolist() == [row == 4 for row in range(7)]
 
 
-def test_a_card_says_what_was_trained_and_how_good_it_is(tmp_path: Path):
+def test_a_card_describes_training_and_quality(tmp_path: Path):
     facts = DrafterCardFacts(
         head="dflash2",
         target="owner/target",

@@ -1,4 +1,4 @@
-"""A real server under clients that mean no good, for a few seconds; `make abuse` is the long form."""
+"""A few seconds of hostile clients against a real server; `make abuse` is the long form."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def server() -> Iterator[ProbedServer]:
         yield server
 
 
-def test_nonsense_is_refused_in_openais_shape(server: ProbedServer) -> None:
+def test_nonsense_gets_an_error_in_openais_form(server: ProbedServer) -> None:
     assert refuse_nonsense(server.port) == []
     assert not server.rest().busy(None)
 
 
-def test_clients_that_leave_sleep_or_say_nothing_leave_nothing_behind(server: ProbedServer) -> None:
+def test_clients_that_disconnect_or_stall_leave_no_resources_behind(server: ProbedServer) -> None:
     attacks = {
         "departures": lambda port: leave(port, 70),
         "slow readers": lambda port: read_slowly(port, 3, 8, 150),
@@ -35,8 +35,8 @@ def test_clients_that_leave_sleep_or_say_nothing_leave_nothing_behind(server: Pr
         assert wrong == [], name
 
 
-def test_hostile_requests_get_the_listed_status_while_another_keys_stream_goes_on(tmp_path: Path) -> None:
-    """What HAProxy refuses is left out, and so are pauses, which a machine with other tests on it has."""
+def test_hostile_requests_get_the_listed_status_while_another_keys_stream_continues(tmp_path: Path) -> None:
+    """HAProxy's refusals are omitted, and pauses too, which depend on the machine's other load."""
     settings = {"batch_storage": str(tmp_path / "b"), "receipts": str(tmp_path / "r"), "api_key": KEYS}
     with ProbedServer(MODEL, settings) as server:
         outcomes = list(run_hostile(server.port, [each for each in HOSTILE if not each.own_words]))

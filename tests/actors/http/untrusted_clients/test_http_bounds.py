@@ -1,4 +1,4 @@
-"""Work of a request outside the engine: limits that say what is right, turns that leave room for others."""
+"""Work for a request outside the engine: limits with clear errors, and slices that let others run."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_no_request_builds_a_validator(http: httpx.Client, monkeypatch: pytest.M
 
 
 def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """The field and what is said of it."""
+    """The field and the message."""
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return error["param"], error["message"]
 
 
-def test_limits_are_said_with_the_field_the_number_and_the_remedy(
+def test_limit_errors_name_the_field_the_number_and_the_remedy(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "MAX_TOKENS_TOGETHER", 10)
@@ -102,7 +102,7 @@ def test_limits_are_said_with_the_field_the_number_and_the_remedy(
         (CHAT, {"messages": [{"role": "user", "content": "x"}, *[7] * 9999]}, "messages.1"),
     ],
 )
-def test_of_many_wrong_elements_the_first_is_told(
+def test_the_first_of_many_wrong_elements_is_reported(
     http: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     found, said = refusal(http, path, body)
@@ -128,7 +128,7 @@ def test_a_long_body_is_validated_in_a_thread_and_in_slices(
     assert 1000 <= longest <= numbers.SLICE_VALUES
 
 
-def test_answers_are_the_same_in_however_many_turns(
+def test_answers_are_the_same_in_any_number_of_slices(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = http.post(TEXT, json=MANY).json()
@@ -145,10 +145,10 @@ def test_answers_are_the_same_in_however_many_turns(
         assert "".join(piece["text"] for piece in pieces) == choice["text"]
 
 
-def test_a_thousand_prompts_do_not_begin_in_one_turn() -> None:
+def test_a_thousand_prompts_start_in_several_slices() -> None:
     turn, begun = 0, list[int]()
 
-    async def count_turns() -> None:
+    async def count_loop_turns() -> None:
         nonlocal turn
         while True:
             turn += 1
@@ -158,7 +158,7 @@ def test_a_thousand_prompts_do_not_begin_in_one_turn() -> None:
         begun.append(turn)
 
     async def main() -> None:
-        counting = asyncio.create_task(count_turns())
+        counting = asyncio.create_task(count_loop_turns())
         await running.together(begin() for _ in range(1000))
         counting.cancel()
 
@@ -166,8 +166,8 @@ def test_a_thousand_prompts_do_not_begin_in_one_turn() -> None:
     assert len(begun) == 1000 and max(map(begun.count, set(begun))) <= running.BEGIN_AT_ONCE
 
 
-async def body_in_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
-    """A response's body, and how many turns others had meanwhile."""
+async def body_and_other_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
+    """A response's body, and how often other tasks ran meanwhile."""
     others, sent, at_work = 0, list[bytes](), True
 
     async def count() -> None:
@@ -192,20 +192,20 @@ async def body_in_turns(completions: list[CompletionOutput]) -> tuple[bytes, int
     return b"".join(sent), others
 
 
-def test_a_long_answer_is_written_in_turns_as_it_would_be_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_written_in_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "TURN_S", 0.0)
     tokenizer, count = Tokenizer.load(MODEL), 3 * PLACES_AT_ONCE + 5
     token_ids = [i % 300 for i in range(count)]
     found = [TokenLogprobs(-1.5, 3, (7, 8), (-0.5, -1.0)) for _ in range(count)]
     places = OutputLogprobs(tokenizer, found, token_ids)
     completion = CompletionOutput(0, "é" * PIECE_BYTES, token_ids, "stop", None, places)
-    written, others = asyncio.run(body_in_turns([completion] * 3))
+    written, others = asyncio.run(body_and_other_turns([completion] * 3))
     choice = {"text": completion.text, "logprobs": CompletionShape().logprobs(completion, 2, 0)}
     assert orjson.loads(written) == {"id": "a", "choices": [choice] * 3, "usage": None}
-    assert others > 3 * 2 * 4  # for every so many places made, and written
+    assert others > 3 * 2 * 4  # for slices of positions built, and written
 
 
-def test_bad_words_are_made_tokens_of_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_words_are_encoded_once_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.load(MODEL)
     encode, threads = tokenizer.encode, set[str]()
 
@@ -225,7 +225,7 @@ def test_bad_words_are_made_tokens_of_once_and_in_a_thread(monkeypatch: pytest.M
     encoder.close()
 
 
-def test_long_lists_are_not_gone_through_again_for_each_completion() -> None:
+def test_long_lists_are_not_checked_again_for_each_completion() -> None:
     params = SamplingParams(allowed_token_ids=range(50_000), n=3)
     seeded = params.with_seed()
     children = [seeded.child(index) for index in range(3)]

@@ -1,4 +1,4 @@
-"""Who may ask: keys, where they come from and what they open, and web pages of other origins."""
+"""API keys: where they come from and what they permit, and web pages of other origins."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
     assert "no\ngood" not in caught.value.message
 
 
-def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
+def test_a_key_in_a_serve_config_is_refused_without_showing_it() -> None:
     for name in ("api_key", "admin_api_key"):
         with pytest.raises(ConfigError, match=f"{name}_file") as caught:
             build_app({"model": "m", name: "hidden"})
@@ -54,7 +54,7 @@ def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
     refuse_written_keys({"model": "m", "api_key_file": "/run/keys"}, "it")
 
 
-def test_a_requests_key_is_hashed_once_and_not_where_none_is_configured(
+def test_a_requests_key_is_hashed_once_and_only_if_keys_are_configured(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -73,7 +73,7 @@ def test_a_requests_key_is_hashed_once_and_not_where_none_is_configured(
         hashed.clear()
 
 
-def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> None:
+def test_the_operators_routes_need_an_admin_key(config: EngineConfig) -> None:
     settings = ServerSettings(api_key=("user", "other"), admin_api_key="root", metrics_api_key="scrape")
     with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
 
@@ -94,12 +94,12 @@ def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> Non
         asking = (None, "Bearer user", "Bearer wrong", "Bearer root", "Bearer scrape")
         assert [status("/metrics", key) for key in asking] == [401, 403, 401, 200, 200]
         assert "vllm:" not in http.get("/metrics").text and status("/load", "Bearer scrape") == 401
-        for key, wanted in (("user", 200), ("wrong", 401), ("", 401)):  # as Anthropic's clients bring it
+        for key, wanted in (("user", 200), ("wrong", 401), ("", 401)):  # as Anthropic's clients send it
             assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
 
 
 @pytest.mark.parametrize("path", ["/explain", "/receipts"])
-def test_what_shows_a_key_its_own_asks_for_a_key_where_there_is_one_of_either_kind(path: str) -> None:
+def test_routes_with_a_keys_own_data_need_a_key_if_any_is_configured(path: str) -> None:
     for keys, opening in (
         ({}, ("", "user", "root")),
         ({"admin_api_key": "root"}, ("root",)),
@@ -131,7 +131,7 @@ def test_what_shows_a_key_its_own_asks_for_a_key_where_there_is_one_of_either_ki
         ),
     ],
 )
-def test_metrics_ask_for_a_key_where_there_is_one(
+def test_metrics_need_a_key_if_one_is_configured(
     keys: dict[str, str], opening: tuple[str, ...], knowing: tuple[str, ...]
 ) -> None:
     asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
@@ -149,14 +149,14 @@ def test_metrics_ask_for_a_key_where_there_is_one(
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "192.0.2.2", "gpu-1.example", "127.0.0.1", "127.3.2.1", "::1", "localhost"]
 )
-def test_an_open_address_without_keys_is_warned_of(host: str) -> None:
+def test_an_open_address_without_keys_causes_a_warning(host: str) -> None:
     warning = warning_of_exposure(host, ServerSettings())
     assert (warning is None) == (host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"))
     assert warning is None or ("--api-key-file" in warning and host in warning)
     assert warning_of_exposure(host, ServerSettings(api_key="key")) is None
 
 
-def test_no_page_of_another_origin_may_ask_unless_it_is_named(config: EngineConfig) -> None:
+def test_pages_of_other_origins_are_refused_unless_allowed(config: EngineConfig) -> None:
     origin = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers

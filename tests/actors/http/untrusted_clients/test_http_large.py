@@ -1,4 +1,4 @@
-"""Large bodies over real HTTP while a stream is open: it goes on, and what cannot fit is refused unread."""
+"""Large bodies over real HTTP during a stream: it continues, and what cannot fit is refused unread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 class Encodings:
-    """Every text that is encoded, whichever way: its length, and the events a listener got meanwhile."""
+    """Records every encoded text: its length, and the events that a listener got meanwhile."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.listener: Listener | None = None
@@ -73,7 +73,7 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> Encodings:
 
 
 class Listener:
-    """Reads one stream after the other; counts their events."""
+    """Reads streams one after the other and counts their events."""
 
     def __init__(self, url: str) -> None:
         self.num_events = 0
@@ -111,7 +111,7 @@ class Listener:
 
 
 def post(server: LiveServer, path: str, body: Any, encodings: Encodings | None = None) -> httpx.Response:
-    """The answer to a large body that comes while a stream is open; the stream goes on after it."""
+    """The answer to a large body sent during a stream, which must continue."""
     content = body if isinstance(body, bytes) else orjson.dumps(body)
     with Listener(server.url) as listener, httpx.Client(base_url=server.url, timeout=120) as http:
         if encodings is not None:
@@ -130,7 +130,7 @@ def post(server: LiveServer, path: str, body: Any, encodings: Encodings | None =
         ("/v1/completions", {"prompt": [7] * 900_000}, "prompt"),
     ],
 )
-def test_what_can_never_fit_is_refused_unread_while_a_stream_goes_on(
+def test_texts_that_cannot_fit_are_refused_unread_while_a_stream_continues(
     server: LiveServer, encodings: Encodings, path: str, body: Any, param: str
 ) -> None:
     answer = post(server, path, body)
@@ -140,7 +140,7 @@ def test_what_can_never_fit_is_refused_unread_while_a_stream_goes_on(
     assert encodings.longest[0] < 1000  # the listener's own prompts
 
 
-def test_a_long_text_is_encoded_while_a_stream_goes_on(server: LiveServer, encodings: Encodings) -> None:
+def test_a_long_text_is_encoded_while_a_stream_continues(server: LiveServer, encodings: Encodings) -> None:
     found = post(server, "/tokenize", {"prompt": LONG}, encodings).json()
     assert found["count"] > 400_000
     length, num_events = encodings.longest
@@ -164,7 +164,7 @@ def test_a_large_text_is_served_when_it_is_truncated(server: LiveServer, encodin
         b"[" * 20_000_000,
     ],
 )
-def test_a_body_of_too_many_pieces_is_refused_unparsed(
+def test_a_body_of_too_many_values_is_refused_unparsed(
     server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse = orjson.loads
@@ -178,7 +178,7 @@ def test_a_body_of_too_many_pieces_is_refused_unparsed(
 @pytest.mark.parametrize(
     "text", ["," * 2_000_000, '"' * 300_000, '\\",[{' * 300_000, "\\" * 200_000, '\\\\"[']
 )
-def test_what_stands_inside_a_string_is_not_counted(text: str) -> None:
+def test_characters_inside_strings_are_not_counted(text: str) -> None:
     check_pieces(orjson.dumps({"prompt": text, "stop": [text, ""]}))
     with pytest.raises(HTTPException):
         check_pieces(orjson.dumps({"prompt": text, "stop": [[]] * MAX_STRINGS_AND_CONTAINERS}))

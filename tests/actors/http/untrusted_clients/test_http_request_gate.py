@@ -1,4 +1,4 @@
-"""How the front treats those who ask wrongly, rudely, or without a key: over real sockets, on a tiny pair."""
+"""Wrong, slow and unauthorized requests over real sockets, on a tiny pair."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
-    """The requests' log lines, once there are so many; a line may come just after its answer."""
+    """The requests' log lines, once there are enough; a line may come just after its answer."""
     until(lambda: len(caplog.records) >= count)
     found = [json.loads(r.message) for r in caplog.records if r.name == "manta.requests"]
     assert len(found) == count
@@ -106,7 +106,7 @@ def test_a_message_shows_json_and_not_python(
     assert said in message and "True" not in message and "('" not in message
 
 
-def test_a_value_that_is_shown_is_shortened() -> None:
+def test_a_shown_value_is_shortened() -> None:
     assert shown({"a": [True, None, ("x",)]}) == '{"a": [true, null, ["x"]]}'
     with pytest.raises(RequestError) as caught:
         SamplingParams(bad_words=("", *["word"] * 1000))
@@ -115,7 +115,7 @@ def test_a_value_that_is_shown_is_shortened() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_limit_beyond_the_context_is_refused_with_the_numbers(
+def test_max_tokens_beyond_the_context_is_refused_with_the_numbers(
     http: httpx.Client, name: str, stream: bool
 ) -> None:
     body: dict[str, Any] = {"prompt": [60] * 500, "temperature": 0, "ignore_eos": True, "stream": stream}
@@ -126,7 +126,7 @@ def test_a_limit_beyond_the_context_is_refused_with_the_numbers(
     assert http.post(COMPLETIONS, json={**body, name: 12}).status_code == 200
 
 
-def test_a_limit_that_is_left_open_is_what_is_left_and_a_prompt_is_cut_to_leave_it_room(
+def test_max_tokens_defaults_to_the_remaining_context_and_truncation_leaves_room_for_it(
     http: httpx.Client,
 ) -> None:
     body: dict[str, Any] = {"prompt": [60] * 505, "temperature": 0, "ignore_eos": True}
@@ -136,7 +136,7 @@ def test_a_limit_that_is_left_open_is_what_is_left_and_a_prompt_is_cut_to_leave_
     assert http.post(COMPLETIONS, json=cut).json()["usage"]["prompt_tokens"] == 512 - 30
 
 
-def test_a_conversation_that_is_too_long_is_called_messages(http: httpx.Client) -> None:
+def test_an_overlong_conversation_is_reported_as_messages(http: httpx.Client) -> None:
     for content in ("x" * 600, "1 " * 5000):
         error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": content}]}))
         assert error["param"] == "messages" and error["code"] == 400
@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str | None]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "what", "status", "param"), REFUSED)
-def test_a_request_that_no_engine_sees_leaves_one_line_without_what_it_said(
+def test_a_refused_request_leaves_one_log_line_without_its_content(
     http: httpx.Client,
     caplog: pytest.LogCaptureFixture,
     method: str,
@@ -196,7 +196,7 @@ def test_a_request_that_no_engine_sees_leaves_one_line_without_what_it_said(
     assert "secret" not in "".join(r.message for r in caplog.records if r.name.startswith("manta"))
 
 
-def test_probes_leave_no_line_and_what_the_engine_fails_leaves_its_own(
+def test_probes_leave_no_log_line_and_engine_failures_their_own(
     http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="manta.requests"):
@@ -214,7 +214,7 @@ def sent(server: LiveServer, data: bytes) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Everything received until the other side closes."""
     with connection:
         pieces: list[bytes] = []
         while piece := connection.recv(65536):
@@ -225,9 +225,7 @@ def rest(connection: socket.socket) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def test_bodies_that_do_not_come_hold_nobody_up_and_are_closed(
-    server: LiveServer, http: httpx.Client
-) -> None:
+def test_incomplete_bodies_delay_no_others_and_are_closed(server: LiveServer, http: httpx.Client) -> None:
     half = [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(150)]
     assert http.get("/health").status_code == 200
     assert http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"}).status_code == 200
@@ -243,11 +241,11 @@ def test_bodies_that_do_not_come_hold_nobody_up_and_are_closed(
         assert UNFINISHED_HEADER not in http.post(COMPLETIONS, content=whole).headers
 
 
-def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_for_a_body_grows_with_the_received_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 0.1)
 
     async def read(piece: bytes) -> int:
-        """How many pieces come, one every 50 ms, of ten."""
+        """How many of ten pieces arrive, one every 50 ms."""
         count = 0
 
         async def receive() -> Message:
@@ -268,7 +266,7 @@ def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.Monkey
     assert asyncio.run(read(b"x" * 4096)) == 10
 
 
-def test_long_bodies_that_do_not_end_give_way_to_quick_and_short_ones(
+def test_long_unfinished_bodies_are_dropped_for_short_ones(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 30.0)
@@ -311,7 +309,7 @@ def readable(connections: list[socket.socket]) -> list[socket.socket]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300_000), st.booleans()), max_size=60))
-def test_a_budget_holds_and_is_given_back(pieces: list[tuple[int, int, bool]]) -> None:
+def test_a_body_budget_is_kept_and_released(pieces: list[tuple[int, int, bool]]) -> None:
     budget = BodyBudget(500_000)
     with ExitStack() as stack:
         open_bodies = [stack.enter_context(budget.body()) for _ in range(6)]
@@ -324,9 +322,9 @@ def test_a_budget_holds_and_is_given_back(pieces: list[tuple[int, int, bool]]) -
     assert budget.num_bytes == 0
 
 
-def test_the_front_takes_so_many_requests_and_refuses_more_in_openais_shape(config: EngineConfig) -> None:
+def test_the_server_limits_concurrent_requests_and_refuses_more_in_openais_form(config: EngineConfig) -> None:
     with LiveServer(config, ServerSettings(), max_requests=2) as server, ExitStack() as stack:
-        for _ in range(5):  # these take nobody's place
+        for _ in range(5):  # these take no slot
             stack.enter_context(sent(server, HEAD + b"Content-Length: 100\r\n\r\n{"))
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -345,7 +343,7 @@ def test_the_front_takes_so_many_requests_and_refuses_more_in_openais_shape(conf
             until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)
 
 
-def test_who_waits_when_the_server_stops_is_refused_and_counted_and_who_streams_is_told(
+def test_a_stopping_server_refuses_waiting_requests_and_notifies_streams(
     config: EngineConfig,
 ) -> None:
     with LiveServer(replace(config, max_num_seqs=1)) as server, ThreadPoolExecutor(1) as pool:
@@ -356,7 +354,7 @@ def test_who_waits_when_the_server_stops_is_refused_and_counted_and_who_streams_
                 assert next(events).startswith("data: ")
                 waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
                 until(lambda: http.get("/load").json()["waiting"] == 1)
-                # As `replica_lifecycle.py` ends those whose time is up.
+                # As `replica_lifecycle.py` ends requests at the timeout.
                 server.loop.call_soon_threadsafe(server.engine.end_all, DrainingError("Its time is up."))
                 refused = waiting.result()
                 assert error_of(refused)["message"] == "Its time is up." and refused.status_code == 503
@@ -369,7 +367,7 @@ def test_who_waits_when_the_server_stops_is_refused_and_counted_and_who_streams_
         assert counts["draining"] == 1 == sum(counts.values())
 
 
-def test_openapi_documents_every_failure_with_its_shape(http: httpx.Client) -> None:
+def test_openapi_documents_every_error_with_its_schema(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert {"400", "401", "404", "413", "422", "503"} <= set(map(str, MEANINGS))
@@ -380,7 +378,7 @@ def test_openapi_documents_every_failure_with_its_shape(http: httpx.Client) -> N
                 assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, (path, method, status)
 
 
-def test_a_storage_that_fails_is_logged_with_its_request_and_not_told(
+def test_a_storage_failure_is_logged_with_its_request_and_not_shown(
     config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""Readers that are behind, or never come: outputs are merged, bounded, and at last ended; shares of keys."""
+"""Slow or absent readers: outputs are merged, bounded and finally ended; shares of keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import TokenLogprobs
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.step_outcome import SequenceUpdate
-from probed_server import ProbedServer, keep_little, make_executor
+from probed_server import ProbedServer, make_executor, shrink_send_buffer
 from text_pair import LiveServer
 from trials.abuse import MODEL
 from trials.abuse_readers import STREAMS, Reader, never_read
@@ -60,7 +60,7 @@ def delta(index: int, token_ids: list[int], *, ends: bool) -> CompletionOutput:
     ),
 )
 @settings(max_examples=100, deadline=None)
-def test_whatever_is_merged_a_reader_gets_each_token_once_in_order(
+def test_a_reader_gets_each_token_once_in_order_after_any_merging(
     count: int, steps: list[tuple[int, list[int], bool]]
 ) -> None:
     tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(n=count, logprobs=2), None)
@@ -98,7 +98,7 @@ def test_whatever_is_merged_a_reader_gets_each_token_once_in_order(
         assert max(len(output.token_ids) for output in outputs) <= MERGED_TOKENS
 
 
-def test_a_reader_that_keeps_up_gets_an_output_a_step_and_one_that_is_behind_few() -> None:
+def test_a_fast_reader_gets_an_output_per_step_and_a_slow_one_few() -> None:
     tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(), None)
     unread = Unread(tracker)
     for step in range(1000):
@@ -120,7 +120,7 @@ def probed() -> Iterator[ProbedServer]:
 def live() -> Iterator[LiveServer]:
     settings = ServerSettings(served_model_name="tiny", max_unread_bytes=UNREAD_BYTES // 8)
     server = LiveServer(EngineConfig.from_dict({"model": str(MODEL)}), settings, make_executor)
-    keep_little(server._socket)
+    shrink_send_buffer(server._socket)
     with server:
         yield server
 
@@ -132,11 +132,11 @@ def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed: ProbedServer) -> None:
+def test_memory_is_bounded_and_clients_that_never_read_leave_nothing(probed: ProbedServer) -> None:
     never_read(probed.port, 1.0, streams=STREAMS[:3])  # what the first ones make is there to stay
     before = probed.rest()
     readers = [Reader(probed.port, *STREAMS[2]) for _ in range(2)]
-    until(lambda: probed.look().running == 0)  # ended by the server, and nobody has read or left
+    until(lambda: probed.look().running == 0)  # ended by the server, without a read or a disconnect
     rested = probed.rest(before.tasks)
     assert not rested.busy(before.tasks), "a place is held"
     assert rested.rss_bytes < before.rss_bytes + GROWTH_BYTES
@@ -145,7 +145,7 @@ def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed
 
 
 @pytest.mark.parametrize("place", [2, 4])
-def test_a_stream_that_is_not_read_ends_with_an_error_event_and_a_line_in_the_log(
+def test_an_unread_stream_ends_with_an_error_event_and_a_log_line(
     live: LiveServer, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "manta")
@@ -161,7 +161,7 @@ def test_a_stream_that_is_not_read_ends_with_an_error_event_and_a_line_in_the_lo
     reader.close()
 
 
-def test_an_answer_too_large_to_be_made_whole_is_refused_and_can_be_streamed(
+def test_an_answer_too_large_to_complete_is_refused_and_can_be_streamed(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "MAX_ANSWER_BYTES", 10_000)
@@ -173,7 +173,7 @@ def test_an_answer_too_large_to_be_made_whole_is_refused_and_can_be_streamed(
     until(lambda: live.engine.stats().running == 0)
 
 
-def test_a_gateway_hands_on_that_its_client_was_too_slow_and_asks_no_other_replica(
+def test_a_gateway_reports_a_slow_client_and_does_not_try_another_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probed_server, "STEP_S", 0.0005)
@@ -182,7 +182,7 @@ def test_a_gateway_hands_on_that_its_client_was_too_slow_and_asks_no_other_repli
     with GatewayStand([(config, settings)] * 2, makers=[make_executor] * 2) as stand:
         port = int(stand.url.rpartition(":")[2])
         for listener in (stand._socket, *(replica.door._socket for replica in stand.replicas)):
-            keep_little(listener)
+            shrink_send_buffer(listener)
         reader = Reader(port, *STREAMS[0])
         engines = [replica.engine for replica in stand.replicas]
         until(lambda: sum(engine.stats().running for engine in engines) == 1)
@@ -194,7 +194,7 @@ def test_a_gateway_hands_on_that_its_client_was_too_slow_and_asks_no_other_repli
         reader.close()
 
 
-def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_not(
+def test_a_client_that_reads_nothing_for_too_long_is_disconnected_and_a_slow_one_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "manta")
@@ -205,7 +205,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_n
     settings = ServerSettings(served_model_name="tiny", reader_timeout=1.0)
     config = EngineConfig.from_dict({"model": str(MODEL)})
     server = LiveServer(config, settings, make_executor)
-    keep_little(server._socket)
+    shrink_send_buffer(server._socket)
     with server:
         path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 60, "n": 64, "logprobs": 20}
         stream = Reader(server.address[1], *STREAMS[2], headers={"X-Request-Id": "stream"})
@@ -228,7 +228,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_n
         assert "data: [DONE]" in lines
 
 
-def test_one_key_has_no_more_than_its_share_and_others_have_theirs() -> None:
+def test_a_key_is_limited_to_its_share_and_others_have_theirs() -> None:
     settings = ServerSettings(served_model_name="tiny", api_key=("a", "b"), max_requests_per_key=4)
     config = EngineConfig.from_dict({"model": str(MODEL), "max_num_seqs": 8})
     body = {"prompt": "x", "max_tokens": 50, "n": 2}

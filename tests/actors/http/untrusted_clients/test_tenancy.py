@@ -1,4 +1,4 @@
-"""Several keys on one server: whose files, batches, prompts, lives and receipts, over real HTTP."""
+"""Several keys on one server: files, batches, prefixes, timelines and receipts, over real HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WHO = {
     **dict.fromkeys(("/explain", "/receipts"), "own"),
     **dict.fromkeys(("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"), "own"),
     **dict.fromkeys(("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"), "own"),
-    "/{path:path}": "key",  # a gateway's: a replica answers, and is told the caller
+    "/{path:path}": "key",  # a gateway's: a replica answers, and gets the caller
 }
 
 
@@ -105,7 +105,7 @@ Ask = Callable[..., httpx.Response]
 
 @pytest.fixture
 def ask(url: str) -> Iterator[Ask]:
-    """ask(key, method, path, ...)"""
+    """Return ask(key, method, path, ...)."""
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def ask(key: str | None, method: str, path: str, **more: Any) -> httpx.Response:
@@ -143,14 +143,14 @@ def rows_of(ask: Ask, key: str | None, batch: dict[str, Any]) -> list[dict[str, 
 
 
 def routes_of(router: Any) -> Iterator[Any]:
-    """All routes; FastAPI keeps those of an included router in that."""
+    """All routes, including those that FastAPI keeps in included routers."""
     for route in router.routes:
         inner = getattr(route, "original_router", None)
         yield from [route] if inner is None else routes_of(inner)
 
 
-def test_every_route_says_who_may_use_it(server: LiveServer, settings: ServerSettings) -> None:
-    fleet: Any = Fleet([ServedModel(("tiny",))], None)  # type: ignore[arg-type]  # it is asked nothing
+def test_every_route_declares_its_permissions(server: LiveServer, settings: ServerSettings) -> None:
+    fleet: Any = Fleet([ServedModel(("tiny",))], None)  # type: ignore[arg-type]  # it gets no calls
     for app in (create_app(server.engine, settings), create_gateway(fleet, settings)):
         paths = [route.path for route in routes_of(app)]
         assert len(paths) > 10
@@ -158,19 +158,19 @@ def test_every_route_says_who_may_use_it(server: LiveServer, settings: ServerSet
         assert not unknown, "put each into WHO, and see that it shows a key no more than its own"
 
 
-def test_each_route_is_closed_to_those_it_is_not_for(
+def test_each_route_refuses_keys_without_permission(
     ask: Ask, server: LiveServer, settings: ServerSettings
 ) -> None:
     for route in routes_of(create_app(server.engine, settings)):
         who, path = WHO[route.path], re.sub(r"\{\w+(:path)?\}", "batch_x", route.path)
-        for method in getattr(route, "methods", {"GET"}) - {"HEAD"}:  # a folder of files has none
+        for method in getattr(route, "methods", {"GET"}) - {"HEAD"}:  # a static folder has none
             bare, user = ask(None, method, path).status_code, ask(BOB, method, path).status_code
             assert (bare == 401) == (who != "open"), (method, path, bare)
             assert (user == 403) == (who == "admin") and user != 401, (method, path, user)
             assert ask(ROOT, method, path).status_code not in (401, 403), (method, path)
 
 
-def test_an_object_is_its_owners_and_does_not_exist_for_another_key(ask: Ask) -> None:
+def test_an_object_is_404_for_other_keys(ask: Ask) -> None:
     name = ask(ALICE, "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2}).headers[
         "x-request-id"
     ]
@@ -214,7 +214,7 @@ def cached(answer: httpx.Response) -> int:
     return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
 
 
-def test_no_key_learns_whether_another_has_sent_a_beginning(ask: Ask) -> None:
+def test_no_key_learns_another_keys_prefixes(ask: Ask) -> None:
     talk = [{"role": "user", "content": ""}]
     routes: dict[str, Callable[[str], dict[str, Any]]] = {
         "/v1/completions": lambda text: {"prompt": text, "max_tokens": 1},
@@ -244,7 +244,7 @@ def test_no_key_learns_whether_another_has_sent_a_beginning(ask: Ask) -> None:
     assert ask(None, "GET", "/v1/files", headers=forged).status_code == 401
 
 
-def test_rows_of_a_batch_share_with_their_owner_alone(ask: Ask) -> None:
+def test_batch_rows_share_prefixes_with_their_owner_only(ask: Ask) -> None:
     text = f"{time.monotonic_ns()} {LONG}"
     ask(ALICE, "POST", "/v1/completions", json={"prompt": text, "max_tokens": 1})
 
@@ -260,7 +260,7 @@ def test_rows_of_a_batch_share_with_their_owner_alone(ask: Ask) -> None:
     assert max(found) > 0, "either replica may have worked on it"
 
 
-def test_a_gateway_routes_by_beginnings_of_one_key(stand: GatewayStand) -> None:
+def test_a_gateway_routes_by_prefixes_of_the_same_key(stand: GatewayStand) -> None:
     def routed() -> dict[str, float]:
         text = httpx.get(f"{stand.url}/metrics", headers={"Authorization": f"Bearer {ROOT}"}).text
         found = re.findall(r'manta:gateway_requests_total\{.*reason="(\w+)".*\} (\S+)', text)
@@ -284,7 +284,7 @@ def tenants_in(text: str, label: str = "tenant") -> set[str]:
     return set(re.findall(rf'dflash:spec_drafts_by_{label}_total\{{[^}}]*{label}="([^"]*)"', text))
 
 
-def test_invented_tenants_share_one_label_and_one_receipt(server: LiveServer) -> None:
+def test_unknown_tenants_share_one_label_and_one_receipt(server: LiveServer) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
 
         def sent(key: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -325,7 +325,7 @@ def test_a_batch_counts_for_its_keys_tenant(ask: Ask) -> None:
     for id in (batch["input_file_id"], batch["output_file_id"]):
         ask(BOB, "DELETE", f"/v1/files/{id}")
     deadline_s = time.monotonic() + 10
-    while True:  # replicas behind a gateway write every few seconds
+    while True:  # replicas of a gateway write every few seconds
         found = ask(BOB, "GET", "/receipts").json()["data"]
         if sum(one["requests"] for one in found):
             return
@@ -333,7 +333,7 @@ def test_a_batch_counts_for_its_keys_tenant(ask: Ask) -> None:
         time.sleep(0.1)
 
 
-def test_methods_of_a_clients_own_are_one_label(server: LiveServer) -> None:
+def test_unknown_http_methods_share_one_label(server: LiveServer) -> None:
     for method in ("PROPFIND", "SEARCH", "M-SEARCH"):
         httpx.request(method, f"{server.url}/v1/models", headers={"Authorization": f"Bearer {BOB}"})
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {ROOT}"}).text
@@ -345,7 +345,7 @@ def delete_all(ask: Ask, key: str) -> None:
         assert ask(key, "DELETE", f"/v1/files/{each['id']}").is_success
 
 
-def test_a_key_keeps_no_more_than_its_share(ask: Ask) -> None:
+def test_a_key_stores_no_more_than_its_quota(ask: Ask) -> None:
     delete_all(ask, PROXY)
     kept = [upload(ask, PROXY, b"x" * 15_000).json()["id"] for _ in range(2)]
     full = upload(ask, PROXY, b"x" * 15_000)
@@ -360,7 +360,7 @@ def test_a_key_keeps_no_more_than_its_share(ask: Ask) -> None:
         delete_all(ask, key)
 
 
-def test_output_counts_and_a_full_key_begins_no_batch(ask: Ask) -> None:
+def test_outputs_count_in_the_quota_and_a_full_key_starts_no_batch(ask: Ask) -> None:
     batch = batch_of(ask, PROXY, lines("x", 30))
     files = ask(PROXY, "GET", "/v1/files").json()["data"]
     output = next(each for each in files if each["id"] == batch["output_file_id"])
@@ -380,8 +380,8 @@ def test_output_counts_and_a_full_key_begins_no_batch(ask: Ask) -> None:
     delete_all(ask, PROXY)
 
 
-def test_what_is_kept_is_read_by_the_servers_user_alone(server: LiveServer, folder: Path) -> None:
-    """After the tests above: a batch's lock, segments and parts, files and receipts have all been written."""
+def test_stored_files_are_readable_by_the_servers_user_only(server: LiveServer, folder: Path) -> None:
+    """Runs last: a batch's lock, segments and parts, files and receipts have all been written."""
     found = [
         path for name in ("batches", "receipts") for path in [folder / name, *(folder / name).rglob("*")]
     ]
@@ -391,7 +391,7 @@ def test_what_is_kept_is_read_by_the_servers_user_alone(server: LiveServer, fold
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
-def test_batches_made_without_keys_are_the_operators(config: EngineConfig, tmp_path: Path) -> None:
+def test_batches_made_without_keys_belong_to_the_admin_key(config: EngineConfig, tmp_path: Path) -> None:
     storage, content = tmp_path / "batches", lines("x")
     before = ServerSettings(served_model_name="tiny", batch_storage=str(storage))
 
@@ -421,7 +421,7 @@ def _fields(settings: ServerSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("served_model_name", "batch_storage")}
 
 
-def test_isolation_is_by_key_where_there_are_several_keys() -> None:
+def test_isolation_is_by_key_with_several_keys() -> None:
     assert ServerSettings().isolation == ServerSettings(api_key=ALICE).isolation == "none"
     assert ServerSettings(api_key=(ALICE, ALICE)).isolation == "none"
     assert ServerSettings(api_key=(ALICE, BOB)).isolation == "key"
@@ -441,7 +441,7 @@ def caller(settings: ServerSettings, headers: dict[str, str]) -> Caller:
     return keys.caller(keys.given(headers), headers)
 
 
-def test_tenants_share_where_isolation_is_by_tenant_and_nobody_claims_another() -> None:
+def test_with_isolation_by_tenant_keys_of_a_tenant_share_and_no_key_claims_another() -> None:
     keys = (ALICE, f"{BOB} acme", "carol acme", f"{PROXY} *")
     by_tenant = ServerSettings(api_key=keys, prefix_cache_isolation="tenant", tenants=("acme", "globex"))
     acme = domain(by_tenant, BOB)
@@ -462,7 +462,7 @@ def test_tenants_share_where_isolation_is_by_tenant_and_nobody_claims_another() 
     assert read_caller(None) == Caller() and not read_caller(None).may_see("x")
 
 
-def test_keys_have_tenants_in_files_and_flags(tmp_path: Path) -> None:
+def test_keys_may_name_tenants_in_files_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{ALICE}\n{BOB} \tacme\n{PROXY} *\n")
     found = with_keys(ServerSettings(api_key="flag globex", api_key_file=str(file)), {})

@@ -1,4 +1,4 @@
-"""What strangers write reaches no log, metric or error beyond a bounded, escaped name, whatever the field.
+"""Client text reaches no log, metric or error beyond a bounded, escaped name, in any field.
 
 The fields are those of the server's own OpenAPI document, so that a new field or route is tried by itself.
 """
@@ -61,7 +61,7 @@ Json = dict[str, Any]  # Any: JSON
 
 
 class Log:
-    """All that this process logs, as both formats write it."""
+    """Everything that this process logs, in both formats."""
 
     def __init__(self) -> None:
         self.text, self.json = io.StringIO(), io.StringIO()
@@ -81,7 +81,7 @@ def log() -> Iterator[Log]:
     levels = [each.level for each in loggers]
     ours = loggers[1].handlers, loggers[1].propagate
     loggers[1].handlers, loggers[1].propagate = [], True
-    quiet = [logging.getLogger(name) for name in ("httpx", "uvicorn.access")]  # a client's; off behind Serve
+    quiet = [logging.getLogger(name) for name in ("httpx", "uvicorn.access")]  # a client's; off under Serve
     for each in quiet:
         each.disabled = True
     for each in loggers:
@@ -123,7 +123,7 @@ def document(http: httpx.Client) -> Json:
 
 
 def check_log(log: Log) -> None:
-    """What both logs hold: nothing of the marker, but for a bounded field's path."""
+    """Both logs contain no part of the marker, except a bounded field's path."""
     text, objects = log.text.getvalue(), log.json.getvalue()
     log.clear()
     for line in text.split("\n"):
@@ -142,7 +142,7 @@ def check_answer(response: httpx.Response, what: object) -> None:
 
 
 class Schemas:
-    """Instances of a document's schemas: the least that is valid, and those with the marker in one place."""
+    """Instances of a document's schemas: the smallest valid one, and those with the marker in one place."""
 
     def __init__(self, document: Json) -> None:
         self._named = document["components"]["schemas"]
@@ -264,7 +264,7 @@ DEEP: list[Json] = [
 
 
 @pytest.mark.parametrize("at", range(len(DEEP)))
-def test_what_a_grammar_tool_or_template_says_reaches_no_log(http: httpx.Client, log: Log, at: int) -> None:
+def test_texts_of_grammars_tools_and_templates_reach_no_log(http: httpx.Client, log: Log, at: int) -> None:
     check_answer(http.post("/v1/chat/completions", json={**BODIES["/v1/chat/completions"], **DEEP[at]}), at)
     check_log(log)
 
@@ -304,7 +304,7 @@ def test_no_header_path_or_query_reaches_the_log_the_metrics_or_a_long_error(
     "rest",
     ["a" * 300, "a" * 60_000, "%00", "a%00", "%ED%A0%80", "..", "%2e%2e%2fx", "a%0a", "%F0%9F%98%80", "²"],
 )
-def test_an_id_that_cannot_be_one_is_not_there(http: httpx.Client, prefix: str, rest: str) -> None:
+def test_an_invalid_id_is_not_found(http: httpx.Client, prefix: str, rest: str) -> None:
     wanted = [("GET", "/v1/files/{}"), ("GET", "/v1/files/{}/content"), ("DELETE", "/v1/files/{}")]
     wanted += [("GET", "/v1/batches/{}"), ("POST", "/v1/batches/{}/cancel"), ("GET", "/v1/responses/{}")]
     for method, path in wanted:
@@ -339,7 +339,7 @@ def test_no_line_of_a_batch_reaches_the_log_or_a_long_list(http: httpx.Client, l
     check_log(log)
 
 
-def test_a_failure_within_the_server_is_logged_in_lines_of_its_own(
+def test_an_internal_failure_is_logged_on_its_own_lines(
     http: httpx.Client, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -355,7 +355,7 @@ def test_a_failure_within_the_server_is_logged_in_lines_of_its_own(
     log.clear()
 
 
-def test_foreign_text_is_bounded_and_in_one_line() -> None:
+def test_foreign_text_is_bounded_and_on_one_line() -> None:
     error = RequestError(f"{MARK * 1000} is wrong", param=MARK)
     assert len(error.message) <= MAX_MESSAGE and len(error.param or "") <= MAX_NAME
     for text in (
@@ -399,7 +399,7 @@ SECRETS = (
 
 
 @pytest.mark.parametrize("url", SECRETS)
-def test_no_message_and_no_repr_holds_the_secrets_of_a_storage(url: str) -> None:
+def test_no_message_or_repr_contains_a_storages_secrets(url: str) -> None:
     for field in ("input", "output", "batch_storage"):
         with pytest.raises(ConfigError) as refused:
             Storage.open(url, field=field)
