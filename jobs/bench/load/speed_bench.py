@@ -1,7 +1,7 @@
 """`manta bench prepare speed-bench`: writes published prompts as a file for every benchmark (`--prompts`).
 
 SPEED-Bench (arXiv:2604.09557) is NVIDIA's and licensed for evaluation only. It is downloaded with the user's
-own access, its license is printed, and none of it is stored in this repository. For many rows the hub has a
+own access, its license is named, and none of it is stored in this repository. For many rows the hub has a
 placeholder instead of a prompt that others own. NVIDIA's `specdec_bench` (prepare_data.py) fills those in,
 and its output can be used here instead of the hub's file.
 """
@@ -9,7 +9,6 @@ and its output can be used here instead of the hub's file.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ SUBSETS = ("qualitative", *(f"throughput_{size}" for size in ("1k", "2k", "8k", 
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 _LICENSE = (
     "SPEED-Bench is under the NVIDIA Evaluation Dataset License and its sources' own: for evaluation only. "
-    "Do not redistribute it or train on it."
+    "Do not redistribute it or train on it. The text: https://huggingface.co/datasets/nvidia/SPEED-Bench"
 )
 Row = Mapping[str, Any]  # Any: content of a file
 
@@ -90,13 +89,11 @@ def _read(file: Path) -> Iterator[Row]:
 
 
 def _download(subset: str) -> Path:
-    """Download the subset's single Parquet file into the hub's cache and print the license."""
+    """Download the subset's single Parquet file into the hub's cache."""
     from huggingface_hub import snapshot_download
 
     try:
         patterns = [
-            "README.md",
-            "License*",
             f"{subset}/*.parquet",
             f"data/{subset}*.parquet",
             f"data/{subset}/*.parquet",
@@ -108,18 +105,7 @@ def _download(subset: str) -> Path:
             "HF_TOKEN, or download it elsewhere and give the file of the subset with --from.",
             param="prompts",
         ) from None
-    for path in sorted(folder.glob("License*")):
-        say(f"License text: {path}")
-    say(_license_section(folder / "README.md"))
     return _only(sorted(folder.rglob("*.parquet")), subset)
-
-
-def _license_section(readme: Path) -> str:
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    found = re.search(
-        r"^#+[^\n]*licen[cs]e[^\n]*\n(.*?)(?=^#|\Z)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL
-    )
-    return found[1].strip() if found else ""
 
 
 def _only(files: Sequence[Path], subset: str) -> Path:
