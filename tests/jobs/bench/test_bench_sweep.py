@@ -128,7 +128,7 @@ def test_a_change_of_load_is_reported_separately(driver: Recorded) -> None:
     first, second = hold(driver, RequestSource(ROWS, 64, 0.0), (3, 1), 0.3)
     assert first.seconds >= 0.3 and second.begin_s >= first.end_s
     last = [answer for answer in second.answers if answer.ended_s is None]
-    assert len(last) == 1, "those that were too many have left"
+    assert len(last) <= 1, "those that were too many have left; the last step may have ended the other one"
     assert first.tokens + second.tokens <= sum(len(update.token_ids) for update in driver.updates)
     assert min(first.tokens, second.tokens) > 0
     assert not driver.engine.has_unfinished
