@@ -83,8 +83,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts, all at once; results in the order of the prompts.
 
-        A request whose output cannot be processed ends with finish_reason "error", and the log has the cause.
-        Other requests are not affected.
+        If its output cannot be processed, a request ends with finish_reason "error", and the log has the
+        cause. Other requests are not affected.
 
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.

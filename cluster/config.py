@@ -40,9 +40,9 @@ class SpeculativeConfig:
         num_speculative_tokens: drafts per step. With "dflash" at most block size - 1, which is the default
             (SGLang counts one more); by default 5 with "eagle3" and 8 with "ngram".
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
-            whose death only costs drafts; "shared" in one actor for all engines on the node with the same
-            target, drafter and dtype. A shared drafter serves the engines in turn and exits when no engine
-            uses it.
+            so that its death only costs drafts; "shared" in one actor for all engines on the node with the
+            same target, drafter and dtype. A shared drafter serves the engines in turn and exits when no
+            engine uses it.
         adaptive: draft fewer tokens, or none, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
         revision: branch, tag or commit of the drafter on the hub.

@@ -3,8 +3,8 @@
 Names are those of vLLM's `EngineArgs`, `FrontendArgs` and `SpeculativeConfig` (0.33), except for settings
 with the same name here. Flags (`jobs/common/vllm_flags.py`), YAML files, Serve configs and `manta.LLM(...)`
 all use this table. A setting with a value that requests nothing, such as `pipeline_parallel_size: 1`, is
-silently accepted. One without effect on Manta is dropped with a warning that says why. One whose absence
-would be noticed later is refused.
+silently accepted. One without effect on Manta is dropped with a warning that says why. One that would be
+missed later is refused.
 """
 
 from __future__ import annotations

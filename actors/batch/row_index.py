@@ -43,7 +43,7 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True, eq=False)
 class DuplicateIds:
-    """Rows whose id an earlier row has (int64, ascending), and the number appended to each id (int32)."""
+    """Rows with the id of an earlier row (int64, ascending), and the number appended to each id (int32)."""
 
     rows: np.ndarray
     copies: np.ndarray
@@ -262,7 +262,7 @@ class _Scan:
 def _find_duplicates(
     index: RowIndex, source: Dataset, layout: RowSchema, reader: RowReader, duplicates: Duplicates, stop: Stop
 ) -> DuplicateIds:
-    """Find the rows whose id an earlier row has, and write the hashes of their new ids into the index.
+    """Find the rows with the id of an earlier row, and write the hashes of their new ids into the index.
 
     Rows that share 64 bits are read again, in order, and compared by 64 further bits. `-2`, `-3` and so on is
     appended to the id of later rows, skipping ids in the data. The result depends only on the order of rows,

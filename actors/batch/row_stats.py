@@ -419,8 +419,8 @@ def renumber_failures(
 ) -> tuple[Failures, ...]:
     """Return the failures of several parts together, with new row numbers looked up by the old ones.
 
-    Rows without a new number are left out. Returns nothing if a part was written by an earlier version, whose
-    records have no failures.
+    Rows without a new number are left out. Returns nothing if a part was written by an earlier version
+    without failures in its records.
     """
     if not all(failures for failures, _ in parts):
         return ()

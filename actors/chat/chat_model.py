@@ -71,7 +71,7 @@ class ChatModel:
     def check_tools(self, tool_choice: str) -> None:
         """Raise RequestError if tools cannot be offered with this `tool_choice`.
 
-        They are rejected rather than ignored: an agent whose tools are never called cannot see why.
+        They are rejected rather than ignored: an agent cannot see why its tools are never called.
         """
         if self.calls is None:
             raise RequestError(

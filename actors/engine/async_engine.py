@@ -57,7 +57,7 @@ class SwapsDrafters(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """An executor whose workers are separate processes (`workers/`). Its methods are thread-safe."""
+    """An executor with workers in separate processes (`workers/`). Its methods are thread-safe."""
 
     def stopped_workers(self) -> Sequence[str]: ...
 

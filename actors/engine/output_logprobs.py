@@ -31,7 +31,7 @@ PlaceLogprobs = dict[int, Logprob]  # token id + TokenLogprobs' fields
 class OutputLogprobs(Sequence[PlaceLogprobs]):
     """One `PlaceLogprobs` for each token of an output, stored as numbers and converted on access.
 
-    Twenty top tokens at thousands of positions would be millions of objects, whose garbage collection blocks
+    Twenty top tokens at thousands of positions would be millions of objects; their garbage collection blocks
     all streams. The collector does not track plain tuples of numbers.
 
     Args:

@@ -126,7 +126,7 @@ class OutputStreams:
         self._open[stream.tracker.request_id] = stream
 
     def leave(self, stream: OutputStream) -> None:
-        """Remove a stream whose reader has finished or gone; abort the request if it has not finished."""
+        """Remove a stream after its reader has finished or left; abort the request if it has not finished."""
         tracker = stream.tracker
         del self._open[tracker.request_id]
         if not tracker.finished:
@@ -203,7 +203,7 @@ class OutputStreams:
             self._cut_off(stream)
 
     def _cut_off(self, stream: OutputStream) -> None:
-        """End a stream whose client does not read; its slots and pages are free before the next plan."""
+        """End an unread stream; its slots and pages are free before the next plan."""
         limit, tracker = stream.limit, stream.tracker
         assert limit is not None, "it has been exceeded"
         if not limit.is_logged:

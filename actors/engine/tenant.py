@@ -35,7 +35,7 @@ def tenant_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Tenant, str | None]:
-    """Return tenant and category of an HTTP request, and the name of the field whose tenant is ignored, if
+    """Return tenant and category of an HTTP request, and the name of the field with an ignored tenant, if
     any.
 
     Args:

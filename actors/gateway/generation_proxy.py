@@ -8,7 +8,7 @@
 After a death the request is a suspect: its next attempt waits for a turn, and is the last one if that replica
 dies, too.
 
-No part of a response is sent twice. A request whose tokens replicas do not report (such as several
+No part of a response is sent twice. A request with tokens that replicas do not report (such as several
 completions) moves to another replica as long as nothing was sent; after that it ends with an error event.
 """
 

@@ -105,7 +105,7 @@ class ReplicaEndpoint:
 class Guard:
     """Requires the token, and passes on what the gateway says of a request.
 
-    Sets `scope["state"]["origin"]`, a `ResumeOrigin` whose tokens are removed from the body, and
+    Sets `scope["state"]["origin"]`, a `ResumeOrigin`; its tokens are removed from the body, and
     `["caller"]`, the caller that the gateway has authenticated (the application itself checks no key).
     """
 

@@ -1,6 +1,6 @@
 """A gateway's view of the replicas: which are ready, how loaded each is, which have just died.
 
-It is updated from the directory twice a second. A replica whose socket fails gets no requests until its next
+It is updated from the directory twice a second. After its socket fails a replica gets none until its next
 heartbeat. If the directory does not answer, no replica is removed. Runs on the gateway's event loop.
 """
 

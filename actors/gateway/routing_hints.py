@@ -73,7 +73,7 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """Return a prompt as bytes whose common prefixes match the prompts'; empty if it is nested too deep.
+    """Return a prompt as bytes with common prefixes that match the prompts'; empty if it is nested too deep.
 
     orjson reads 1,024 levels and writes 254. The replica still answers such a prompt, without cache affinity.
     """

@@ -11,7 +11,7 @@
 * Idle connections do not block other clients: they are closed after some seconds, and after each response
   once half of all connections are in use. One address may use only a part of the connections. Probes have
   connections of their own, or a port.
-* A replica that is draining, or whose engine is dead, refuses with a status of its own, on which HAProxy
+* A replica that is draining, or has a dead engine, refuses with a status of its own, on which HAProxy
   tries another replica; no work has been done for such a request. The client sees it as a 503, and only if
   there is no other replica. A request under which a replica died is not sent again, since it may be the
   cause.

@@ -31,7 +31,7 @@ exec {python} -m {package}.actors.haproxy.supervisor \\
 class HAProxyFolder:
     """The folder and its files. Raises ConfigError when HAProxy is not installed.
 
-    `path`: the folder, readable by its owner alone. The path is short because it holds Unix sockets, whose
+    `path`: the folder, readable only by its owner. The path is short because it holds Unix sockets, with
     paths are limited in length.
     """
 
@@ -95,7 +95,7 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove folders of this user whose owner processes were killed; other users share /tmp."""
+    """Remove folders of this user after their owner processes were killed; other users share /tmp."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             if lock.parent.lstat().st_uid != os.getuid():

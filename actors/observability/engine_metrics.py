@@ -87,7 +87,7 @@ def rejection_values(stats: EngineStats) -> dict[tuple[str, ...], float]:
 
 
 def info_values(engine: AsyncEngine, stats: EngineStats) -> dict[str, Values]:
-    """Return the metrics whose information is in their labels: K/V cache and drafters."""
+    """Return the metrics that carry information in their labels: K/V cache and drafters."""
     return {
         "vllm:cache_config_info": {_cache_labels(engine.config, engine.info): 1.0},
         "dflash:drafter_info": _drafter_labels(engine, stats),

@@ -76,7 +76,7 @@ class FinishedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
-    """A prompt whose completions have all ended; `longest` is the maximum tokens of a completion."""
+    """A prompt with only ended completions; `longest` is the maximum tokens of a completion."""
 
     num_tokens: int
     num_cached_tokens: int

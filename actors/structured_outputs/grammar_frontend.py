@@ -45,7 +45,7 @@ LARGE_TIMEOUT_S = 600.0
 
 @runtime_checkable
 class HoldsGrammars(Protocol):
-    """An executor whose ranks compile grammars alongside their steps. Methods are thread-safe."""
+    """An executor with ranks that compile grammars alongside their steps. Methods are thread-safe."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar on every rank and hold it until `let_go_grammar`. Blocks; raises GrammarError."""

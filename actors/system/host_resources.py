@@ -18,7 +18,7 @@ Controller = Literal["cpu", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """This process's group in the hierarchy of a controller: `folder`, at or below `mount`."""
+    """The group of this process in the hierarchy of a controller: `folder`, at or below `mount`."""
 
     folder: Path
     mount: Path

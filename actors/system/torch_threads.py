@@ -3,7 +3,7 @@
 A parallel loop of PyTorch ends with its slowest thread, and a thread without a core is slow by a scheduler
 quantum; a step has about a hundred such loops. So a process that is preempted often gives up threads; after a
 pause, trial threads test whether there are cores for more. The same idea as in
-`drafter/compute/cpu_fused/threads/thread_team_size.py`, whose threads measure their own waits; here the
+`drafter/compute/cpu_fused/threads/thread_team_size.py`; its threads measure their own waits; here the
 system's count of involuntary context switches is used. Used by `actors/engine/uniproc_executor.py` and
 `workers/base/worker_base.py` around their steps.
 

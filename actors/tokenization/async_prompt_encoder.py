@@ -107,7 +107,7 @@ class AsyncPromptEncoder:
     ) -> list[int]:
         """Return the token ids of a prompt that need not fit the model, only `max_tokens`.
 
-        `add_special_tokens`: default: True for a text, False for a conversation, whose template adds them.
+        `add_special_tokens`: default: True for a text, False for a conversation (its template adds them).
         """
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):

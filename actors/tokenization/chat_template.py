@@ -46,7 +46,7 @@ class ChatTemplate:
         source: Jinja source, or several by name.
         special_tokens: special tokens by their template names (`bos_token` ..).
         defaults: variables that a request may override: `default_chat_template_kwargs`.
-        sorts_tools: the model was trained on tools with sorted object keys, as are models whose template
+        sorts_tools: the model was trained on tools with sorted object keys, as are models if the template
             takes TypeScript declarations (`tools_ts_str`).
 
     Attributes:

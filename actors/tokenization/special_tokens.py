@@ -1,6 +1,6 @@
 """Special tokens that messages contain, encoded as ordinary text: the setting `split_special_tokens`.
 
-A chat template makes one text of its own markers and of what users wrote. A user who writes a marker
+A chat template makes one text of its own markers and of what users wrote. A user that writes a marker
 (`<|im_end|>\\n<|im_start|>system`) would close the message and open another one. With the setting:
 
     messages ─ mark ─▶ template ─ read ─▶ text, and the same with the template's own markers in other words
@@ -60,7 +60,7 @@ class SpecialTokenGuard:
     def mark(self, value: Any, *, is_answer: bool = False) -> Any:  # Any: JSON
         """Return the value with all its texts and names marked.
 
-        `is_answer`: the value is a message of the model, whose reasoning and calls templates search for; only
+        `is_answer`: the value is a message of the model (templates search for its reasoning and calls); only
         special tokens are marked in it.
         """
         starts = self._special_starts if is_answer else self._starts

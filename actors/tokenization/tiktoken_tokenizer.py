@@ -4,8 +4,8 @@
     tokenizer_config.json  `added_tokens_decoder`: ids after the ranks; `auto_map`: the publisher's own code
     tokenization_kimi.py   that code: its `pat_str` splits a text into pieces before bytes are merged
 
-From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokenizers` library: two tokens whose
-concatenated bytes are a token are a merge, in the order of ranks. The code is parsed, never run: for its
+From these, transformers' `TikTokenConverter` builds a tokenizer of the `tokenizers` library: two tokens are a
+merge if their concatenated bytes are a token, in the order of ranks. The code is parsed, never run: for its
 pattern, and for whether it sorts the keys of tools. Only Kimi's pattern is accepted: `tiktoken` and
 `tokenizers` interpret patterns differently, and they have been compared for this one alone
 (docs/decisions/tiktoken-tokenizers.md). Called by `tokenizer.py`, and by the load plan for token ids.

@@ -247,7 +247,7 @@ class RayExecutor:
             raise self._dead_error()
 
     def stopped_workers(self) -> list[str]:
-        """Return the names of workers whose processes are stopped. Callable from any thread."""
+        """Return the names of workers with stopped processes. Callable from any thread."""
         ranks = enumerate(self.worker_pids)
         return [f"rank {rank} (process {pid})" for rank, pid in ranks if _is_stopped(pid)]
 

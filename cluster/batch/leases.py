@@ -230,7 +230,7 @@ class LeaseBook:
             self._quarantine.appendleft((rows, deaths, alone))
 
     def _put_back_suspects(self, rows: RowRanges, lease: Lease) -> None:
-        """Put back rows of a lease whose engine died with them."""
+        """Put back rows of a lease after its engine died with them."""
         first, rest = split_off(rows, count(rows) // 2 if lease.alone else 0)
         alone = lease.deaths_alone + (lease.alone and count(lease.rows) == 1)
         for half in (rest, first):  # the first half is leased first

@@ -1,1 +1,1 @@
-"""What GPUs and models are, as numbers: shapes, memory, rooflines, step times. Start with `roofline.py`."""
+"""GPUs and models as numbers: shapes, memory, rooflines, step times. Start with `roofline.py`."""

@@ -1,1 +1,1 @@
-"""Who holds which pages and states, and which prefixes are cached. Start with `kv_cache_manager.py`."""
+"""Owners of pages and states, and the prefix cache. Start with `kv_cache_manager.py`."""

@@ -96,7 +96,7 @@ class KVCacheManager:
     # A sequence enters.
 
     def find_prefix(self, sequence: Sequence) -> PrefixHit:
-        """Return a sequence's cached prefix, without its last token, whose row yields the next one."""
+        """Return a sequence's cached prefix, without its last token (its row yields the next one)."""
         request = sequence.request
         uses_cache = self._config.enable_prefix_caching and request.uses_cache
         if not uses_cache or sequence.lacks_prompt_logprobs:

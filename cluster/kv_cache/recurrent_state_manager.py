@@ -175,7 +175,7 @@ class RecurrentStateManager:
     # Saved states are removed.
 
     def drop(self, digest: bytes) -> None:
-        """Free the state of a prefix whose last page is gone."""
+        """Free the state of a prefix after its last page is gone."""
         state = self.saved.pop(digest, None)
         if state is not None:
             self._free.append(state)

@@ -34,7 +34,7 @@ _GROUP_COST = 0.02  # cost of another page table, as a share of what the model's
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers whose K/V share a page table.
+    """Layers with K/V in one page table.
 
     Attributes:
         pool: the pool of its pages.
@@ -81,7 +81,7 @@ class LayerPlace:
     """The location of a layer's K/V.
 
     Attributes:
-        group: index of the group whose page table it uses.
+        group: index of the group with its page table.
         plane: plane of the memory of that group's pool.
         part: part of each token's values in the plane: the number of layers with this geometry before it.
     """

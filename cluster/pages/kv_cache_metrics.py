@@ -4,7 +4,7 @@
       │                        └─ reuse gap ─┘    └─ idle ─┤
       └────────────────────── lifetime ────────────────────┘
 
-Pages whose content was never kept are not measured to their end, as nothing of value is lost with them.
+Pages with content that was never kept are not measured to their end, as nothing of value is lost with them.
 Called by `page_pool.py`; the time is the scheduler's.
 """
 

@@ -1,6 +1,6 @@
 """Reference counts of K/V pages, and the order in which free ones are used. Ids only, no memory.
 
-A free page whose content is worth keeping (`keep`) stays intact until nothing else is free: blank pages are
+A free page with content worth keeping (`keep`) stays intact until nothing else is free: blank pages are
 used first, then kept ones, least recently used first. `cluster/kv_cache/prefix_cache.py` knows what a page
 holds, `cluster/kv_cache/kv_cache_manager.py` which sequence uses it.
 """
@@ -44,7 +44,7 @@ class PagePool:
         return sum(self.ref_counts[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate free pages, whose old content is lost. The caller has checked `num_free`."""
+        """Allocate free pages; their old content is lost. The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for page in pages:

@@ -1,2 +1,2 @@
-"""What is remembered of requests and steps for `/explain` and `manta logs`. Start with
+"""Records of requests and steps for `/explain` and `manta logs`. Start with
 `flight_recorder.py`."""

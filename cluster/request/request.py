@@ -29,7 +29,7 @@ class SamplingParams:
     Attributes:
         n: completions per prompt; each gets a seed of its own.
         temperature: 0 is greedy. Scales the logits before anything else.
-        top_p: smallest set of tokens whose probabilities sum to at least this, in (0, 1].
+        top_p: smallest set of tokens with probabilities that sum to at least this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
         seed: seed of the noise; drawn at random (and reported) if absent.
@@ -50,7 +50,8 @@ class SamplingParams:
         allowed_token_ids: no other token can be generated; None allows all.
         bad_words: strings that cannot be generated; needs a tokenizer, which makes them token ids.
         bad_words_token_ids: the same as token ids.
-        logprobs: return the log probability of each generated token, and of this many most likely ones at its
+        logprobs: return the log probability of each generated token, and of this many most likely tokens at
+        its
             position, from the model's own distribution before temperature and all else. None for none.
         prompt_logprobs: the same for each token of the prompt but the first. Such a prompt is computed
             completely, without the prefix cache, which holds no logits.
@@ -228,7 +229,7 @@ def _sequences_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """Return pairs by token id; of a mapping, whose keys may be digits as in JSON, or of pairs."""
+    """Return pairs by token id; of a mapping (its keys may be digits as in JSON), or of pairs."""
     wanted, found = "a mapping of token ids to numbers, or null", list[tuple[int, float]]()
     items = cast("Mapping[Any, Any]", value).items() if isinstance(cast(object, value), Mapping) else value
     for token_id, bias in map(_pair, _elements(name, items, wanted)):
@@ -300,8 +301,8 @@ class Request:
             repeats it.
         client_id: the sender's name for the request, if different.
         uses_cache: False computes the whole prompt, and caches no page.
-        owner: owner of the request's key (`caller.py`), who may query its timeline; None without a key.
-        account: the account whose receipt it counts for; None without receipts.
+        owner: owner of the request's key (`caller.py`), which may query its timeline; None without a key.
+        account: the account of its receipt; None without receipts.
         on_trial: the candidate drafts for it, if there is one. The tokens are the same.
     """
 

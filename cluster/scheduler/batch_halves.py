@@ -1,6 +1,6 @@
 """Chooses between one batch and two halves that alternate between drafter and target.
 
-An executor whose drafter has its own device (`ExecutorInfo.halves`) can draft for one half of the requests
+An executor with a drafter on its own device (`ExecutorInfo.halves`) can draft for one half of the requests
 while it verifies the other:
 
     whole     draft all -> verify all -> ..               n requests every D(n) + V(n) seconds
@@ -34,7 +34,7 @@ _CHANGED_TRIAL, _CHANGED = 128, 1.33
 
 
 class BatchMode(NamedTuple):
-    """How a step was planned.
+    """The mode in which a step was planned.
 
     Attributes:
         is_half: it has one half of the requests.

@@ -44,7 +44,7 @@ from .usage_meter import UsageMeter
 
 
 class Scheduler:
-    """Plans and commits the steps of one engine, whose `EngineCore` has validated the requests."""
+    """Plans and commits the steps of one engine. Its `EngineCore` has validated the requests."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -403,7 +403,7 @@ class Scheduler:
         table.num_computed_S[slots_R] = outcome.num_computed
 
     def _forget_slot(self, slot: int) -> None:
-        """Drop the results in flight of a slot whose sequence leaves."""
+        """Drop the results in flight of a slot before its sequence leaves."""
         for step in self._in_flight:
             step.staying_R[step.plan.slots == slot] = False
         self.drafter.refill.leave(slot)

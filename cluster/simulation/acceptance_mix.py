@@ -80,7 +80,7 @@ class AcceptanceMix:
         return np.random.default_rng([self._seed, *request_id.encode()])
 
     def _length(self, hardness: float) -> float:
-        """Return the mean acceptance length of requests whose mean hardness is this."""
+        """Return the mean acceptance length of requests with this mean hardness."""
         logs_K = hardness * self._logs_K
         if self._spread == 0.0:
             return 1.0 + float(np.exp(-logs_K).sum())

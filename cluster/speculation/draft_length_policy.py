@@ -10,7 +10,7 @@ The estimates are made in a *review*, every few steps at first and later every t
 choice is kept. A review
 
 * changes the length if another is clearly better and its cost is known;
-* schedules a *trial* of a length whose cost may be much lower than predicted (the bound of one standard
+* schedules a *trial* of a length with a cost that may be much lower than predicted (the bound of one standard
   deviation), if the loss is covered by the budget (`loss_budget.py`);
 * while no drafts are made, schedules a trial every 64 to 1024 steps anyway, because texts change.
 
@@ -65,7 +65,7 @@ class DecodeBatch(NamedTuple):
 
 
 class DraftChoice(NamedTuple):
-    """How a step drafts. Worth is expected tokens, each times its request's weight.
+    """The drafting decision for a step. Worth is expected tokens, each times its request's weight.
 
     Attributes:
         num_drafts_R: number of drafts of each request.
@@ -107,7 +107,7 @@ class _LoadState:
 
     Attributes:
         length, estimate, plain_s: the present length, its estimate, and the seconds of a plain step.
-        has_plain: whether a step without drafts was made at this load, or at the one whose state it copied.
+        has_plain: whether a step without drafts was made at this load, or at the one that it was copied from.
         steps, review_at: steps at this load, and the step of the next review.
         trial_length, trial_steps: length and remaining steps of the trial in progress; 0 steps: none.
         trials: by length, number of trials, and the first step at which another is allowed.
@@ -132,7 +132,7 @@ class DraftLengthPolicy:
         max_rows: maximum rows of a step.
         acceptance: acceptance model of the drafter.
         costs: costs of the steps planned by this policy.
-        like: policy for the engine's other steps, whose lengths this one starts from.
+        like: policy for the engine's other steps, which gives the initial lengths.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class DraftLengthPolicy:
         return [length for length in self._lengths if length <= most]
 
     def _settle(self, state: _LoadState, estimates: dict[int, LengthEstimate], known: Iterable[int]) -> None:
-        """Keep the length, or change to a better one whose cost is known."""
+        """Keep the length, or change to a better one with a known cost."""
         length = state.length if state.length in estimates else 0
         best = max({0, length, *known}, key=lambda each: estimates[each].rate)
         if estimates[best].rate > _BETTER * estimates[length].rate:
@@ -292,7 +292,7 @@ class DraftLengthPolicy:
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return the mask of requests whose drafts do not pay for their part of the drafter's pass, [R]."""
+        """Return the mask of requests that do not pay for their part of the drafter's pass, [R]."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)

@@ -91,7 +91,7 @@ class StateSaves:
 
     Attributes:
         requests: indices in the plan (not slots).
-        positions: number of tokens whose state is saved, if this step computes the last of them. Otherwise
+        positions: number of tokens in the saved state, if this step computes the last of them. Otherwise
             nothing is written, and later plans request it again.
         states: ids to write the states to.
     """
@@ -107,7 +107,7 @@ class AdmittedRequest:
 
     Attributes:
         token_ids: int32 [num_tokens], all known tokens (the prompt, and generated ones after a preemption),
-            including those of prefix hits, whose rows are not computed again.
+            including those of prefix hits, which are not computed again.
         state: for targets with recurrent layers. All sources of a plan are read before any state is written
             in its step.
         on_trial: the candidate drafts for it, if there is one.
@@ -158,11 +158,11 @@ class SchedulerOutput:
 
     Attributes:
         step: counts up from 0.
-        admitted: requests whose slots are (re)initialized first.
+        admitted: requests that get (re)initialized slots first.
         page_groups, page_slots, page_indices, page_ids: int32 [M]; then set page_table[group, slot, index] =
             id. Freed pages are not listed, as their entries are outside of the group's window.
         slots: int32 [R], distinct.
-        num_computed: int32 [R], tokens whose K/V exist, and so the first row's position. -1 if it depends on
+        num_computed: int32 [R], tokens with K/V, and so the first row's position. -1 if it depends on
             a step in flight; the workers know it then.
         num_rows: int32 [R] >= 1, rows of the target's forward pass, including drafts; an upper bound with a
             trim.
@@ -225,7 +225,7 @@ class ExpertReads(NamedTuple):
     """Experts that routed layers read in a step, on the first target rank.
 
     Attributes:
-        experts: experts whose weights were read, summed over layers.
+        experts: experts with weights that were read, summed over layers.
         layers: passes through routed layers.
     """
 

@@ -61,7 +61,7 @@ class StepOutcome:
         token_ids: [R, W], from the result.
         num_out: new tokens, up to the end of the sequence.
         num_accepted: accepted drafts among them.
-        num_computed: tokens of the sequence whose K/V exist now.
+        num_computed: tokens of the sequence with K/V that exist now.
         stopped: the last new token is a stop token.
         full: the sequence has reached its maximum length.
         failed: logits after the new tokens, or log probabilities, are NaN or infinite.

@@ -318,7 +318,7 @@ class BatchEngine:
 def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:
     """Return the rows in the order in which to start them. It changes no answer.
 
-    Rows whose prompts begin alike follow each other, so that later ones find the first one's pages in the
+    Rows with a common prefix follow each other, so that later ones find the first one's pages in the
     prefix cache. Longer prompts go first, so that a lease ends with its cheapest rows.
     """
     prompts = sorted(((_prompt(row, layout), row.number, row) for row in rows), key=lambda each: each[:2])

@@ -161,7 +161,7 @@ class _Driver:
                 self._view.begin(job.num_rows, left=count(job.rows), compares=job.plain_rows > 0)
 
     def finish(self) -> Report:
-        """Write the report of a job whose rows are all durable, and finish its output."""
+        """Write the report of a job with all rows durable, and finish its output."""
         job, options = self._startup.job.result(), self._options
         ledger, spec = job.ledger, job.spec
         if not ledger.complete:

@@ -1,9 +1,9 @@
 """Placement of a batch job's engines: one placement group each, and which nodes are about to leave.
 
 Ray leaves actors that cannot be placed pending without a message. Here the job says what is missing while it
-waits, takes fewer threads where cores are in use, and raises PlacementError after a bound. An engine whose
-group is ready starts while others wait. Once the job has an engine, pending groups wait silently for as long
-as they are wanted; they also make Ray's autoscaler add nodes. The groups end with the job's driver.
+waits, takes fewer threads where cores are in use, and raises PlacementError after a bound. An engine starts
+when its group is ready, while others wait. Once the job has an engine, pending groups wait silently for as
+long as they are wanted; they also make Ray's autoscaler add nodes. The groups end with the job's driver.
 `cluster/fleet/resources.py` computes what is claimed.
 """
 

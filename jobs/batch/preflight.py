@@ -64,7 +64,7 @@ class BadRow(NamedTuple):
 class Preflight:
     """Findings of a check of `num_checked` rows.
 
-    `num_numbered`: rows whose id an earlier row has; `ignored`: names that look like parameters and have no
+    `num_numbered`: rows with the id of an earlier row; `ignored`: names that look like parameters and have no
     effect, with their rows; `max_completion_tokens`: an upper bound of all good rows together.
     """
 

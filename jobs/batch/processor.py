@@ -250,7 +250,7 @@ class EngineGroups:
 
     Ray Data starts actors when and as often as it likes, and reports no end. Ray removes a group only when
     the driver ends; until then the group of an ended engine would hold its resources and block the next
-    dataset. So a thread removes groups whose engine is gone.
+    dataset. So a thread removes groups when their engine is gone.
     """
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], most: int) -> None:
@@ -287,7 +287,7 @@ class EngineGroups:
         return name
 
     def _watch(self) -> None:
-        """Remove groups whose engine is gone, until there are none or Ray ends."""
+        """Remove groups without an engine, until there are none or Ray ends."""
         while True:
             time.sleep(GROUPS_INTERVAL_S)
             try:

@@ -216,7 +216,7 @@ def _lengths_json(histogram: list[int]) -> list[dict[str, int]]:
 
 
 def samples(stats: RowStats, source: Dataset, layout: RowSchema, index: RowIndex) -> list[Sample]:
-    """Return the rows whose answers are kept in the stats, with their prompts."""
+    """Return the rows with answers that are kept in the stats, with their prompts."""
     numbers = sorted(row for row, _, _ in stats.samples)
     prompts = dict(zip(numbers, _prompts(numbers, source, layout, index), strict=False))
     return [Sample(row_id, prompts.get(row, ""), answer) for row, row_id, answer in stats.samples]

@@ -1,1 +1,1 @@
-"""What several commands share: flags, configuration, tables, progress."""
+"""Parts that several commands share: flags, configuration, tables, progress."""

@@ -1,7 +1,7 @@
 """Makes Grafana's JSON of the dashboards in `boards.yaml`: overview, speculation, cluster, batch.
 
 An operator should see within a minute whether speculation pays off: what users notice comes first, then the
-causes. A panel whose metrics an exporter lacks is left out, and so is a row or dashboard without panels.
+causes. A panel with metrics that an exporter lacks is left out, and so is a row or dashboard without panels.
 Panels are placed in rows of 24 columns in the order of the file. Dashboards have fixed ids, so that a second
 push replaces the first (`grafana_push.py`). The JSON is schema version 39: Grafana 10 and later.
 

@@ -1,4 +1,4 @@
-"""What the processes of `manta serve` import, for the fork servers from which they start, and its checks.
+"""Imports of the processes of `manta serve`, for the fork servers from which they start, and its checks.
 
 Serve's processes come first: controller and proxies need no more than Ray Serve's libraries. Then replicas
 and workers: HTTP, the engine and, where there is no GPU, PyTorch and Numba.

@@ -329,10 +329,10 @@ def _check_proxies(start: Future[None]) -> None:
 def _await_running(
     options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None], *, replaces: bool
 ) -> None:
-    """Wait until all replicas serve, or raise what the proxies raised; `wait` is told what replicas do.
+    """Wait until all replicas serve, or raise what the proxies raised; `wait` gets what replicas do.
 
     Each question to Serve takes CPU time of its controller, which starts the replicas. So Serve is asked
-    seldom until something answers at its address.
+    rarely until something answers at its address.
 
     Args:
         replaces: whether an earlier application may answer there.

@@ -49,7 +49,7 @@ class Span:
 class RowSpans:
     """Locations of some rows.
 
-    `copies`: by row, for rows whose id an earlier row has: `-<copy>` is appended to the row's id.
+    `copies`: by row, for rows with the id of an earlier row: `-<copy>` is appended to the row's id.
     """
 
     spans: tuple[Span, ...]

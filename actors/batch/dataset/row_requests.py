@@ -170,7 +170,7 @@ def row_seed(job_seed: int, row: str) -> int:
 def read_request(
     record: Record, layout: RowSchema, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
-    """Validate a record. Raises RequestError, whose `param` names the column or field.
+    """Validate a record. Raises RequestError; its `param` names the column or field.
 
     `row`: its id if that is not the record's own; the seed is derived from it.
     """

@@ -46,7 +46,7 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
 def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: np.ndarray, run: int) -> None:
     """Give the rows of stale parts the numbers of the same ids in the changed input.
 
-    Rows whose id is gone are removed. Raises OSError; may be called again.
+    Rows with a removed id are removed. Raises OSError; may be called again.
 
     Args:
         id_hashes: `row_requests.id_hash` of each row of the input.
@@ -150,7 +150,7 @@ def _remove(output: Storage, index: OutputIndex, records: Iterable[Record]) -> N
 def _groups(index: OutputIndex, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:
     """Yield the groups of parts that become one part, with the shard in its name.
 
-    Where order is preserved, parts whose rows overlap are merged, and names follow the order of rows.
+    Where order is preserved, parts with overlapping rows are merged, and names follow the order of rows.
     Overlaps and wrong names occur after several runs or after rows were renumbered.
     """
     records = sorted(index.records.values(), key=lambda each: (each.kind, each.rows[0]))

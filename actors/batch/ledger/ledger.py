@@ -122,7 +122,7 @@ class Ledger:
 
     @property
     def orphans(self) -> tuple[str, ...]:
-        """Return writers whose segments must be adopted, as of the last refresh."""
+        """Return writers with segments that must be adopted, as of the last refresh."""
         return self._index.writers
 
     @property

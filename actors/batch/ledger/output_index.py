@@ -83,7 +83,7 @@ class OutputIndex:
     Attributes:
         files: sizes of the files in the output's folder and in the folder of failed rows, by name.
         records: records of the parts that count, by part name.
-        stale: records of parts whose row numbers refer to an earlier input.
+        stale: records of parts with row numbers of an earlier input.
         segments: segments that count, by name; row numbers only.
     """
 
@@ -133,7 +133,7 @@ class OutputIndex:
 
     @property
     def uncommitted(self) -> list[Record]:
-        """Return records whose part does not exist or belongs to another job."""
+        """Return records without an existing part of this job."""
         return [record for record in self._read.values() if record and record.part not in self.records]
 
     @property

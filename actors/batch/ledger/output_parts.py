@@ -1,7 +1,7 @@
 """Parts, the files of an output that its user reads: names, contents, and their records.
 
 The rows of a part are sorted by number, so the row ranges of its record map each row of the part to a row of
-the dataset. Failed rows have separate parts in a folder whose name begins with `_`, which readers of datasets
+the dataset. Failed rows have separate parts in a folder named `_...`, which readers of datasets
 skip. `row_writer.py` makes parts, `output_index.py` determines which parts count.
 """
 

@@ -3,7 +3,7 @@
     batches/<id>.json     the batch
     batches/<id>.cancel   its cancellation was requested, and when
     queue/<id>            it has not ended; a starting replica looks here
-    work/<id>/out/        its ledger (`actors/batch/ledger/ledger.py`), whose lock says which replica runs it
+    work/<id>/out/        its ledger (`actors/batch/ledger/ledger.py`): its lock says which replica runs it
     work/<id>/leases.json which rows the engine of that replica has
 
 A batch has one writer: the route that creates it, then the holder of the lock. Others, such as the route that

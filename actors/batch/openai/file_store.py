@@ -68,7 +68,7 @@ class StoredFile:
     """A stored file.
 
     Attributes:
-        pieces: names in the storage whose concatenated contents are the file's.
+        pieces: names in the storage; their concatenated contents are the file's.
         owner: digest of the key that uploaded it; None without keys.
     """
 

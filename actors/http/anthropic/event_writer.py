@@ -36,7 +36,7 @@ class MessageWriter(SectionWriter):
         id, model: of the message.
         max_tokens: the request's limit; an answer that was cut off earlier has filled the context.
         metrics: called at the end; returns the field next to `usage`.
-        eager_tools: names of tools whose arguments are streamed unchecked.
+        eager_tools: names of tools with unchecked streamed arguments.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ class CountRequest(BaseModel):
 
     @property
     def eager_tools(self) -> frozenset[str]:
-        """Return the names of the tools whose arguments are streamed unchecked."""
+        """Return the names of the tools with unchecked streamed arguments."""
         return frozenset(tool.name for tool in self.tools or () if tool.eager_input_streaming)
 
     def _tool_names(self) -> dict[str, str]:

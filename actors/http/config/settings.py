@@ -91,7 +91,7 @@ class ServerSettings:
             No limit by default; a server without keys counts none.
         api_key: key that requests must send as a bearer token; may be repeated; other users of the machine
             can see flags: better use api_key_file or MANTA_API_KEY. The key may be followed by the tenant
-            that its requests count for ("KEY TENANT"), or by `*` for a proxy's key whose X-Tenant is trusted.
+            that its requests count for ("KEY TENANT"), or by `*` for a proxy's key with a trusted X-Tenant.
             Only from flags and code: no YAML file may hold keys (`actors/http/middleware/api_keys.py`).
         api_key_file: file with such keys, one a line, each followed by its tenant or *, if any. MANTA_API_KEY
             replaces both settings.
@@ -107,7 +107,7 @@ class ServerSettings:
             default with several keys), or those of a "tenant". Sharing is visible in times and
             `cached_tokens`. A key without a tenant counts as its own. A system prompt that keys have in
             common is then computed and cached once for each.
-        allowed_origins: origin whose web pages may call (CORS); may be repeated.
+        allowed_origins: origin of web pages that may call (CORS); may be repeated.
         batch_storage: folder or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all their
             data. Every replica must reach it (in YAML: an absolute path), and no other endpoint may use it.
             Without it those routes answer 501.
@@ -119,7 +119,7 @@ class ServerSettings:
         max_batch_lines: batches of files with more lines fail.
         replicas: number of engines; 1:4 follows the load, 0:4 scales to zero when idle, 1:1 keeps streams
             when the engine dies. All but a plain 1 (and several models) have a gateway in front, which
-            chooses among the replicas and resumes streams whose replica dies.
+            chooses among the replicas and resumes streams after their replica dies.
         shutdown_timeout: seconds that requests may continue after Ctrl-C or SIGTERM; `manta serve` has 30.
             The same holds for each replica that is stopped, when fewer are wanted and in an update. Requests
             that still run then get an error event and `[DONE]`.

@@ -59,7 +59,7 @@ async def answer(
 
 
 class _Ending:
-    """The ending of these APIs' streams, whose last event says that it is the last."""
+    """The ending of these APIs' streams: the last event says that it is the last."""
 
     done = b""
 

@@ -11,7 +11,7 @@ class Traffic:
     """The requests in flight of one application.
 
     Attributes:
-        open: requests that have begun and whose response is not completely sent.
+        open: requests that have begun, without a completely sent response.
         draining: the server takes no new requests; /health reports it.
     """
 

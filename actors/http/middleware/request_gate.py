@@ -54,7 +54,7 @@ class RequestGate:
         traffic: counts the requests in flight.
         replica: name of this process in log lines.
         echo_request_id: return X-Request-Id; off where Serve does that, which knows only the header's id.
-        max_requests: limit for requests in flight whose body has arrived completely, so that slow bodies do
+        max_requests: limit for requests in flight with complete bodies, so that slow bodies do
             not count. None sets no limit here.
         on_refusal: called for each request that failed before reaching an engine, except probes.
     """
@@ -107,7 +107,7 @@ class RequestGate:
             await (refusal or self._app)(scope, limited, send)
 
     def _take_place(self, place: ExitStack, scope: Scope) -> None:
-        """Count a request whose body has arrived, until it ends. Raises HTTPException (503) if too many."""
+        """Count a request with a complete body, until it ends. Raises HTTPException (503) if too many."""
         scope["state"]["has_body"] = True
         if self._num_whole == self._max_requests:
             # FastAPI reads the body, and lets only HTTPException through.

@@ -14,7 +14,7 @@ from ....cluster.errors import SlowReaderError
 
 
 class StallGuard:
-    """A `send` whose waiting time is bounded, with one timer per request (none per message).
+    """A `send` with a bounded waiting time, with one timer per request (none per message).
 
     Args:
         send: the server's.

@@ -43,7 +43,7 @@ SHORT_BODY_BYTES = 2 * MAX_STRINGS_AND_CONTAINERS
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is parsed by orjson."""
+    """A route with bodies parsed by orjson."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler, model = super().get_route_handler(), None
@@ -65,7 +65,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request whose long body is validated in a thread.
+    """A request with a long body, validated in a thread.
 
     Attributes:
         invalid: what is wrong with a long body. FastAPI would replace any error of `json` other than an

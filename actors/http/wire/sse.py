@@ -34,7 +34,7 @@ def event(payload: Mapping[str, Any]) -> bytes:  # Any: a JSON object.
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """Return an event whose name is its `type`."""
+    """Return an event named by its `type`."""
     return b"event: " + payload["type"].encode() + b"\n" + event(payload)
 
 

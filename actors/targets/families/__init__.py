@@ -90,7 +90,7 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
 
 
 def _check_unquantised(folder: Path) -> None:
-    """Raise CheckpointError for ModelOpt checkpoints, whose hf_quant_config.json says that they are
+    """Raise CheckpointError for ModelOpt checkpoints if hf_quant_config.json says that they are
     quantized.
     """
     quantized = read_json(folder, _QUANTIZED, param="model", required=False).get("quantization")

@@ -99,7 +99,7 @@ class Gemma4Config(PlainConfig):
 
 
 class UnifiedConfig(Gemma4Config):
-    """The keys of 12B (gemma4_unified), whose class has no per-layer embeddings."""
+    """The keys of 12B (gemma4_unified), a class without per-layer embeddings."""
 
     max_position_embeddings: Count = 262144
     sliding_window: Count | None = 1024

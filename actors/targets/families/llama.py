@@ -52,7 +52,7 @@ def read_mistral(raw: Json, file: str) -> ModelSpec:
 
 
 def read_qwen2(raw: Json, file: str) -> ModelSpec:
-    """Return a model whose queries, keys and values always have biases, and whose heads have no norms."""
+    """Return a model with biases of queries, keys and values, and without norms of heads."""
     config = parse(QwenConfig, raw, file)
     return read_plain(raw, file, config, windows=config.windows(file), bias=True)
 
@@ -69,7 +69,7 @@ def read_qwen3_moe(raw: Json, file: str) -> ModelSpec:
 
 
 def _read_dense_qwen3(raw: Json, file: str, config: Qwen3Config) -> ModelSpec:
-    """Return a model whose layers all have dense MLPs, heads of size 128, and normed queries and keys."""
+    """Return a model with dense MLPs in all layers, heads of size 128, and normed queries and keys."""
     bias, windows = config.attention_bias, config.windows(file)
     return read_plain(
         raw, file, config, head_dim=128, windows=windows, qk_norm=True, bias=bias, out_bias=bias

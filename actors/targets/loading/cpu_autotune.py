@@ -1,6 +1,6 @@
 """Chooses a CPU's fastest backend and dtype, measured at an engine's first start and cached on disk.
 
-A *way* is a backend and a dtype. Ways whose rows have the same bits in any batch are timed on a medium-sized
+A *way* is a backend and a dtype. Ways with the same bits of a row in any batch are timed on a medium-sized
 block with one row, a draft block's rows and a prompt's rows. The fastest one that the model and the settings
 allow is chosen. The default of `backend_selection.py` stays if nothing was measured or no other way is
 clearly faster: dtypes differ in their last bits, and timing noise must not decide which tokens come out.

@@ -138,7 +138,7 @@ def plan_models(
     drafter: DraftConfig | None,
     max_model_len: int,
 ) -> LoadPlan:
-    """Return the plan for models whose shapes are known. Does not read the folders."""
+    """Return the plan for models with known shapes. Does not read the folders."""
     device = _device(config)
     models = _stack_specs(target, drafter, device)
     page_size = config.page_size or _page_size(config, device)

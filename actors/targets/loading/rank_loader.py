@@ -375,7 +375,7 @@ class _Rank:
     def _step_bytes(self) -> int:
         """Return the peak bytes of steps in addition to weights, pages and states.
 
-        Runs the largest steps with a minimal number of pages and states, whose own bytes are subtracted.
+        Runs the largest steps with a minimal number of pages and states; their bytes are subtracted.
         """
         plan, pages = self._plan, (1,) * self._plan.pages.num_pools
         states = plan.config.max_num_seqs if plan.target.states is not None else None

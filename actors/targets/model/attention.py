@@ -80,7 +80,7 @@ class TargetAttention:
 
     @property
     def tile_dim(self) -> int:
-        """Head size of a backend's tiles; that of a latent for latents, whose rotated part is separate."""
+        """Head size of a backend's tiles; that of a latent for latents (the rotated part is separate)."""
         return self.head_dim if self.latent is None else self.value_dim
 
     @property

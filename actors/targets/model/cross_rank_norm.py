@@ -1,4 +1,4 @@
-"""RMSNorm over all queries, and over all keys, of a layer whose heads are split over ranks.
+"""RMSNorm over all queries, and over all keys, of a layer with heads split over ranks.
 
     scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
 

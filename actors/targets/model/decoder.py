@@ -39,7 +39,7 @@ class Decoder:
 
     Args:
         weights: the rank's slices; read here, layer by layer.
-        tap_ids: 0-based blocks whose outputs the drafter reads, in its order; may be empty.
+        tap_ids: 0-based blocks with outputs that the drafter reads, in its order; may be empty.
         max_positions: number of positions in the rotary tables.
         backend: computes everything but the collectives; PyTorch's operators by default.
         places: where the K and V of each layer with attention are; all in one page group by default.

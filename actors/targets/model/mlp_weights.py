@@ -77,7 +77,7 @@ class LayerParts(Protocol):
 
 
 def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
-    """Read a dense MLP, whose parts' names begin with `prefix` ("" or "shared_")."""
+    """Read a dense MLP; names of its parts begin with `prefix` ("" or "shared_")."""
     gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
     return DenseTensors(
         gate_up_IH=torch.cat([parts.one(gate), parts.one(up)]),

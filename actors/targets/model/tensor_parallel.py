@@ -233,7 +233,7 @@ def _does_not_divide(name: str, size: int, world_size: int) -> ConfigError:
 def row_linear(
     weight_OH: Tensor, bias_O: Tensor | None, communicator: Communicator, backend: Backend
 ) -> Projection:
-    """Return a projection whose inputs are split over ranks, with an all-reduce. Only rank 0 has a bias."""
+    """Return a projection with inputs split over ranks, with an all-reduce. Only rank 0 has a bias."""
     linear = backend.linear(weight_OH, bias_O)
     return linear if communicator.world_size == 1 else _RowLinear(linear, communicator)
 

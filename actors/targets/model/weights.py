@@ -76,7 +76,7 @@ class TargetWeights:
     """A rank's view of a checkpoint.
 
     Args:
-        source: a folder, whose files are opened and checked, or an in-memory source with the tensors of
+        source: a folder (its files are opened and checked), or an in-memory source with the tensors of
             `target_shapes`.
         sharding: selects this rank's slices.
     """

@@ -54,7 +54,7 @@ class DraftSource(Protocol):
 
 
 class CpuModelRunner:
-    """A loaded rank whose steps the host drives.
+    """A loaded rank with host-driven steps.
 
     Args:
         states: this rank's copy of the running requests' state.
@@ -209,7 +209,7 @@ class CpuModelRunner:
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:
-    """Return the requests whose known tokens are in these rows.
+    """Return the requests with known tokens in these rows.
 
     Caches store 0 for NaN and infinity, so later rows of such a request may look sound. Drafts are judged by
     their logits instead.

@@ -263,7 +263,7 @@ class GpuStepRunner:
 
 
 class GpuModelRunner(GpuStepRunner):
-    """A loaded rank whose steps the device drives.
+    """A loaded rank with device-driven steps.
 
     Args:
         models, max_requests, num_drafts, max_rows, guide: see `GpuStepRunner`.

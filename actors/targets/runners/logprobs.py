@@ -56,7 +56,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs:
-    """The rows of a step whose log probabilities were requested: of sampled tokens, and of prompt tokens."""
+    """The rows of a step with requested log probabilities: of sampled tokens, and of prompt tokens."""
 
     chosen: AskedRows | None
     prompts: AskedRows | None

@@ -48,7 +48,7 @@ Imports = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """What servers import: all but Ray.
+    """Imports of the fork servers: all but Ray.
 
     Attributes:
         first, second, third: of each server; None: there is no third one.

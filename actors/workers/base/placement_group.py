@@ -29,7 +29,7 @@ PLACEMENT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """A ready group whose bundle i holds worker i."""
+    """A ready group; its bundle i holds worker i."""
 
     group: PlacementGroup
     owned: bool

@@ -151,7 +151,7 @@ class DrafterClient(ShmEndpoint):
             raise PeerLostError(self._why_lost)
 
     def hear(self) -> None:
-        """Handle the drafter's messages, and send those whose data the device has written."""
+        """Handle the drafter's messages, and send those with data that the device has written."""
         if self.is_lost:
             return
         while self._unsent and (self._unsent[0].written is None or self._unsent[0].written.query()):

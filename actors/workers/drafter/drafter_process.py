@@ -1,7 +1,7 @@
 """Starts a drafter's process: one for a single engine, or one that all engines of the node share.
 
 An engine's own drafter is placed in the engine's placement group and dies with the engine's process. A shared
-drafter is a detached actor whose name is derived from everything that its weights depend on. The first engine
+drafter is a detached actor with a name derived from everything that its weights depend on. The first engine
 starts it on its own node, outside all placement groups, and it exits once no engine has used it for a while.
 Called by `drafter_supervisor.py`.
 """

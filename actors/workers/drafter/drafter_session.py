@@ -127,7 +127,7 @@ class LoadedDrafter:
 
 
 class CpuDrafterSession:
-    """A seat whose steps the host drives."""
+    """A seat with host-driven steps."""
 
     def __init__(self, proposer: DFlashProposer, states: RequestStates) -> None:
         self._proposer, self._states = proposer, states

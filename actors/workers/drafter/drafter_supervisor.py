@@ -164,7 +164,7 @@ class DrafterSupervisor:
         self._closing.wait(self._pause_s)
 
     def _reconnect(self, process: DrafterProcess | None) -> DrafterProcess | None:
-        """Return the process whose seat was lost if it answers; otherwise kill it and return None."""
+        """Return the process of a lost seat if it answers; otherwise kill it and return None."""
         if process is None or process.has_ended(0.0):
             return None
         if process.answers(ANSWER_WITHIN_S):

@@ -1,4 +1,4 @@
-"""A drafter's session for one engine whose steps the device drives: the counterpart of `CpuDrafterSession`.
+"""A drafter's session for one engine with device-driven steps: the counterpart of `CpuDrafterSession`.
 
 It gets the plans that the target gets, so it has the same passes with the same rows, including padding, and
 the sizes of all messages are known. The target sends the numbers of verified drafts and its choices, and the

@@ -114,7 +114,7 @@ class DrafterOfOtherDevice:
         return self._link.take_use() if self._link is not None else None
 
     def begin(self, plan: SchedulerOutput, num_parts: int) -> None:
-        """Prepare for a plan's step, whose results are sent in `num_parts` parts."""
+        """Prepare for a plan's step; its results are sent in `num_parts` parts."""
         self._step, self._part, self._num_parts = plan.step, 0, num_parts
         self._followed = False
 

@@ -147,7 +147,7 @@ class ShmEndpoint:
 
     # Any: the messages; both ends are our own code.
     def _read(self, ring: ShmRing, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
-        """Return the next message, whose first fragment has arrived."""
+        """Return the next message after its first fragment has arrived."""
         if self._proofs:  # the peer sends its proof before the message
             self.take_wakeups()
             if self._proofs:

@@ -1,1 +1,1 @@
-"""What all benchmarks share: options, provenance, idle checks."""
+"""Parts that all benchmarks share: options, provenance, idle checks."""

@@ -162,7 +162,7 @@ def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def used_s(who: int) -> float:
-    """Return the CPU seconds of `resource.getrusage`, whose resolution is finer than ticks."""
+    """Return the CPU seconds of `resource.getrusage`, with a finer resolution than ticks."""
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
 

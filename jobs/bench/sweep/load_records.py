@@ -3,7 +3,7 @@
 A *block* here is the output of one step for one request. All figures of a sweep are computed from blocks;
 from the engine's own counters only the seconds per part of a step are used.
 
-Latencies are those of `vllm bench serve`. For a request that arrived at a and whose n tokens came at
+Latencies are those of `vllm bench serve`. For a request that arrived at a, with n tokens at
 t_1 <= .. <= t_m (several at once where a block of drafts was accepted):
 
     ttft = t_1 - a      e2el = t_m - a      tpot = (e2el - ttft) / (n - 1), n > 1      itl: t_(i+1) - t_i

@@ -29,7 +29,7 @@ class Case:
         error: runs the computation and returns the largest error in units of the last place.
         half, fp32: bounds of the error with results in 16 bits and in fp32. In fp32 a sequential sum of 12288
             terms may be off by 90 units; with tf32 products it is off by thousands.
-        is_operator: only backends whose passes are driven from Python compute this separately.
+        is_operator: only backends driven from Python compute this separately.
     """
 
     name: str

@@ -114,7 +114,7 @@ def _error(inputs: KernelInputs, kind: RecurrentStateSpec) -> float:
 
 
 def _random(inputs: KernelInputs, kind: RecurrentStateSpec) -> tuple[DeltaLayer, Tensor]:
-    """Make a layer whose state decays within a few rows, and rows for it."""
+    """Make a layer with a state that decays within a few rows, and rows for it."""
     heads, wide = kind.num_value_heads, inputs.wide
     shape = DeltaNetShape(
         kind,

@@ -163,7 +163,7 @@ class KernelInputs:
         self._random = torch.Generator(place.device).manual_seed(0)
 
     def definition(self) -> KernelInputs:
-        """Return inputs with PyTorch's operators in fp64, whose next operands equal these."""
+        """Return inputs with PyTorch's operators in fp64; the next operands equal these."""
         found = KernelInputs(self.place, self.candidate, self.dtype, TorchBackend())
         found.dtype, found.is_examined = torch.float64, False
         found._random.set_state(self._random.get_state())

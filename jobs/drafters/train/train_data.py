@@ -39,7 +39,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Asking:
-    """How the target generates answers; `longest`: tokens of prompt and answer together."""
+    """Settings by which the target generates answers; `longest`: tokens of prompt and answer together."""
 
     target: str
     tokenizer: Tokenizer | None

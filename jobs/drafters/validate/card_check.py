@@ -1,4 +1,4 @@
-"""The checks of `manta drafter validate` that run the pair, for pairs whose files fit.
+"""The checks of `manta drafter validate` that run the pair, for pairs with matching files.
 
 Level cpu decodes a few prompts in fp32, compares tokens and sees drafts accepted: this finds weights that do
 not match the target. Level gpu decodes the prompts of the card again with whole blocks, and reports a figure

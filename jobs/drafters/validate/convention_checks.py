@@ -116,7 +116,7 @@ def check_conventions(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> It
 def _shifted_ids(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     """Check for layer ids that follow the other format's convention.
 
-    z-lab's ids name the layer whose output is tapped; Speculators' ids name the layer after it and are larger
+    z-lab's ids name the layer with the tapped output; Speculators' ids name the layer after it and are larger
     by one. If all ids differ from the usual ones by one, they follow the other convention. Ids beyond the
     target's layers are reported by `DrafterConfig.misfits`.
     """

@@ -284,7 +284,7 @@ def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def context_visibility(positions_BAS: torch.Tensor, num_tokens: int, kind: DraftLayer) -> torch.Tensor:
     """Return the visible context of each block, bool [B, A, 1 or S, T].
 
-    Context is visible strictly before the anchor, whose own features do not exist yet, and within a layer's
+    Context is visible strictly before the anchor (its own features do not exist yet), and within a layer's
     window, which differs by row.
     """
     context_T = torch.arange(num_tokens, device=positions_BAS.device)

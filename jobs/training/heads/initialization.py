@@ -1,7 +1,7 @@
 """Shape and initial weights of a drafter in training.
 
 A new drafter starts from another drafter's weights or from layers of the target. These already attend to the
-context and write what the head reads, which saves many steps. Parts whose shape or kind differs from the
+context and write what the head reads, which saves many steps. Parts with another shape or kind than the
 target's (latent attention, experts) start at random.
 """
 

@@ -1,1 +1,1 @@
-"""What several model families share."""
+"""Parts that several model families share."""
