@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -128,7 +129,8 @@ class Writer:
         self._redact: Callable[[CapturedRecord], CapturedRecord | None] | None = None
         if settings.redact is not None:
             assert settings.tokenizer is not None, "writer_settings() names the tokenizer of a hook"
-            self._redact = _bind_hook(load_hook(settings.redact), Tokenizer.load(Path(settings.tokenizer)))
+            hook, tokenizer = load_hook(settings.redact), Tokenizer.load(Path(settings.tokenizer))
+            self._redact = partial(redacted, hook=hook, tokenizer=tokenizer)
 
     def take(self, line: bytes) -> tuple[Outcome, str]:
         """Store a line; return its outcome, and the reason if it failed."""
@@ -151,10 +153,6 @@ class Writer:
 
     def close(self) -> None:
         self._ring.close()
-
-
-def _bind_hook(hook: Hook, tokenizer: Tokenizer) -> Callable[[CapturedRecord], CapturedRecord | None]:
-    return lambda record: redacted(record, hook, tokenizer)
 
 
 def run(writer: Writer, lines: Iterable[bytes], reply: Callable[[str], None]) -> None:

@@ -54,7 +54,7 @@ def _exporter_answers() -> bool:
 
 class _Simple:
     def __init__(self, metric: Metric, tags: Tags) -> None:
-        self._own = _own_labels(metric)
+        self._own = tuple(label for label in metric.labels if label not in SHARED_LABELS)
         name, keys = metric.name.replace(":", "_"), (*self._own, *tags)
         self._gauge = Gauge(name, metric.help, keys) if metric.kind == "gauge" else None
         self._counter = Counter(f"{name}_total", metric.help, keys) if metric.kind == "counter" else None
@@ -93,10 +93,6 @@ class _Histogram:
             self._buckets.set(count, {"le": bound})
         self._sum.set(value.sum)
         self._count.set(value.cumulative[-1])
-
-
-def _own_labels(metric: Metric) -> tuple[str, ...]:
-    return tuple(label for label in metric.labels if label not in SHARED_LABELS)
 
 
 def _made(metric: Metric, tags: Tags) -> _Simple | _Histogram:

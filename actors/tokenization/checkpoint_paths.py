@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError, shown, shown_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 
@@ -157,13 +157,15 @@ def _files_of(config: EngineConfig) -> Sequence[str]:
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
     """Return the config with absolute paths, for processes with another working directory; hub ids stay."""
     spec = config.speculative_config
+    if spec is not None and spec.model is not None:
+        spec = replace(spec, model=absolute_path(spec.model))
     return replace(
         config,
         model=absolute_path(config.model),
         tokenizer=None if config.tokenizer is None else absolute_path(config.tokenizer),
         chat_template=None if config.chat_template is None else absolute_path(config.chat_template),
         download_dir=None if config.download_dir is None else str(Path(config.download_dir).absolute()),
-        speculative_config=None if spec is None else _with_absolute_model(spec),
+        speculative_config=spec,
     )
 
 
@@ -177,10 +179,6 @@ def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
             param="speculative_config",
         )
     return replace(config, speculative_config=replace(spec, model=absolute_path(model), revision=None))
-
-
-def _with_absolute_model(spec: SpeculativeConfig) -> SpeculativeConfig:
-    return spec if spec.model is None else replace(spec, model=absolute_path(spec.model))
 
 
 def absolute_path(name: str) -> str:

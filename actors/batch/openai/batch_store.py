@@ -42,10 +42,6 @@ NEXT: Mapping[Status, tuple[Status, ...]] = {
 }
 
 
-def _no_counts() -> dict[str, int]:
-    return {"total": 0, "completed": 0, "failed": 0}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
@@ -76,7 +72,9 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: JsonObject | None = None
-    request_counts: dict[str, int] = field(default_factory=_no_counts)
+    request_counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("total", "completed", "failed"), 0)
+    )
     usage: JsonObject | None = None
     owner: str | None = None
     domain: str | None = None

@@ -106,15 +106,13 @@ class ChatTemplateOptions(ToolOptions):
 
     @model_validator(mode="after")
     def _one_way_to_end(self) -> ChatTemplateOptions:
-        if self.continue_final_message and self.add_generation_prompt and self._both_were_asked():
+        is_asked = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and is_asked:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; send one of them.",
                 param="continue_final_message",
             )
         return self
-
-    def _both_were_asked(self) -> bool:
-        return "add_generation_prompt" in self.model_fields_set
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

@@ -40,7 +40,9 @@ class _Reader:
         self.conversation = TranslatedMessages()
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
-        kind = required_text(item, "type", at) if item.get("type") is not None else _kind_without_type(item)
+        kind = "item_reference" if item.keys() == {"id"} else "message"
+        if item.get("type") is not None:
+            kind = required_text(item, "type", at)
         if kind == "message":
             self._read_message(item, at)
         elif kind == "reasoning":
@@ -87,10 +89,6 @@ class _Reader:
         if last["role"] != "assistant" or any(last.get(name) for name in without):
             self.conversation.add({"role": "assistant", "content": ""}, at)
         return messages[-1]
-
-
-def _kind_without_type(item: Mapping[str, Any]) -> str:
-    return "item_reference" if item.keys() == {"id"} else "message"
 
 
 def text_of(content: Any, at: str) -> str:  # Any: JSON.
