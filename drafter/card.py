@@ -13,11 +13,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def card_lengths(folder: Path) -> list[float]:
-    """Return the mean acceptance lengths of the card's "overall" row, one per temperature.
-
-    Lengths include the bonus token. The list is empty if the folder has no card or the card has no such
-    table.
-    """
+    """Return the mean acceptance lengths of the card's "overall" row, with bonus token, by temperature."""
     try:
         card = (folder / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

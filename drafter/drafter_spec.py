@@ -70,11 +70,7 @@ class DrafterShape:
         return self.draft_vocab_size != self.vocab_size
 
     def check_token_map(self, d2t_V: Tensor) -> None:
-        """Raise CheckpointError unless `d2t` maps each draft token to a distinct target token.
-
-        Args:
-            d2t_V: integers [draft_vocab_size], added to a draft token id to get the target's.
-        """
+        """Raise CheckpointError unless `d2t`, added to draft token ids, gives distinct ids of the target."""
         ids = torch.arange(len(d2t_V)) + d2t_V.long()
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size or len(ids.unique()) != len(ids):
             raise CheckpointError(
@@ -89,11 +85,7 @@ def stored_dtypes(name: str) -> tuple[str, ...]:
 
 
 def check_tensors(found: TensorHeaders, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless all tensors are present with these shapes and a supported dtype.
-
-    Args:
-        shapes: shape of every tensor that is read, by its name in the files.
-    """
+    """Raise CheckpointError unless all tensors are present with these shapes and a supported dtype."""
     for name, shape in shapes.items():
         found.check(name, shape, stored_dtypes(name))
     found.refuse_stray_scales(shapes)

@@ -1,13 +1,11 @@
 """The interface between models and the backends that compute their blocks.
 
-    Backend          what models ask for at load: a stack of blocks, a norm, the drafter's context writer; and
-                     the operators from which `blocks/transformer_block.py` builds a Python-driven stack
     TorchBackend     PyTorch's operators, on any device; the definition      eager/backend.py
     NumbaBackend     compiled loops around PyTorch's GEMMs                   cpu_numba/backend.py
     FusedCpuBackend  a whole pass in one call, bf16 on a CPU                 cpu_fused/backend.py
     TritonBackend    fused kernels, on a GPU                                 gpu_triton/backend.py
-    ModelStackSpec, DeviceCapabilities    arguments of a backend's `why_not(spec, machine)`, which returns
-                     what it does not support, before a backend is chosen
+
+Each of these modules has `why_not(spec, machine)`, which says before a weight is read what it cannot do.
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T
@@ -65,7 +63,7 @@ class ModelStackSpec:
     Attributes:
         name: "target" or "drafter", for messages.
         sizes: the hidden size and the MLPs' inner sizes.
-        head_dims: the head dimensions of its attention; for MLA without the rotated part.
+        head_dims: for MLA without the rotated part.
         features: features beyond a plain block.
     """
 
@@ -82,12 +80,7 @@ class ModelStackSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities:
-    """The device, dtype and layout on which models are computed.
-
-    Attributes:
-        page_size: tokens per K/V page.
-        num_ranks: tensor-parallel ranks of the target.
-    """
+    """The device, dtype and layout on which models are computed; `num_ranks` are tensor-parallel ranks."""
 
     device: torch.device
     dtype: torch.dtype
@@ -113,15 +106,10 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
-        head_dim, v_head_dim: of queries and keys; of values, at most `head_dim`.
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None if the model has none.
         v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
-        eps: of these norms.
         rope: of queries and keys; None rotates nothing.
-        scale: of scores.
-        causal, window: see `eager.attention.paged_attention`.
-        sinks_Q: fp32 sink logits, likewise; None if heads have none.
-        first_key: keys before this position are masked, except a row's own (EAGLE-3's position 0 has none).
+        causal, window, sinks_Q, first_key: see `eager.attention.paged_attention`.
         latent: MLA layer: keys and values are latents, one K/V head of `head_dim`, of which the first
             `v_head_dim` are the value and the rest is rotated by `rope`. The layer then returns
             [N, Q * `latent.v_dim`].
@@ -165,7 +153,6 @@ class RoutedExperts:
     """Routed experts (MoE), and optionally a shared expert.
 
     Attributes:
-        route: chooses the experts of each row.
         shared: the shared expert; its result is this rank's part, as the experts' are.
         shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: weight 1.
         all_reduce: sums the ranks' parts, in place; None on a single rank.
@@ -182,8 +169,7 @@ class RoutedExperts:
 class ParallelMLP:
     """A dense MLP and a routed one of the same residual; each output is normed, then both are added.
 
-    Attributes:
-        routed_norm: norm before the experts; the dense MLP's is the block's `mlp_norm`.
+    `routed_norm` comes before the experts; the dense MLP's is the block's `mlp_norm`.
     """
 
     dense: DenseMLP
@@ -198,14 +184,10 @@ class BlockWeights:
     """Projections and norms of a block; q, k and v are one projection, as are a delta rule's inputs.
 
     Attributes:
-        attention_norm, mlp_norm: before attention and MLP.
-        qkv_norm: norm of the whole q, k, v projection [N, O], which it may overwrite; None if the model
-            has none.
-        attention_gate: projection whose sigmoid multiplies attention's output; None likewise.
-        attention_out_norm, mlp_out_norm: norms of the sublayers' outputs before the residual addition;
-            None without them.
-        mlp: the sublayer after attention.
-        scalar: multiplies the whole residual after the block (Gemma 4); None: no scaling.
+        qkv_norm: norm of the whole q, k, v projection [N, O], which it may overwrite.
+        attention_gate: projection whose sigmoid multiplies attention's output.
+        attention_out_norm, mlp_out_norm: norms of the sublayers' outputs before the residual addition.
+        scalar: multiplies the whole residual after the block (Gemma 4).
     """
 
     attention_norm: RMSNorm
@@ -224,9 +206,7 @@ class BlockWeights:
 class Convolution:
     """A DFlash2 convolution around one sublayer, defined in `compute/eager/dynamic_convolution.py`.
 
-    Attributes:
-        kernels: H -> S * T * C, each row's addition to the base kernels.
-        base_STH: in the model's dtype.
+    `kernels` maps H -> S * T * C: each row's addition to the base kernels, which are in the model's dtype.
     """
 
     kernels: Projection
@@ -256,9 +236,9 @@ class PlacedRows:
     Attributes:
         positions_N: absolute positions.
         kv_slots: per page group [N], slots to which each row's K and V are written.
-        batches: per page group, the result of the backend's `attention_batch`; None if the model has no
-            layers in the group.
-        states: rows by request, for layers with recurrent states; None without such layers.
+        batches: per page group the result of `Backend.attention_batch`; None if the model has no layers in
+            it.
+        states: rows by request, for layers with recurrent states.
     """
 
     positions_N: Tensor
@@ -279,9 +259,10 @@ class Attention(Protocol):
     """Head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
-        """Return [N, Q * F] from q, k and v, which are overwritten; `step` is the result of `begin`.
+        """Return [N, Q * F] from q, k and v, which are overwritten.
 
         Args:
+            step: the result of `Backend.begin`.
             layer: its index among the layers of its kind, for which the cache has K/V or states.
         """
         ...
@@ -293,7 +274,7 @@ class ContextWriter(Protocol):
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
-        """Write `kv_NO`: the layers' keys, then their values. It is overwritten.
+        """Write `kv_NO`, the layers' keys, then their values; it is overwritten.
 
         Args:
             first: index in the cache of the first of these layers; the others follow it.
@@ -305,13 +286,9 @@ class Stack(Protocol):
     """A model's blocks between its embedding and its head."""
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        """Run the rows of a step and write their K/V.
+        """Run a step's rows; return normed hidden states [N, H] and taps [N, m, H], None without taps.
 
-        Args:
-            x_NH: input embeddings; may be overwritten.
-
-        Returns:
-            normed hidden states [N, H]; taps [N, m, H], or None without taps.
+        Writes the rows' K/V. `x_NH`, the input embeddings, may be overwritten.
         """
         ...
 
@@ -321,8 +298,8 @@ class Backend(ABC):
 
     Attributes:
         packed_experts: whether `experts` takes packed weights; else they are dequantized first.
-        expert_reads: int32 [1] on the experts' device: number of experts' weights read by passes so far,
-            summed over layers, wrapping. None without experts.
+        expert_reads: int32 [1]: number of experts' weights read by passes so far, summed over layers,
+            wrapping.
     """
 
     packed_experts = False
@@ -339,8 +316,6 @@ class Backend(ABC):
         window: int | None = None,
     ) -> Any:
         """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
-
-        The definition's is an `AttentionBatch`; other backends have their own type.
 
         Args:
             first_position_R: absolute position of each request's first row.
@@ -364,15 +339,12 @@ class Backend(ABC):
         return linear_of_blocks(weight_PLRH, bias_O)
 
     @abstractmethod
-    def route(self, weights: RouterWeights) -> Route:
-        """Make a layer's router, at load."""
+    def route(self, weights: RouterWeights) -> Route: ...
 
     @abstractmethod
-    def experts(self, weights: ExpertWeights) -> Experts:
-        """Prepare a rank's experts of a layer, at load."""
+    def experts(self, weights: ExpertWeights) -> Experts: ...
 
     def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
-        """Return the counter to which a layer's experts add their reads: `expert_reads`."""
         if self.expert_reads is None:
             self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
         return self.expert_reads
@@ -391,14 +363,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack:
-        """Make a stack of blocks with convolutions."""
+    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack: ...
 
     @abstractmethod
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        """Return sums of squares, fp32 [N, 2], of the first `widths[0]` and the next `widths[1]` elements.
+        """Return sums of squares, fp32 [N, 2], of `widths[0]` elements of a row and of the next `widths[1]`.
 
         They begin a norm of whole queries and keys. A row's bits do not depend on other rows.
         """
@@ -413,12 +384,10 @@ class Backend(ABC):
         """Return what the layers of one pass share."""
 
     @abstractmethod
-    def attention(self, shape: AttentionShape) -> Attention:
-        """Make a layer's attention, at load."""
+    def attention(self, shape: AttentionShape) -> Attention: ...
 
     @abstractmethod
-    def delta_net(self, shape: DeltaNetShape) -> Attention:
-        """Make the delta rule of a layer with recurrent states, at load."""
+    def delta_net(self, shape: DeltaNetShape) -> Attention: ...
 
     @abstractmethod
     def residual_norm(
@@ -432,9 +401,8 @@ class Backend(ABC):
     ) -> tuple[Tensor, Normed]:
         """Return the new residual, project(x) + residual, and its norm. The old residual is not changed.
 
-        Args:
-            out_norm: norms project(x) before it is added.
-            scalar: multiplies the sum, which is rounded before and after.
+        `out_norm` norms project(x) before it is added; `scalar` multiplies the sum, which is rounded before
+        and after.
         """
 
     @abstractmethod
@@ -451,7 +419,7 @@ class Backend(ABC):
         residual_NH: Tensor | None = None,
         /,
     ) -> Tensor:
-        """Convolve rows; see `eager.dynamic_convolution.convolve`."""
+        """Convolve rows; see `blocks.dflash2_block.convolve`."""
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
         """Return a norm's result as a tensor [N, H], for readers other than GEMMs."""

@@ -1,9 +1,9 @@
 """Tests whether this machine computes a row to the same bits regardless of the other rows in the batch.
 
 Measured at start, because it depends on the CPU, the dtype and the libraries. If it holds, greedy and seeded
-outputs are identical with speculation on or off and in any batch; otherwise they are identical up to
-near-ties. Used in `actors/targets/loading/`: to choose a CPU's dtype (`backend_selection.py`), to time
-implementations on the block (`cpu_autotune.py`), and when a target is loaded (`warmup.py`).
+outputs are identical with speculation on or off and in any batch; otherwise up to near-ties. Used in
+`actors/targets/loading/`: `backend_selection.py` (a CPU's dtype), `cpu_autotune.py`,
+`warmup.py`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def rows_are_invariant(
 ) -> bool:
     """Compare the rows of a block bit by bit: alone, batched with others, and at the end of a prompt.
 
-    Args:
-        head_dims: head dimensions of attention to test.
-        routed: also test a block with experts beside its MLP.
+    `routed` also tests a block with experts beside its MLP.
     """
     kinds = (False, True) if routed else (False,)
     trials = (TrialBlock(backend, dtype, device, dim, routed=kind) for kind in kinds for dim in head_dims)
@@ -106,7 +104,6 @@ class TrialBlock:
         return self._backend.stack([(shape, weights)], norm(self._hidden))
 
     def _with_experts(self, dense: DenseMLP) -> RoutedExperts:
-        """Add experts, whose number of rows depends on the batch."""
         router = RouterWeights(
             rule=MoeRouter(num_experts=_EXPERTS, top_k=3, score="softmax"),
             weight_EH=self.random(_EXPERTS, self._hidden) * self._hidden**-0.5,

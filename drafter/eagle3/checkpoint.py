@@ -60,8 +60,7 @@ def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> Eagle3Config:
     """Read the configuration and refuse what cannot work, without reading a weight.
 
-    Args:
-        overrides: values that replace keys of config.json.
+    `overrides` replace keys of config.json.
     """
     config = Eagle3Config.load(path, target.num_layers, overrides)
     config.check_fits(target)
@@ -100,10 +99,7 @@ def load_eagle3(
 ) -> Eagle3Drafter:
     """Check and load a drafter of either format.
 
-    Args:
-        lends: the target's embedding and head, used where the checkpoint has none of its own.
-        backend, places: see `Eagle3Drafter`.
-        overrides: see `check_eagle3`.
+    `lends` has the target's embedding and head, used where the checkpoint has none of its own.
     """
     config = check_eagle3(path, target, overrides)
     return make_eagle3(config, TensorFolder(path), target, lends, dtype, device, backend, places)

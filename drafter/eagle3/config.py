@@ -1,8 +1,7 @@
 """Reads an EAGLE-3 drafter's config.json in SGLang's or Speculators' format.
 
 The models in `config_formats.py` check what the file alone determines; `check_fits` compares it with the
-target. A drafter that cannot work is refused before a weight is read. Called by `checkpoint.py` and by memory
-planning.
+target. A drafter that cannot work is refused before a weight is read.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Eagle3Config(DrafterShape):
         """Read a folder's `config.json`. CheckpointError names what is missing or not supported.
 
         Args:
-            num_target_layers: gives the default taps if the file names none; None if the target is
-                unknown, then `target_layer_ids` may be empty.
+            num_target_layers: gives the default taps if the file names none; None if the target is unknown,
+                then `target_layer_ids` may be empty.
             overrides: values that replace keys of config.json.
         """
         folder = Path(path)
@@ -70,7 +69,6 @@ class Eagle3Config(DrafterShape):
         return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> ModelStackSpec:
-        """Return what this drafter requires of a backend."""
         return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),

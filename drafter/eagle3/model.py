@@ -44,7 +44,6 @@ class Eagle3Drafter:
         lends: the target's embedding and head.
         max_positions: number of positions of the rotary tables.
         places: where its layer's K and V are stored; by default in the first page group.
-        backend: makes the operators; PyTorch's by default.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Eagle3Drafter:
         )
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        """Allocate pages for this drafter's entries."""
         return PagedKVCache(
             self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
@@ -114,8 +112,7 @@ class Eagle3Drafter:
     def write_entries(self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
         """Write K and V of entries without running the layer; rows at position 0 are dropped.
 
-        Args:
-            g_NH: features of the position before each row's.
+        `g_NH` are features of the position before each row's.
         """
         kv_NO = self._kv(self._inputs(token_ids_N, g_NH)[0])
         num_kv, head_dim = self.config.num_kv_heads, self.config.head_dim
@@ -128,13 +125,9 @@ class Eagle3Drafter:
     def forward(
         self, token_ids_N: Tensor, g_NH: Tensor, rows: PlacedRows, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor]:
-        """Run entries and write their K and V.
+        """Run entries and write their K and V; return x [N, H], which makes the next entry, and its norm.
 
-        Args:
-            g_NH: features of the position before each row's, or the x that a pass returned for it.
-
-        Returns:
-            x [N, H], from which the next entry is made, and its norm, which the head reads.
+        `g_NH` are features of the position before each row's, or the x that a pass returned for it.
         """
         both_N2H, residual_NH = self._inputs(token_ids_N, g_NH)
         step = self._operators.begin(rows)

@@ -5,8 +5,6 @@ logits; each has a margin (`step/inputs/proposals.py`). The first pass needs the
 position before the anchor. Each page stores the feature of its newest committed position, so it is available
 after a step, after a prefix hit, and to all requests that share the page.
 
-Called by `actors/targets/runners/cpu_runner.py` in every step: `propose`, then `inject`.
-
 Legend: N target rows, R requests of the step, E requests that still draft, K most drafts, m taps, H hidden, P
 pages.
 """

@@ -38,12 +38,7 @@ NUM_TOKENS = 4  # consumed after compiling: some grammars fail at the first
 
 
 class CompileQuestion(TypedDict):
-    """A grammar to try.
-
-    Attributes:
-        kind: see `Grammar`; "grammar" is Lark, or EBNF to convert to Lark.
-        cpu_s: limit of CPU time.
-    """
+    """A grammar to try within `cpu_s` seconds; kind "grammar" is Lark, or EBNF to convert to Lark."""
 
     kind: str
     text: str

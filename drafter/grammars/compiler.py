@@ -52,7 +52,6 @@ class GrammarCompiler:
     """Makes matchers for a model's tokens. Thread-safe.
 
     Args:
-        tokenizer_json: serialized tokenizer of the `tokenizers` library.
         vocab_size: the model's; tokens that only the tokenizer has are never sampled.
         eos_token_ids: the model's end-of-sequence tokens, at least one.
 
@@ -83,17 +82,13 @@ class GrammarCompiler:
         self.mask_words = (tokens.vocab_size + 31) // 32
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher that has consumed no token. Raises GrammarError.
-
-        Compiles the grammar unless it is cached.
-        """
+        """Return a matcher that has consumed no token, compiled unless it is cached. Raises GrammarError."""
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:
         """Compile a grammar and keep it until `let_go` is called as often. Releases the GIL while compiling.
 
-        Raises:
-            GrammarError: it cannot be compiled, and is not held.
+        A GrammarError means that it cannot be compiled, and is not held.
         """
         written = (grammar.kind, grammar.text)
         with self._lock:
@@ -105,7 +100,6 @@ class GrammarCompiler:
             raise
 
     def let_go(self, grammar: Grammar) -> None:
-        """Undo one `hold`."""
         written = (grammar.kind, grammar.text)
         with self._lock:
             self._held[written] -= 1

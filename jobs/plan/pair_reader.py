@@ -30,7 +30,7 @@ from ...cluster.hardware.parallel_layouts import TP_SIZES
 from ...cluster.simulation.simulated_engine import TraceArrival
 from ...cluster.speculation.acceptance_length import check_survival, survival_of_length
 from ...drafter.card import least_card_length
-from ...drafter.compute.quantization.packed_4bit import BLOCK
+from ...drafter.compute.checkpoint.packed_4bit import BLOCK
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.target_features import TargetFacts

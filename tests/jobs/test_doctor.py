@@ -18,11 +18,11 @@ from absent import NEITHER_RAY_NOR_HTTP, run_without
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.scheduler_output import StepResult
+from manta.drafter.compute.blocks.dflash2_block import convolve
 from manta.drafter.compute.cpu_numba import backend as loops
 from manta.drafter.compute.cpu_numba import layers
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.attention import paged_attention
-from manta.drafter.compute.eager.dynamic_convolution import convolve
 from manta.drafter.compute.layers.linear import Linear
 from manta.jobs.cli import main
 from manta.jobs.doctor import doctor_run as run

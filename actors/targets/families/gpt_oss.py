@@ -18,10 +18,10 @@ from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
 from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.checkpoint.packed_4bit import BLOCK
 from ....drafter.compute.checkpoint.safetensors_reader import BYTES
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
-from ....drafter.compute.quantization.packed_4bit import BLOCK
 from ..model.attention import TargetAttention
 from ..model.mlp_spec import RoutedMLP
 from ..model.model_spec import Axis, LayerSpec, ModelSpec, TensorRule

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
+from ....drafter.compute.checkpoint.packed_4bit import BLOCK, WORD
 from ....drafter.compute.layers.linear import Activation
 from ....drafter.compute.layers.moe import ExpertActivation, MoeRouter
-from ....drafter.compute.quantization.int4 import WORD
-from ....drafter.compute.quantization.packed_4bit import BLOCK
 
 # Inner states are sharded over ranks; for experts either their inner states or the experts themselves.
 # "inner": a dense MLP; "shared": the shared expert; "experts": the router's outputs, not sharded;

@@ -16,11 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ....drafter.compute.checkpoint.packed_4bit import MXFP4, Int4, Packed
 from ....drafter.compute.layers.linear import RMSNorm
 from ....drafter.compute.layers.moe import ExpertWeights, RouterWeights
-from ....drafter.compute.quantization.int4 import Int4
-from ....drafter.compute.quantization.mxfp4 import MXFP4
-from ....drafter.compute.quantization.packed_4bit import Packed
 from .mlp_spec import FUSED_EXPERTS, INT4_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from ....drafter.compute.backend import Feature, ModelStackSpec
+from ....drafter.compute.checkpoint.packed_4bit import BLOCK, WORD
 from ....drafter.compute.checkpoint.safetensors_reader import FLOATS
-from ....drafter.compute.quantization.int4 import WORD
-from ....drafter.compute.quantization.packed_4bit import BLOCK
 from .attention import AttentionAxis, TargetAttention, attention_axis_size, is_attention_axis
 from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
 from .mlp_spec import EXPERT_FORMS, MLP, GatedMLP, MLPAxis, RoutedMLP, is_mlp_axis, mlp_axis_size, mlp_parts
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. "one" has size 1. "_blocks" count blocks of packed weights
-# (`drafter/compute/quantization/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
+# (`drafter/compute/checkpoint/packed_4bit.py`), "block_bytes" the bytes of one block, "_words" the words
 # that store INT4.
 Axis = (
     Literal["hidden", "vocab", "hidden_blocks", "hidden_words", "block_bytes", "one"]

@@ -5,7 +5,7 @@ norm with what comes before or after.
 
     (x, norm x) --q,k,v--> attention --o--> (x', norm x') --MLP (`mlp.py`)--> (x'', norm x'')
 
-Legend: N rows, H hidden, m taps; P parts, L layers, R rows of a block of a weight.
+Legend: N rows, H hidden, m taps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..backend import Attention, AttentionShape, Backend, BlockWeights, MixerSha
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
 from .dflash2_block import ConvolvedBlock, ConvolvedStack
-from .mlp import make_mlp
+from .mlp import Mlp
 
 
 class OperatorBackend(Backend):
@@ -76,7 +76,7 @@ class TransformerBlock:
     def __init__(self, operators: Backend, shape: MixerShape, weights: BlockWeights) -> None:
         self._operators = operators
         self._attention = _mixer(operators, shape)
-        self._mlp = make_mlp(operators, weights)
+        self._mlp = Mlp(operators, weights)
         self._weights = weights
 
     def __call__(
@@ -88,7 +88,6 @@ class TransformerBlock:
             x_NH: the residual; not changed.
             normed_NH: this block's first norm of it.
             step: result of `Backend.begin` for this pass.
-            layer: index in the cache; see `backend.Attention`.
             next_norm: the next block's first norm, or the model's final norm.
         """
         weights, operators = self._weights, self._operators

@@ -1,8 +1,7 @@
-"""Random tensors with the shapes of a checkpoint.
+"""Random tensors with the shapes of a checkpoint, for `load_format="dummy"` and benchmarks.
 
 A model's output is noise, but finite: matrices preserve the variance of their inputs. A name always gets the
-same values on a kind of device, so ranks that slice one tensor get parts of the same one. Used for
-`load_format="dummy"` (`actors/targets/loading/rank_loader.py`) and by `jobs/bench/common/random_weights.py`.
+same values on a kind of device, so ranks that slice one tensor get parts of the same one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..quantization.packed_4bit import BLOCK
+from .packed_4bit import BLOCK
 
 _CODES_STD = 2.9  # standard deviation of MXFP4's sixteen values
 _INTEGERS_STD = 4.6  # standard deviation of INT4's
@@ -25,7 +24,7 @@ class RandomTensors:
 
     Args:
         dtype, device: of all tensors; except that a drafter's token map (`d2t`) is int64, and packed
-            weights (`drafter/compute/quantization/`) are bytes and words.
+            weights (`drafter/compute/checkpoint/packed_4bit.py`) are bytes and words.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class RandomTensors:
             return torch.randint(
                 256, shape, generator=self._generator, dtype=torch.uint8, device=self._device
             )
-        if name.endswith("_packed"):  # words of eight codes (`drafter/compute/quantization/int4.py`)
+        if name.endswith("_packed"):  # words of eight codes (`drafter/compute/checkpoint/packed_4bit.py`)
             bits = torch.iinfo(torch.int32)
             return torch.randint(
                 bits.min, bits.max, shape, generator=self._generator, dtype=torch.int32, device=self._device

@@ -183,8 +183,7 @@ def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
     """Validate `raw` as a `model`; the first invalid field raises a CheckpointError.
 
     Args:
-        file: where `raw` was read, for the message.
-        at: dotted path of `raw` in that file, if it is a part of it.
+        file, at: where `raw` was read; its dotted path in that file, if it is a part of it.
     """
     try:
         return model.model_validate(dict(raw))
@@ -205,13 +204,7 @@ def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
 
 
 def wrong(file: str, key: str, value: object, wanted: str) -> CheckpointError:
-    """Return the error for a field of `file`.
-
-    Args:
-        key: dotted path in the file.
-        value: as in the file; None if it is absent.
-        wanted: completes "it must be ...", without a full stop.
-    """
+    """Return the error for a field of `file` with this dotted path; `wanted` completes "it must be ..."."""
     shown = repr(value)
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]} ..."
     stated = f"{key} is missing; it" if value is None else f"{key}={shown}"

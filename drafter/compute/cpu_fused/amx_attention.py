@@ -29,7 +29,6 @@ _LOG2_E = 1.4426950408889634
 
 
 def tile_scratch_bytes(longest: int, head_dim: int) -> int:
-    """Return the scratch memory of `attend_tiles` in bytes."""
     keys = -(-longest // (QUAD * BLOCK)) * QUAD * BLOCK
     per_key = 1 + QUERIES * 4 + QUERIES * 2  # addresses of blocks, S^T, P
     rows = QUERIES * head_dim * (2 + 2 + 4)  # Q, Q^T, O

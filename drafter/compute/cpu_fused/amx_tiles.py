@@ -1,8 +1,7 @@
 """Products in AMX tiles: shapes, and the tile configuration.
 
 Tile configuration layout (palette 1): Intel Architecture Instruction Set Extensions Programming Reference,
-LDTILECFG. CPUs without AMX use `simd_tiles.py` and need no configuration: `begin_*` and `end_products` are
-empty there. Called by `packed_gemm.py`, `amx_gemm.py`, `attention.py` and `amx_attention.py`.
+LDTILECFG. CPUs without AMX need no configuration: `begin_*` and `end_products` are empty there.
 
 Legend: K inputs, D head dim.
 """
@@ -82,14 +81,7 @@ def _begin_tiles_of_attention():
 
 @elements
 def score(blocks, count, offset, stride, queries, scores, steps):
-    """Compute S^T [16 count, 16] = K Q^T.
-
-    Args:
-        blocks, count: addresses of blocks of 16 keys, a multiple of 4 of them; `offset` is added to each.
-        stride: bytes from key to key.
-        queries: Q^T packed as B of a product.
-        steps: D / 32.
-    """
+    """Compute S^T [16 count, 16] = K Q^T; arguments: see `amx_intrinsics.amx_scores`."""
     _amx_scores(blocks, count, offset, stride, queries, scores, steps)
 
 

@@ -1,11 +1,9 @@
 """Attention over paged K/V in compiled code, without gathering K/V; only keys a row cannot see are masked.
 
 One *item* is up to 256 query rows of one K/V head of one request; query heads that share it are stacked as
-further rows. `amx_attention.py` computes items in AMX tiles, `simd_attention.py` in vector registers. K and V
-are stored as `qkv_heads.py` writes them, in the layout that the products read.
-
-Sums run over keys in order, and unseen keys add zeros: a row's result does not depend on other rows nor on
-the padding of the context.
+further rows. `amx_attention.py` computes items in AMX tiles, `simd_attention.py` in vector registers, from K
+and V as `qkv_heads.py` writes them. Sums run over keys in order, and unseen keys add zeros: a row's result
+depends neither on other rows nor on the padding of the context.
 
 Legend: R requests, N rows, Q query heads, K kv heads, C = Q / K, D head dim, T keys, P pages, S page size.
 """
@@ -38,8 +36,7 @@ class PagedContexts:
 
     Attributes:
         first_R, rows_R: absolute position of each request's first row, and its rows.
-        pages_RP: page ids of each request from position 0 on.
-        pages_address: address of `pages_RP`.
+        pages_RP, pages_address: page ids of each request from position 0 on; their address.
         longest: length of the longest context.
     """
 
@@ -60,7 +57,6 @@ class PagedContexts:
         device: torch.device | str,
         window: int | None = None,
     ) -> PagedContexts:
-        """Build from host arrays; see `backend.Backend.attention_batch`."""
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
@@ -81,8 +77,7 @@ def attend(
     """Compute this thread's items of a layer, for a range of K/V heads.
 
     Args:
-        qkv: rows of [Q + 2 K, D], q and k normed and rotated.
-        out: rows of [Q, D].
+        qkv: rows of [Q + 2 K, D], q and k normed and rotated; `out` has rows of [Q, D].
         kv: the layer's blocks, including the step's own K and V.
         first, rows, pages: addresses of the arrays of `PagedContexts`; num_pages is the width of `pages`.
         window: see `paged_attention`; -1 is unlimited.

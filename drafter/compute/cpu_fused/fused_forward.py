@@ -1,8 +1,8 @@
 """A model's blocks in one compiled call on all of the process's threads: the bf16 pass on a CPU.
 
 Driven from Python, a small model's pass is a few hundred calls, each with more overhead than work. Here a
-pass is one task of the thread team (`drafter/compute/cpu_fused/threads/thread_team.py`); threads share each
-phase's columns, rows or contexts, with a barrier after it:
+pass is one task of the thread team (`threads/thread_team.py`); threads share each phase's columns, rows or
+contexts, with a barrier after it:
 
     x ─▶ norm ─▶ q,k,v ─▶ norm, rotate, write ─▶ attend ─▶ o + x ─▶ norm ─▶ gate,up,silu ─▶ down + x ─▶ ..
 
@@ -75,12 +75,10 @@ _EPS = _PASS.itemsize - 8  # offset of `eps`, which is passed by address
 
 
 def fits_pages(page_size: int) -> bool:
-    """Return whether a page consists of whole blocks of slots."""
     return page_size % BLOCK == 0
 
 
 def can_compile(*sizes: int) -> bool:
-    """Return whether hidden size, inner size and head sizes fit the tiles."""
     return all(size % 32 == 0 for size in sizes)
 
 

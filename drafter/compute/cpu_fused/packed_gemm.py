@@ -2,7 +2,7 @@
 
 A oneDNN call has 20 to 30 microseconds of overhead; this one two, and it is callable from compiled code
 (`fused_forward.py`). A weight is read once, 32 columns at a time, for all rows; threads share the columns.
-Every row has the same order of sums regardless of the others: batch-invariant.
+Every row has the same order of sums: batch-invariant.
 
 Legend: N rows, K inputs, O outputs.
 """

@@ -3,12 +3,11 @@
 A tile is up to `most_rows()` rows by some groups of 16 columns, summed in fp32. Every sum is one chain over
 the inputs in order, so a row's bits depend neither on other rows nor on how many columns are computed at
 once. Weights are read as bf16 and widened in registers with a shift or a mask; rows are widened once for all
-columns (`pack_rows`), so that a broadcast reads an fp32.
+columns (`pack_rows`), so that a broadcast reads an fp32. LLVM splits vectors of 16 lanes to the CPU's width.
 
     rows, packed:  [K / 64] chunks of [rows, 64]      weights: per 16 columns [K / 2] pairs of [16, 2]
 
-The same tiles compute attention (`simd_attention.py`): its blocks hold K and V in the layout of weights. LLVM
-splits vectors of 16 lanes to the CPU's width. Used by `simd_gemm.py` and `simd_attention.py`.
+`simd_gemm.py` multiplies weights with them, `simd_attention.py` blocks of K and V in the layout of weights.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.

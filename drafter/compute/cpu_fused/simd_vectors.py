@@ -1,7 +1,6 @@
-"""Vector code of sixteen lanes: GEMM epilogues, norms, rotation, softmax, transposed tiles.
+"""Vector code of sixteen lanes that LLVM's vectorizer does not find: epilogues, norms, rotation, softmax.
 
-For what LLVM's vectorizer does not find by itself; uses AVX-512 intrinsics where they help and the CPU has
-them. Used by the other files of this folder.
+Uses AVX-512 intrinsics where they help and the CPU has them.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.

@@ -19,9 +19,8 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
-from ..eager.attention import paged_attention
 from ..eager.attention_metadata import TorchPass
-from ..eager.backend import TorchBackend, norm_values
+from ..eager.backend import TorchAttention, TorchBackend
 from ..eager.moe import TorchExperts
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, RMSNorm
@@ -61,17 +60,11 @@ class NumbaBackend(TorchBackend):
         return layers.gate(gate_up(normed_NH), activation)
 
 
-class _CpuAttention:
-    __slots__ = ("_norm_JD", "_shape")
+class _CpuAttention(TorchAttention):
+    __slots__ = ()
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self._shape = shape
-        self._norm_JD = shape.head_norm()
-
-    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, rows, group = self._shape, step.rows, cache.group(layer)
-        if shape.v_norm:
-            norm_values(qkv_NO, shape)
+    def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+        shape, rows = self._shape, step.rows
         layers.norm_rotate_write(
             qkv_NO,
             shape.head_dim,
@@ -81,20 +74,8 @@ class _CpuAttention:
             shape.eps,
             shape.rope,
             rows.positions_N,
-            rows.kv_slots[group],
+            rows.kv_slots[cache.group(layer)],
             cache.slots(layer),
-        )
-        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
-        return paged_attention(
-            q_NQD,
-            cache,
-            layer,
-            rows.batches[group],
-            shape.scale,
-            causal=shape.causal,
-            window=shape.window,
-            sinks_Q=shape.sinks_Q,
-            first_key=shape.first_key,
         )
 
 

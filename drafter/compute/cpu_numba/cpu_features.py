@@ -1,8 +1,7 @@
 """Detects which instructions compute bf16 on this CPU, and requests permission to use them.
 
 Linux grants a process AMX's registers only on request (`arch_prctl` ARCH_REQ_XCOMP_PERM), which is made when
-a backend is chosen or code is compiled or read from disk, never by an import. Used by `cpu_fused/` and
-`element_ops.py`.
+a backend is chosen or code is compiled or read from disk, never by an import.
 
 MANTA_CPU_INSTRUCTIONS names the best kind that may be used, to test and measure as on other machines. It is
 read before Numba compiles anything; Numba's own NUMBA_CPU_FEATURES takes precedence. oneDNN obeys

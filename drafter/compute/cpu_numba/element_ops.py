@@ -53,10 +53,9 @@ class _KeptCode:
 
 
 def _age(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the cache key of compiled code, in addition to the function's bytecode, which Numba checks.
+    """Return what the cache key of compiled code has beside the function's bytecode, which Numba checks.
 
-    It covers the sources of the loop's folder and of this one, and numeric constants that their modules
-    import from elsewhere.
+    The sources of the loop's folder and of this one, and numeric constants that their modules import.
     """
     folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
     constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))

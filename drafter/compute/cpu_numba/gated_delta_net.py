@@ -1,8 +1,8 @@
 """Numba version of `compute/eager/gated_delta_net.py`: a gated delta rule layer in one compiled loop.
 
-Gated DeltaNet: arXiv 2412.06464. Runs head by head, so that a head's state stays in the nearest cache, and
-row by row within a head. Known rows update the state in place, drafts a copy of it. No operations are fused:
-folding records into a state gives the same bits as running their rows as known ones. Called by `backend.py`.
+Runs head by head, so that a head's state stays in the nearest cache, and row by row within a head. Known rows
+update the state in place, drafts a copy of it. No operations are fused: folding records into a state gives
+the same bits as running their rows as known ones.
 
 Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
 value dim, T taps, W = T - 1, Z slots, P most drafts, R requests, M saves (request, rows, slot).
@@ -26,8 +26,6 @@ from .layers import sigmoid
 
 
 class CpuDeltaNet:
-    """The delta rule of one layer, called as `backend.Attention`."""
-
     __slots__ = ("_heads", "_shape", "_weights")
 
     def __init__(self, shape: DeltaNetShape) -> None:

@@ -1,7 +1,7 @@
 """Vectorized scans over a row of logits, sixteen lanes at a time, which LLVM's vectorizer does not find.
 
 Rows are addresses of bf16 or fp32 elements, according to `like` (`element_ops.LIKE`); `count` is in groups of
-sixteen. NaNs are ignored. Called by `step/cpu_numba/gumbel_argmax.py` and `selector_candidates.py`.
+sixteen. NaNs are ignored. Called by `step/cpu_numba/`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.

@@ -1,9 +1,8 @@
 """RMSNorm, head norm with RoPE and K/V write, and gated activation: one compiled loop each, for CPUs.
 
-PyTorch has no CPU kernels for them (its RMSNorm is twelve operators), and in a step of a small model they
-would cost more than the GEMMs. These loops take one to three microseconds. They compute in fp32 for all
-dtypes and round once, on write; a row's result does not depend on other rows. The counterparts of
-`gpu_triton/`'s kernels; called by `backend.py`.
+PyTorch has no CPU kernels for them (its RMSNorm is twelve operators). These loops take one to three
+microseconds. They compute in fp32 for all dtypes and round once, on write; a row's result does not depend on
+other rows.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, L layers, J = Q + 2 L K heads of a row, D
 head dim, F that of values, T positions, S slots of a layer's K/V, w values of a slot, W all of all slots.
@@ -63,12 +62,9 @@ def norm_rotate_write(
 
     Args:
         x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous; of D, values of F.
-        head_dim: D.
-        num_heads, num_kv_heads: Q and K.
         norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
         rope: None rotates nothing.
-        positions_N: absolute positions, int64.
-        slots_N: slots to which K and V are written in every layer, int64.
+        positions_N, slots_N: absolute positions; slots of every layer. int64.
         kv_LSw: the layers' K/V; each slot is contiguous.
     """
     num_layers, _, width = kv_LSw.shape

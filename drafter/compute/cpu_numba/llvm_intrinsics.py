@@ -1,6 +1,6 @@
-"""Helpers for Numba intrinsics written in LLVM IR; stack memory; atomics.
+"""Helpers for Numba intrinsics written in LLVM IR; stack memory; atomics. Used here and in `cpu_fused/`.
 
-All addresses and strides are int64, strides in bytes. Used here and in `cpu_fused/`.
+All addresses and strides are int64, strides in bytes.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.

@@ -1,9 +1,7 @@
 """Tests whether a thread gets a core: polls the clock for a while, and counts gaps as interruptions.
 
-Short interruptions are tolerated, because a serving machine always has some (an event loop, a scrape, Ray's
-own processes); another process that computes is not.
-
-Used for suspended threads: `compute/cpu_fused/threads/thread_team_size.py`, `actors/system/torch_threads.py`.
+Short interruptions are tolerated, because a serving machine always has some; a process that computes is not.
+Used for suspended threads: `cpu_fused/threads/thread_team_size.py`, `actors/system/torch_threads.py`.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.

@@ -1,11 +1,9 @@
 """Attention over paged K/V with PyTorch's own kernel: gathers pages, then calls scaled_dot_product_attention.
 
-Used on CPUs by this backend and by `cpu_numba/`, and as the fallback elsewhere: a handful of framework calls
-per layer and group of requests (`attention_metadata.py`).
-
-A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
-pages, limited by causality and window. Later entries of its pages (rejected drafts) are always masked. A
-row's result does not depend on other rows, given the paddings of rows here and of keys in
+Used by this backend and `cpu_numba/`: a handful of framework calls per layer and group of requests
+(`attention_metadata.py`). A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys
+0..first+num_rows-1 of its pages, limited by causality and window; later entries (rejected drafts) are masked.
+A row's result does not depend on other rows, given the paddings of rows here and of keys in
 `attention_metadata.py`: measured bitwise on the CPUs tried, and checked at start (`batch_invariance.py`).
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
@@ -42,16 +40,13 @@ def paged_attention(
     sinks_Q: Tensor | None = None,
     first_key: int = 0,
 ) -> Tensor:
-    """Attend from every row to its request's keys in `cache` (the rows' own must be written already).
+    """Attend from every row to its request's keys in `cache`, the rows' own included; return [N, Q * F].
 
     Args:
         causal: whether a row sees only keys up to its own position.
         window: a row at p sees keys p - window < key < p + window; None is unlimited.
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
-        first_key: keys before this position are masked, except a row's own.
-
-    Returns:
-        [N, Q * F], ready for the output projection.
+        first_key: keys before this position are masked, except a row's own (EAGLE-3's position 0 has none).
     """
     groups, seen = batch.groups, VisibleKeys(causal, window, first_key)
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
@@ -70,7 +65,6 @@ def paged_attention(
 
 
 def _flat(out_NQD: Tensor, cache: PagedKVCache, layer: int) -> Tensor:
-    """Return [N, Q * F] without the padding of values."""
     kind = cache.geometries[layer]
     if kind.v_head_dim < kind.head_dim:
         out_NQD = out_NQD[..., : kind.v_head_dim]
@@ -86,7 +80,6 @@ def _attend(
     seen: VisibleKeys,
     sinks_Q: Tensor | None,
 ) -> Tensor:
-    """Attend for M rows of one group; return [M, Q, D]."""
     kind = cache.geometries[layer]
     shared = q_MQD.shape[1] // kind.num_kv_heads
     width = _width(group.num_rows, kind.head_dim, q_MQD.dtype)
@@ -108,8 +101,8 @@ def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
 def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
     """Gather K and V of the group's requests: [2, G, K, T, D].
 
-    Shorter values are padded with zeros: PyTorch's flash kernel needs keys and values of one size. Values
-    that are a part of their keys are the whole keys for the same reason.
+    PyTorch's flash kernel needs keys and values of one size: shorter values are padded with zeros, and values
+    that are a part of their keys are the whole keys.
     """
     kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
     found = cache.pages(layer).index_select(0, group.pages_GP)
@@ -127,10 +120,7 @@ def _context(cache: PagedKVCache, layer: int, group: Group) -> Tensor:
 
 
 def _context_of_one(cache: PagedKVCache, layer: int, group: Group, shared: int) -> tuple[Tensor, ...]:
-    """Return K and V [K, C, T, D] of the group's only request: views if its pages are consecutive.
-
-    Expanded for grouped heads, without copying K or V.
-    """
+    """Return K and V [K, C, T, D] of the group's only request: views if its pages are consecutive."""
     count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
     kv_APS2KD = cache.all_planes(layer)
     if kv_APS2KD is not None and group.first_page is not None and group.first_page + count <= num_pages:
@@ -192,12 +182,9 @@ def _softmax_of_values(
 ) -> Tensor:
     """Return softmax(q k scale + mask) v, in batches of two dimensions.
 
-    A sink is one more logit without a value: it scales the result by sum / (sum + exp(sink)), where `sum` is
-    of exp(logit), which is sigmoid(log sum - sink). So K and V are not copied, and a row's bits do not depend
-    on others.
-
-    Args:
-        sinks: broadcast over the rows of the batches; None: no sinks.
+    A sink (broadcast over the rows of the batches) is one more logit without a value: it scales the result by
+    sum / (sum + exp(sink)), where `sum` is of exp(logit), which is sigmoid(log sum - sink). So K and V are
+    not copied, and a row's bits do not depend on others.
     """
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

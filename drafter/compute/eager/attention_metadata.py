@@ -2,7 +2,7 @@
 
 Made once per step from host integers. Short requests (decoding) of similar context share a group, padded to
 the longest; each long one (prefill) has its own, in tiles of query rows. Keys before a window are skipped in
-whole blocks, which changes no bit. `attention.py` computes the groups; `step/request_states.py` builds them.
+whole blocks, which changes no bit. `attention.py` computes the groups.
 
 Legend: N rows, G requests of a group, W query rows, T context tokens (padded), P pages of a request, M rows
 of a group.
@@ -56,9 +56,8 @@ class Group:
         rows: the group's rows, as a slice if they are in order and equally many per request.
         pages_GP: page ids (int64, flat).
         first_page: the first page of the only request, if its pages are consecutive; else None.
-        begins_G: absolute position of the first key.
+        begins_G, lengths_G: absolute position of the first key; keys that exist.
         positions_GW: absolute position of each query row; a shorter request's last one is repeated.
-        lengths_G: keys that exist.
         masks: cache of additive masks.
         views: cache of every plane's K and V of consecutive pages, by the tensor's id; see `_views`.
     """
@@ -121,7 +120,6 @@ class AttentionBatch:
         device: torch.device | str,
         window: int | None = None,
     ) -> AttentionBatch:
-        """Build from host arrays; see `backend.Backend.attention_batch`."""
         lengths_R = first_position_R + num_rows_R
         starts_R = np.cumsum(num_rows_R) - num_rows_R
         step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)

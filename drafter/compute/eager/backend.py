@@ -17,6 +17,7 @@ from ..backend import (
     PlacedRows,
     Projection,
 )
+from ..blocks.dflash2_block import convolve
 from ..blocks.transformer_block import OperatorBackend
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, HeadNorm, RMSNorm, gate
@@ -25,11 +26,10 @@ from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .attention import paged_attention
 from .attention_metadata import AttentionBatch, TorchPass
-from .dynamic_convolution import convolve
 from .gated_delta_net import TorchDeltaNet
 from .mla import LatentAttention
 from .moe import TorchExperts
-from .moe_routing import TorchRoute
+from .moe_routing import LayerRouter
 
 
 def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
@@ -47,7 +47,7 @@ class TorchBackend(OperatorBackend):
         return TorchPass(rows)
 
     def attention(self, shape: AttentionShape) -> Attention:
-        return _TorchAttention(shape) if shape.latent is None else LatentAttention(shape)
+        return TorchAttention(shape) if shape.latent is None else LatentAttention(shape)
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
         return TorchDeltaNet(shape)
@@ -56,7 +56,7 @@ class TorchBackend(OperatorBackend):
         return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+        return LayerRouter(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TorchExperts(weights, self._count_expert_reads(weights))
@@ -85,32 +85,29 @@ class TorchBackend(OperatorBackend):
         return gate(gate_up(normed_NH), activation)
 
 
-class _TorchAttention:
-    __slots__ = ("_head_norm", "_heads", "_shape")
+class TorchAttention:
+    """Head norm, rotation, K/V write, and `paged_attention`; subclasses do what comes before it otherwise."""
+
+    __slots__ = ("_head_norm", "_heads", "_norm_JD", "_shape")
 
     def __init__(self, shape: AttentionShape) -> None:
-        self._shape = shape
-        norm_JD = shape.head_norm()
-        self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
+        self._shape, self._norm_JD = shape, shape.head_norm()
+        self._head_norm = None if self._norm_JD is None else HeadNorm(self._norm_JD, shape.eps)
         self._heads = (shape.num_heads + shape.num_kv_heads, shape.head_dim)
 
     def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, group = self._shape, cache.group(layer)
-        num_q, head_dim = shape.num_heads, shape.head_dim
-        qk_NJD = qkv_NO[:, : self._heads[0] * head_dim].unflatten(-1, self._heads)
-        normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)
-        if shape.rope is not None:
-            step.rotation(shape.rope).rotate(normed, out_NJD=qk_NJD)
-        elif normed is not qk_NJD:
-            qk_NJD.copy_(normed)
+        shape = self._shape
         if shape.v_norm:
-            norm_values(qkv_NO, shape)
-        cache.write(layer, step.rows.kv_slots[group], qkv_NO[:, num_q * head_dim :])
+            v_NKF = qkv_NO[:, -shape.num_kv_heads * shape.v_head_dim :].unflatten(
+                -1, (shape.num_kv_heads, -1)
+            )
+            v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
+        self._place(qkv_NO, step, cache, layer)
         return paged_attention(
-            qk_NJD[:, :num_q],
+            qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(-1, (shape.num_heads, -1)),
             cache,
             layer,
-            step.rows.batches[group],
+            step.rows.batches[cache.group(layer)],
             shape.scale,
             causal=shape.causal,
             window=shape.window,
@@ -118,11 +115,16 @@ class _TorchAttention:
             first_key=shape.first_key,
         )
 
-
-def norm_values(qkv_NO: Tensor, shape: AttentionShape) -> None:
-    """RMS-norm the values of each row, without a weight and in place."""
-    v_NKF = qkv_NO[:, -shape.num_kv_heads * shape.v_head_dim :].unflatten(-1, (shape.num_kv_heads, -1))
-    v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
+    def _place(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> None:
+        """Norm and rotate q and k in place; write k and v."""
+        qk_NJD = qkv_NO[:, : self._heads[0] * self._heads[1]].unflatten(-1, self._heads)
+        normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)
+        if self._shape.rope is not None:
+            step.rotation(self._shape.rope).rotate(normed, out_NJD=qk_NJD)
+        elif normed is not qk_NJD:
+            qk_NJD.copy_(normed)
+        kv_Nw = qkv_NO[:, self._shape.num_heads * self._heads[1] :]
+        cache.write(layer, step.rows.kv_slots[cache.group(layer)], kv_Nw)
 
 
 class _TorchContextWriter:

@@ -8,10 +8,7 @@ rows in order, per value head (a key head serves several):
 `chunk` changes no state: it returns its rows' outputs, the state after the last, and records, from which
 `fold` computes the state after any number of them, once it is known which drafts are accepted. Every row runs
 the same operations on tensors of the same shape, so its bits depend neither on how rows are divided into
-chunks nor on folding. Chunks as matrix products (the WY form) are faster but round differently.
-
-`compute/cpu_numba/gated_delta_net.py` is the same in compiled loops; the layer around both is
-`gated_delta_net.py`.
+chunks nor on folding. The layer around the rule is `gated_delta_net.py`.
 
 Legend: N rows of one request, K key heads, V value heads, D key dim, F value dim; C channels, T taps, W = T -
 1 rows before the first.
@@ -30,13 +27,7 @@ EPS = 1e-6  # added to the sum of squares of queries and keys, as in FLA
 
 
 class Records(NamedTuple):
-    """Rows' updates of a state, fp32; kept for drafts until it is known whether they are accepted.
-
-    Attributes:
-        k_NKD: keys, as `chunk` got them.
-        u_NVF: what each row writes under its key.
-        g_NV: logarithm of the decay that each row applies first.
-    """
+    """Rows' updates of a state, fp32: keys, what each row writes under its key, and log decays."""
 
     k_NKD: Tensor
     u_NVF: Tensor
@@ -46,15 +37,10 @@ class Records(NamedTuple):
 def chunk(
     q_NKD: Tensor, k_NKD: Tensor, v_NVF: Tensor, g_NV: Tensor, beta_NV: Tensor, state_VDF: Tensor
 ) -> tuple[Tensor, Records, Tensor]:
-    """Run rows of one request. All arguments fp32, or fp64 but for `state`, which is not changed.
+    """Return the outputs [N, V, F] of one request's rows, their records, and the state after the last row.
 
-    Args:
-        q_NKD, k_NKD: of unit length (`unit`); q is also scaled.
-        g_NV: <= 0.
-        state_VDF: before the first row.
-
-    Returns:
-        the rows' outputs, [N, V, F]; their records; the state after the last row.
+    All arguments are fp32, or fp64 but for `state_VDF`, which is not changed. q and k are of unit length
+    (`unit`), q also scaled; g <= 0.
     """
     state_VDF, group = state_VDF.to(v_NVF.dtype, copy=True), v_NVF.shape[1] // k_NKD.shape[1]
     out_NVF, u_NVF = torch.empty_like(v_NVF), torch.empty_like(v_NVF)
@@ -80,8 +66,6 @@ def fold(state_VDF: Tensor, records: Records, count: int) -> Tensor:
 
 def conv_chunk(x_NC: Tensor, window_WC: Tensor, kernel_CT: Tensor) -> Tensor:
     """Return y_n = silu(sum over taps t of kernel_t x_(n - W + t)), [N, C], in fp32, rounded once.
-
-    The rows' records are their inputs.
 
     Args:
         window_WC: the inputs before the first row, oldest first; 0 before a sequence begins.

@@ -5,7 +5,7 @@
 Called by the block stack in attention's place; `delta_rule.py` defines the rule.
 
 Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
-value dim.
+value dim, G = V * F.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .delta_rule import Records, chunk, conv_chunk, conv_fold, fold, sigmoid, so
 
 
 class TorchDeltaNet:
-    """The delta rule of one layer, called as `backend.Attention`."""
-
     __slots__ = ("_shape",)
 
     def __init__(self, shape: DeltaNetShape) -> None:

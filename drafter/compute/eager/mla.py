@@ -1,7 +1,6 @@
 """MLA (DeepSeek-V2, arXiv 2405.04434) in its absorbed form, in PyTorch (`drafter/compute/layers/mla.py`).
 
 Absorbed for any number of rows, so a row's bits depend neither on its batch nor on how a prompt was divided.
-Used by this backend and by `cpu_numba/`.
 
 Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, W = C + R, O
 outputs of the block's first projection, H inputs of a head's product.
@@ -22,8 +21,6 @@ from .attention_metadata import TorchPass
 
 
 class LatentAttention:
-    """Norms, rotation, write of latents, and attention over them, of one layer."""
-
     __slots__ = ("_absorb", "_parts", "_rope", "_rope_dim", "_shape", "_values")
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -79,8 +76,8 @@ def split_queries(qkv_NO: Tensor, parts: MLALayer, rope_dim: int) -> tuple[Tenso
 class HeadProducts:
     """Computes y_j = W_j x_j for the heads j of a row, W [J, O, H].
 
-    On a CPU each head is a packed product, so that a row's bits do not depend on the number of rows
-    (`layers.Linear`); elsewhere one batched product.
+    On a CPU each head is a packed product, so that a row's bits do not depend on the number of rows;
+    elsewhere all heads are one batched product.
     """
 
     __slots__ = ("_linears", "_weight_JOH")

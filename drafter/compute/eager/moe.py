@@ -1,8 +1,8 @@
 """Routed experts in PyTorch: the definition, also used on CPUs.
 
 (row, expert) pairs are sorted by expert, so that a pass reads each chosen expert's weights once; then a row's
-results are added in the order of its choice. Products are `layers.Linear`: in fp32 on a CPU a row's bits do
-not depend on how many rows its expert has.
+results are added in the order of its choice. In fp32 on a CPU a row's bits do not depend on how many rows its
+expert has (`layers.Linear`).
 
 Legend: N rows, k experts chosen per row, P = N * k pairs, M pairs of one expert, E experts of this rank, H
 hidden, I inner size.

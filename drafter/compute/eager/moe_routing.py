@@ -1,40 +1,23 @@
 """The definition of MoE routing, in PyTorch: identical on CPU and GPU, and on every rank.
 
-Every row is routed independently. Ties go to the lower expert id. No host synchronization. Sources:
-transformers' modeling_{qwen3_moe,gpt_oss,gemma4,deepseek_v3}.py.
+Ties go to the lower expert id. No host synchronization. Sources: transformers'
+modeling_{qwen3_moe,gpt_oss,gemma4,deepseek_v3}.py.
 
 Legend: N rows, E experts, k chosen per row, G groups, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..backend import Projection
+from ..layers.linear import RMSNorm
 from ..layers.moe import MoeRouter, RouterWeights
 
 _NO_DIVISION_BY_ZERO = 1e-20  # added to the sum of sigmoids
-
-
-class TorchRoute:
-    """The router of a layer.
-
-    Args:
-        project: projection with the router's weight and bias; a row's bits are independent of other rows if
-            the backend's products are.
-    """
-
-    __slots__ = ("_project", "_weights")
-
-    def __init__(self, weights: RouterWeights, project: Projection) -> None:
-        self._weights, self._project = weights, project
-
-    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
-        weights = self._weights
-        x_NH = normed_NH if weights.norm is None else weights.norm(residual_NH)
-        logits_NE = self._project(x_NH.to(weights.weight_EH.dtype))
-        return choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E)
 
 
 def choose(
@@ -60,6 +43,34 @@ def choose(
     if expert_scale_E is not None:
         weights_Nk = weights_Nk * expert_scale_E[ids_Nk]
     return ids_Nk.to(torch.int32), weights_Nk
+
+
+class LayerRouter:
+    """The router of a layer, made of a backend's operators.
+
+    Args:
+        project: projection with the router's weight and bias; a row's bits are independent of other rows if
+            the backend's products are.
+        norm: computes the norm of the raw residual, for rules with `normed_input`.
+        choose: as this module's.
+    """
+
+    __slots__ = ("_choose", "_norm", "_project", "_weights")
+
+    def __init__(
+        self,
+        weights: RouterWeights,
+        project: Projection,
+        norm: Callable[[RMSNorm, Tensor], Tensor] = RMSNorm.__call__,
+        choose: Callable[..., tuple[Tensor, Tensor]] = choose,
+    ) -> None:
+        self._weights, self._project, self._norm, self._choose = weights, project, norm, choose
+
+    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
+        weights, norm = self._weights, self._weights.norm
+        x_NH = normed_NH if norm is None else self._norm(norm, residual_NH)
+        logits_NE = self._project(x_NH.to(weights.weight_EH.dtype))
+        return self._choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E)
 
 
 def _scores(logits: Tensor, rule: MoeRouter) -> Tensor:

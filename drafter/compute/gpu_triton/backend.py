@@ -1,12 +1,10 @@
 """`TritonBackend`: `TorchBackend`'s operators in fused kernels.
 
 Per layer: four GEMMs, one launch that norms and rotates q and k and writes K/V, one that attends. Manta's own
-GEMM kernels (`drafter/compute/gpu_triton/linear/projections.py`) fuse residual, norm and gate; with PyTorch's
-GEMMs one launch adds the residual and norms it (twice), one applies the gate. Routed experts take a
-projection and a selection (`drafter/compute/gpu_triton/moe/topk_routing.py`), then four launches
-(`drafter/compute/gpu_triton/moe/moe.py`). Per pass and kind of layers, one launch builds attention's work
-list. There is no host synchronization, so a CUDA graph may contain everything. Chosen at load
-(`actors/targets/loading/operator_factory.py`).
+GEMM kernels (`linear/projections.py`) fuse residual, norm and gate; with PyTorch's GEMMs one launch adds the
+residual and norms it (twice), one applies the gate. Routed experts take a projection and a selection
+(`moe/topk_routing.py`), then four launches (`moe/moe.py`). Per pass and kind of layers, one launch builds
+attention's work list. There is no host synchronization, so a CUDA graph may contain everything.
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
 K kv heads, F head dim of values; of a weight P parts and R rows of a block.
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +29,7 @@ from ..backend import (
     Projection,
 )
 from ..blocks.transformer_block import OperatorBackend
+from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..layers.mla import MLALayer
@@ -39,7 +37,7 @@ from ..layers.moe import Experts, ExpertWeights, Route, RouterWeights
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .attention.attention_tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
-from .attention.mla import attend_latents, latent_kind
+from .attention.mla import TritonLatentAttention
 from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
@@ -49,7 +47,7 @@ from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from .linear.gemm_choice import MeasuredChoice
 from .linear.gemm_tiles import ProductWorkspace
-from .linear.norms import add_rms_norm, rms_norm
+from .linear.norms import add_rms_norm, rms_norm, row_squares
 from .linear.projections import (
     ChosenProjection,
     LayerProjection,
@@ -58,9 +56,8 @@ from .linear.projections import (
     TorchProjection,
     as_tensor,
 )
-from .linear.row_square_sums import row_squares
 from .moe.moe import TritonExperts
-from .moe.topk_routing import TritonRoute
+from .moe.topk_routing import choose
 
 
 class PagedAttention(Protocol):
@@ -89,11 +86,7 @@ class PagedAttention(Protocol):
 
 
 class SplitAttention:
-    """`paged_attention.verify_attention` with its workspaces, one per value size, shared by all layers.
-
-    Args:
-        batch_invariant: see `AttentionWorkspace`.
-    """
+    """`paged_attention.verify_attention` with its workspaces, one per value size, shared by all layers."""
 
     def __init__(self, device: torch.device | str, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
@@ -135,12 +128,11 @@ class TritonBackend(OperatorBackend):
     """Makes operators in Triton; GEMMs are the faster of Triton's and PyTorch's.
 
     Args:
-        device: of the workspaces.
         attend: attention implementation; by default `SplitAttention`.
         batch_invariant: a row's bits do not depend on its batch: GEMMs are Triton's with one tile height,
             attention is as in `AttentionWorkspace`, and MLA stays absorbed.
-        quantised: weights of projections are e4m3 (`drafter/compute/gpu_triton/linear/fp8_linear.py`),
-            except those of heads, routers and experts.
+        quantised: weights of projections are e4m3 (`linear/fp8_linear.py`), except those of heads, routers
+            and experts.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -200,7 +192,7 @@ class TritonBackend(OperatorBackend):
         self._attend.reserve(shape.v_head_dim)
         if shape.latent is not None:
             room = self._room_to_expand(shape, shape.latent)
-            return _TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
+            return TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
         return _TritonAttention(shape, self._attend)
 
     def _room_to_expand(self, shape: AttentionShape, parts: MLALayer) -> ExpansionWorkspace | None:
@@ -214,13 +206,14 @@ class TritonBackend(OperatorBackend):
         return self._expansions[key]
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        return _TritonDeltaNet(shape, by_rows=self._batch_invariant)
+        return TritonDeltaNet(shape, by_rows=self._batch_invariant)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TritonRoute(weights, self._plain_linear(weights.weight_EH, weights.bias_E))
+        project = self._plain_linear(weights.weight_EH, weights.bias_E)
+        return LayerRouter(weights, project, self.norm, choose)
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TritonExperts(weights, self._count_expert_reads(weights), one_height=self._batch_invariant)
@@ -319,55 +312,6 @@ class _TritonAttention:
         q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
         batch = rows.batches[group]
         return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, shape.sinks_Q)
-
-
-class _TritonLatentAttention:
-    """MLA: absorbed, except for long prompts if there is a workspace to expand them."""
-
-    __slots__ = ("_batch_invariant", "_room", "_shape")
-
-    def __init__(
-        self, shape: AttentionShape, room: ExpansionWorkspace | None, *, batch_invariant: bool
-    ) -> None:
-        self._shape, self._room, self._batch_invariant = shape, room, batch_invariant
-
-    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, rows, group = self._shape, step.rows, cache.group(layer)
-        assert shape.latent is not None and shape.rope is not None, "a layer of latents"
-        expansion = None if self._room is None else step.expansion(group, self._room)
-        kind = latent_kind(
-            shape.num_heads,
-            shape.latent.rank,
-            qkv_NO.dtype,
-            cache.page_size,
-            causal=shape.causal,
-            window=shape.window,
-            batch_invariant=self._batch_invariant,
-        )
-        work: WorkList | None = None
-        if expansion is None:
-            work = step.prepared(group, kind)
-        elif not expansion.takes_all:
-            work = step.prepared(group, replace(kind, most_rows=expansion.workspace.fewest - 1))
-        return attend_latents(
-            qkv_NO,
-            shape.latent,
-            shape.rope,
-            rows.positions_N,
-            rows.kv_slots[group],
-            cache.pages(layer),
-            rows.batches[group],
-            work,
-            expansion,
-            shape.scale,
-        )
-
-
-class _TritonDeltaNet(TritonDeltaNet):
-    __slots__ = ()
-
-    def __call__(self, mixed_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
-        return self.run(mixed_NO, step.rows.states, cache, layer)
 
 
 class _TritonContextWriter:

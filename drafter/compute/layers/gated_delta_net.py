@@ -2,8 +2,7 @@
 
     projection --> [q, k, v | z | b | a] --conv--> rule(q, k, v, g(a), beta(b)) --norm, gate(z)--> [N, V * F]
 
-The projections before and after are the block's, as with attention. `compute/eager/gated_delta_net.py`
-defines the layer, `drafter/compute/memory/recurrent_state_cache.py` its memory.
+`compute/eager/gated_delta_net.py` defines the layer, `compute/memory/recurrent_state_cache.py` its memory.
 
 Legend: N rows, O outputs of the projection, C channels (q, k and v), T taps, V value heads, F value dim, G =
 V * F.

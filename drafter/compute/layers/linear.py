@@ -1,8 +1,7 @@
 """Basic layers of target and drafter: Linear, RMSNorm, gated activation.
 
 Plain callables over tensors, not nn.Modules: nothing is trained here, and every framework call costs
-microseconds at batch 1. Weights are repacked for speed on construction. Used by
-`drafter/compute/blocks/transformer_block.py` and the backends.
+microseconds at batch 1. Weights are repacked for speed on construction.
 
 Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim; P parts, L layers, R
 rows of a block of a weight.

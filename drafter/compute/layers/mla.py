@@ -7,14 +7,11 @@ and a rotated key r that all heads share.
     u ─▶ kv_down ─▶ c = norm(..), r rotated           cached: [c, r], one vector per token
     k_h = [K_h c, r],  v_h = V_h c                     K_h, V_h: rows of kv_up
 
-*Expanded*, attention is that of q and k_h. *Absorbed*, q_n (K_h c) is (q_n K_h) c, and the sum over p V_h c
-is V_h times the sum over p c. So it is attention of [q_n K_h, q_r] over one K/V head whose keys are the
-cached vectors and whose values are their first C, followed by V_h. That reads a token once for all heads,
-which is what bounds decoding. Many rows of one request are less work expanded (`MLALayer.fewest_expanded`),
-with other last bits: so only a GPU does it, for prompts, without batch invariance
-(docs/decisions/latent-attention.md, expanded-latents.md).
-
-`AttentionShape` has the sizes of the absorbed form. Made by the target's decoder.
+*Expanded*, attention is that of q and k_h. *Absorbed*, it is attention of [q_n K_h, q_r] over one K/V head
+whose keys are the cached vectors and whose values are their first C, followed by V_h: a token is read once
+for all heads, which is what bounds decoding. Many rows of one request are less work expanded, with other last
+bits: only a GPU does it, for prompts, without batch invariance (docs/decisions/latent-attention.md,
+expanded-latents.md). `AttentionShape` has the sizes of the absorbed form.
 
 Legend: J heads, E unrotated head dim, F of values, U = E + F, C values of a latent.
 """
@@ -72,9 +69,7 @@ class MLALayer:
         return unit * self.rank // saved + 1 if saved > 0 else None
 
     def k_up(self) -> Tensor:
-        """Return K [J, E, C] of all heads, a view."""
         return self.kv_up_JUC[:, : self.nope_dim]
 
     def v_up(self) -> Tensor:
-        """Return V [J, F, C] of all heads, a view."""
         return self.kv_up_JUC[:, self.nope_dim :]

@@ -5,9 +5,6 @@
     ExpertWeights  one rank's experts of one layer, as a backend gets them, at load
     Experts        what `Backend.experts` makes of them: y = sum of w_j expert_j(x) in the order of choice
 
-Read from config.json by the target's families; made by its decoder; called by
-`drafter/compute/blocks/mlp.py`.
-
 Legend: N rows, E experts, k chosen per row, H hidden, I inner size of an expert.
 """
 
@@ -19,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..quantization.packed_4bit import Packed
+from ..checkpoint.packed_4bit import Packed
 from .linear import RMSNorm
 
 # Only experts have `swiglu_clamped` (gpt-oss): (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit), g =
@@ -120,12 +117,7 @@ class Route(Protocol):
     """A router, ready to run."""
 
     def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts, int32 [N, k], best first, and their weights, fp32 [N, k].
-
-        Args:
-            normed_NH: the experts' input.
-            residual_NH: the residual that it is the norm of.
-        """
+        """Return experts, int32 [N, k], best first, and weights, fp32 [N, k]; takes norm and residual."""
         ...
 
 
@@ -135,10 +127,7 @@ class Experts(Protocol):
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return y [N, H] in the dtype of `x`: the sum of a row's contributions from this rank's experts.
 
-        They are added in fp32 in the order of k, so that a row's bits do not depend on other rows.
-
-        Args:
-            expert_ids_Nk: int32, ids in the model.
-            weights_Nk: fp32.
+        They are added in fp32 in the order of k, so that a row's bits do not depend on other rows. Expert ids
+        are int32, those of the model.
         """
         ...

@@ -68,7 +68,6 @@ class RopeConfig:
     """The settings of `rope_theta`, `rope_scaling` or `rope_parameters` of a config.json.
 
     Attributes:
-        head_dim: dimensions of a head.
         theta: base of the frequencies.
         kind: "default", "linear", "llama3", "yarn" or "proportional".
         scaling: the remaining keys, as in the checkpoint, with derived values filled in.
@@ -97,9 +96,9 @@ class RopeConfig:
 
         Args:
             file: source of the values, for messages.
-            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type; None if one
-                serves all layers. With a type, settings that the file does not give per type apply to full
-                layers: sliding ones have `rope_local_base_freq`, and no scaling.
+            layer_type: "full_attention" or "sliding_attention" if rotations differ by layer type. Then
+                settings that the file does not give per type apply to full layers: sliding ones have
+                `rope_local_base_freq`, and no scaling.
             default_theta: used if the file has none (for this type of layers).
         """
         found = read_rope(config, head_dim, file, layer_type)

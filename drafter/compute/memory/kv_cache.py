@@ -1,11 +1,9 @@
 """Paged K/V memory of one model: keys and values of all its layers, by page id.
 
 `cluster/kv_cache/kv_cache_manager.py` allocates the pages. The drafter's cache uses the target's page ids in
-its own memory, or its own ids. Read by attention, written by models.
-
-A page holds tokens of one page group's layers. The memory has *planes*; groups use the same planes with
-different pages, so any page can belong to any group. A plane is as wide as the widest layer needs, and
-narrower layers share one (`cluster/pages/kv_cache_groups.py`, with a drawing):
+its own memory, or its own ids. A page holds tokens of one page group's layers. The memory has *planes*;
+groups use the same planes with different pages, so any page can belong to any group. A plane is as wide as
+the widest layer needs, and narrower layers share one (`cluster/pages/kv_cache_groups.py`, with a drawing):
 
     kv [A, P + 1, S, W]            a token's values in a plane
     layer i                        plane `places[i].plane`, by the page table of group `places[i].group`;
@@ -33,7 +31,6 @@ from .recurrent_state_cache import StateMemory
 
 
 def skip_slot(num_pages: int, page_size: int) -> int:
-    """Return the slot for discarded rows."""
     return num_pages * page_size
 
 

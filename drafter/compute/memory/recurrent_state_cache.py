@@ -52,8 +52,8 @@ class StateRows:
 
     Attributes:
         slots_R: distinct.
-        num_rows_R: rows of each request, at least one.
-        num_drafts_R: how many of them, the last ones, are drafts.
+        num_rows_R, num_drafts_R: rows of each request, at least one; how many of them, the last ones, are
+            drafts.
         pending_R: how many records of the slot are accepted and not folded yet.
         saves: by request, then by rows. After accepted drafts `StateMemory.copy` saves instead, later.
     """
@@ -65,7 +65,6 @@ class StateRows:
     saves: tuple[Save, ...] = ()
 
     def requests(self) -> Iterator[tuple[int, int, int, int]]:
-        """Return an iterator over each request's four numbers."""
         numbers = (self.slots_R, self.num_rows_R, self.num_drafts_R, self.pending_R)
         return zip(*(x.tolist() for x in numbers), strict=True)
 
@@ -98,7 +97,6 @@ class DeviceStateRows:
 
     @classmethod
     def of(cls, rows: StateRows, first_R: Ints, device: torch.device | str) -> DeviceStateRows:
-        """Copy host rows to a device."""
         saves_2RM = np.zeros((2, len(first_R), MAX_SAVES), dtype=np.int32)
         count_R = [0] * len(first_R)
         for request, num_rows, slot in rows.saves:

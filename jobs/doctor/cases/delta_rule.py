@@ -1,7 +1,6 @@
 """Gated delta rule layers with our own kernels: a prompt, a block with accepted drafts, further rows.
 
-Sizes are those of supported models on a GPU, and small ones in Triton's interpreter. Does not import Triton
-itself: `../run.py` calls it where Triton's backend runs.
+Sizes are those of supported models on a GPU, and small ones in Triton's interpreter.
 
 Legend: N rows, O outputs of the layer's product, C channels, T taps, V value heads, F value dim, Z slots.
 """
@@ -71,12 +70,7 @@ class DeltaLayer:
         self.first_Z, self._pending_Z = np.zeros((2, memory.num_slots), dtype=np.int64)
 
     def run(self, given: Sequence[tuple[int, Tensor, int]], saves: tuple[Save, ...] = ()) -> Tensor:
-        """Run a pass.
-
-        Args:
-            given: slot, rows [N, O], and the number of drafts at their end; a request without rows is
-                padding.
-        """
+        """Run a pass of (slot, rows [N, O], drafts among them); a request without rows is padding."""
         if not self._is_on_device:
             given = [each for each in given if len(each[1])]
         slots, counts, drafts = np.array([(slot, len(x), count) for slot, x, count in given]).T

@@ -1,7 +1,7 @@
 """Kernels used only for drafting: margins, trimming, DFlash2's paths; attention with odd head sizes.
 
 Margins are compared with fp64, trimming and paths with the host's definitions on the same device. Imports
-Triton: `../run.py` imports this file only where Triton's backend runs.
+Triton.
 
 Legend: N rows, R requests, K most drafts, V vocabulary, E selector's rank.
 """
@@ -98,8 +98,7 @@ def cut(
 ) -> tuple[DeviceStepRequests, Tensor]:
     """Run the trimming kernel with a budget of rows; return its requests and the margins.
 
-    Args:
-        padding: requests without rows after the others.
+    `padding` is the number of requests without rows after the others.
     """
     count, most = margins_RK.shape
     room, requests_R = DeviceStepRequests.room(count + padding), np.arange(count, dtype=np.int32)

@@ -1,7 +1,6 @@
 """Routed experts with our own kernels: plain and packed weights, in tiles of every height.
 
-Sizes are those of supported models on a GPU, and small ones in Triton's interpreter. Does not import Triton
-itself: `../run.py` calls it where Triton's backend runs; `../rates.py` uses its experts.
+Sizes are those of supported models on a GPU, and small ones in Triton's interpreter.
 
 Legend: N rows, k experts chosen per row, E experts, H hidden, I inner size, O outputs of a product, J codes
 of a block.
@@ -16,11 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ....drafter.compute.checkpoint.packed_4bit import BLOCK, MXFP4, Int4, Packed
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.layers.moe import ExpertActivation, ExpertWeights
-from ....drafter.compute.quantization.int4 import Int4
-from ....drafter.compute.quantization.mxfp4 import MXFP4
-from ....drafter.compute.quantization.packed_4bit import BLOCK, Packed
 from .case import Case, checks_of_served
 from .checks import Check, off_by
 from .subject import KernelInputs, MachineKind
@@ -34,12 +31,7 @@ _SMALL_ROWS = (5, 20, 40, 70)
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """The experts of a model.
-
-    Attributes:
-        places: experts per row.
-        packed: storage format of the weights; None: plain.
-    """
+    """The experts of a model; `places` experts per row; plain weights if `packed` is None."""
 
     name: str
     hidden: int

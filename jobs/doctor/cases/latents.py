@@ -1,8 +1,7 @@
 """Attention over latents (MLA) with our own kernels: absorbed for blocks, expanded for long prompts.
 
 Sizes are those of Kimi K2 on one of eight ranks on a GPU, and small ones in Triton's interpreter. Two
-requests run two passes, of which the first is the prefill and the second is compared. Does not import Triton
-itself: `../run.py` calls it where Triton's backend runs.
+requests run two passes, of which the first is the prefill and the second is compared.
 
 Legend: N rows, J heads, E and R head dims without and with rotary embedding, F of values, C values of a
 latent, W = C + R, O = E + R.

@@ -2,7 +2,7 @@
 
 They are called through the interface that models use (`drafter/compute/backend.py`). Operators are checked
 separately where passes are driven from Python; a compiled pass is one call and is checked as one. Every
-function here returns the results of a inputs's backend for operands that it draws.
+function here returns the results of a backend for operands that it draws.
 
 Legend: N rows, H hidden, I inner size, O outputs, P parts and R rows of a block of a weight, L layers,
 Q query heads, K kv heads, D head dim; T taps and C groups of channels of a convolution.
@@ -95,8 +95,7 @@ def _residual_norm(inputs: KernelInputs) -> list[Tensor]:
 def add_product(inputs: KernelInputs, num_rows: int, scale: float = 1.0) -> tuple[Tensor, Normed]:
     """Compute the end of an MLP: the new residual and its norm.
 
-    Args:
-        scale: scale of the input; 0 adds nothing to the residual, so that it is not rounded.
+    With a scale of 0 nothing is added to the residual, so that it is not rounded.
     """
     norm = RMSNorm(inputs.norm_weight(inputs.hidden), inputs.eps)
     project = inputs.backend.linear(inputs.weight(inputs.hidden, inputs.inner))
@@ -130,10 +129,8 @@ def attend(
     """Run head norm, rotary embedding, K/V write and attention.
 
     Returns the written keys and values, and each request's rows separately, since their magnitude depends on
-    the length of the context.
-
-    Args:
-        has_sinks: attention of gpt-oss in a captured step, with padding rows.
+    the length of the context. With sinks it is the attention of gpt-oss in a captured step, with padding
+    rows.
     """
     of, contexts = inputs.attention, Contexts(inputs, requests, num_layers=2)
     contexts.fill(inputs)

@@ -1,8 +1,7 @@
 """Our own products with all fused operations, whether or not this device would choose them.
 
 Through the backend's interface (`operators.py`) the faster of several products is used; here it is always
-ours, at every tile height and with more rows than one tile. Imports Triton: `../run.py` imports this file
-only where Triton's backend runs.
+ours, at every tile height and with more rows than one tile. Imports Triton.
 
     residual, then norm   y = x W^T + residual, with the sums of squares for the next product's norm
     norm, then product    the norm applied to the product's input, equal to a separate norm

@@ -1,7 +1,6 @@
 """Kernels of a step: rows, proposals and verification against the host's definitions; sampling against fp64.
 
-Also attention with sinks. Imports Triton: `../run.py` imports this file only where Triton's backend runs.
-`StatePair` calls the kernels as `actors/targets/runners/` do.
+Also attention with sinks. Imports Triton. `StatePair` calls the kernels as `actors/targets/runners/` do.
 
 Legend: N rows, R requests, K most drafts, V vocabulary.
 """

@@ -63,7 +63,6 @@ class MachineKind:
     """A device with the sizes that are used on it.
 
     Attributes:
-        shape: sizes of the models.
         requests: requests of a step, by kind of step.
         context: tokens before the block of a whole pass.
         vocab_size: number of logits in sampling cases.
@@ -91,12 +90,9 @@ class MachineKind:
 
 @dataclass(frozen=True, slots=True)
 class BackendCandidate:
-    """A backend to check.
+    """A backend to check; `setting` is the `attention_backend` that selects it.
 
-    Attributes:
-        name: display name.
-        setting: the `attention_backend` that selects it; None: the definition, which is not selectable where
-            compiled loops run.
+    `setting` is None for the definition, which is not selectable where compiled loops run.
     """
 
     name: str
@@ -137,11 +133,7 @@ def candidates(place: MachineKind) -> list[BackendCandidate]:
 
 
 class KernelInputs:
-    """A backend with a dtype (which must run here) and reproducible random operands.
-
-    Args:
-        backend: by default made as in loading a model.
-    """
+    """A backend with a dtype (which must run here) and reproducible random operands."""
 
     def __init__(
         self,
@@ -198,7 +190,6 @@ class KernelInputs:
     def attention_shape(
         self, rope: RotaryEmbedding, *, causal: bool, window: int | None, sinks_Q: Tensor | None = None
     ) -> AttentionShape:
-        """Return an attention shape with the model's heads and random norm weights."""
         of = self.attention
         return AttentionShape(
             num_heads=of.num_heads,
@@ -219,10 +210,7 @@ class KernelInputs:
 class Contexts:
     """Requests in scattered pages of a cache. Other slots hold large values, visible in any result.
 
-    Args:
-        requests: context tokens and rows of each request.
-        num_layers: layers of the cache.
-        geometry: sizes of keys and values; by default those of the inputs' attention.
+    `requests` are context tokens and rows of each; K/V has the sizes of the inputs' attention by default.
     """
 
     def __init__(
@@ -243,7 +231,6 @@ class Contexts:
 
     @property
     def length(self) -> int:
-        """Return the tokens of the longest request."""
         return int((self.first_R + self.rows_R).max())
 
     def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:

@@ -20,10 +20,11 @@ from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.cpu_numba import layers as loops
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.layers.moe import ExpertWeights
-from manta.drafter.compute.quantization.mxfp4 import MXFP4
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from safetensors.torch import load_file
 from steps import settings
 from thread_ranks import PROMPTS, ThreadRanks, tokens_by_steps

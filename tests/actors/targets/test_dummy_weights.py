@@ -19,7 +19,7 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
-from manta.drafter.compute.quantization.mxfp4 import MXFP4
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
 from paths import DATA

@@ -17,13 +17,12 @@ from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights, open_checkpoint
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.packed_4bit import Int4, Packed, bytes_of_words
 from manta.drafter.compute.gpu_triton.moe import moe as gpu_experts
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm import multiply_tiles
 from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import HEIGHTS
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
 from manta.drafter.compute.layers.moe import ExpertWeights
-from manta.drafter.compute.quantization.int4 import Int4, bytes_of_words
-from manta.drafter.compute.quantization.packed_4bit import Packed
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_target, transformers_model
 from torch import Tensor

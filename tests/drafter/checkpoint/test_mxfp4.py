@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.compute.quantization.mxfp4 import MXFP4
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 

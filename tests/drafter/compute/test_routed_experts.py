@@ -9,7 +9,7 @@ import pytest
 import torch
 from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, RoutedExperts
 from manta.drafter.compute.batch_invariance import rows_are_invariant
-from manta.drafter.compute.blocks.mlp import make_mlp
+from manta.drafter.compute.blocks.mlp import Mlp
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.moe_routing import choose
@@ -230,7 +230,7 @@ def test_the_shared_expert_is_added_before_the_sum_over_ranks(backend: Any, gate
     )
     square = backend.linear(torch.eye(HIDDEN))
     block = BlockWeights(attention_norm=norm, qkv=square, o=square, mlp_norm=norm, mlp=routed)
-    got_NH, normed_NH = make_mlp(backend, block)(norm(x_NH), x_NH, norm)
+    got_NH, normed_NH = Mlp(backend, block)(norm(x_NH), x_NH, norm)
 
     u_NH = norm(x_NH)
     gate_NI, up_NI = (u_NH @ gate_up_IH.T).chunk(2, dim=-1)

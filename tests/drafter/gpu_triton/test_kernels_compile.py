@@ -630,6 +630,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(4096, 16),
         _norm(4096, 16, add=False),
         _norm(2880, 16),
+        _row_squares(6144, 1024),  # MiniMax-M2
         _norm(192, 1),
         _norm(8192, 16, dtype="fp32"),
         _norm(3840, 16, weight="fp32"),  # Gemma 3
@@ -713,7 +714,6 @@ VARIANTS: dict[str, list[Variant]] = {
         _delta("_gate_outputs", (16, 32)),
         _delta("_gate_outputs", (16, 48), "fp32"),
     ],
-    "compute.gpu_triton.linear.row_square_sums": [_row_squares(6144, 1024)],  # MiniMax-M2
     "compute.gpu_triton.attention.norm_rope_kv_write": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),

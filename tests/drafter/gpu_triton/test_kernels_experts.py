@@ -16,6 +16,7 @@ from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.packed_4bit import MXFP4
 from manta.drafter.compute.eager import moe_routing as routing
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
@@ -27,11 +28,10 @@ from manta.drafter.compute.gpu_triton.moe.grouped_gemm_tiles import (
     tile_height,
 )
 from manta.drafter.compute.gpu_triton.moe.moe_align import ExpertTiles, list_tiles
-from manta.drafter.compute.gpu_triton.moe.mxfp4 import MOST_EXPONENT
 from manta.drafter.compute.gpu_triton.moe.topk_routing import choose
+from manta.drafter.compute.gpu_triton.moe.unpack_4bit import MOST_EXPONENT
 from manta.drafter.compute.layers.linear import RMSNorm, gate
 from manta.drafter.compute.layers.moe import ExpertActivation, ExpertWeights, MoeRouter, RouterWeights
-from manta.drafter.compute.quantization.mxfp4 import MXFP4
 from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
 

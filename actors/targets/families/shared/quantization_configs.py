@@ -4,7 +4,7 @@ FP8: each block of a matrix has a scale (`fp8_block_reader.py`). `activation_sch
 dequantized and multiplied in the dtype of the model, so outputs are at least as exact as with quantized
 activations, but not the same bits.
 
-INT4: experts in groups of 32 (`drafter/compute/quantization/int4.py`). Of what compressed-tensors supports,
+INT4: experts in groups of 32 (`drafter/compute/checkpoint/packed_4bit.py`). Of what compressed-tensors supports,
 only the scheme of Kimi K2 is read. The list of modules that are not packed is ignored: it names all but
 routed experts, as do the names of the tensors.
 """
@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from .....drafter.compute.checkpoint.hf_config import Count, HfConfig, Off
+from .....drafter.compute.checkpoint.packed_4bit import BLOCK, bytes_of_words
 from .....drafter.compute.checkpoint.safetensors_reader import WORDS
-from .....drafter.compute.quantization.int4 import bytes_of_words
-from .....drafter.compute.quantization.packed_4bit import BLOCK
 from ...model.model_spec import Axis, TensorRule
 
 

@@ -2,14 +2,14 @@
 
 A *task* is compiled code, called as task(args, thread, num_threads) on every thread at once; `barrier`
 separates its phases. Idle workers spin for some tens of microseconds, because a step's passes follow each
-other closely, then sleep in the kernel (futex). Python sees one call.
+other closely, then sleep in the kernel (futex).
 
     caller:  publish the task, then a new epoch, wake sleepers ─▶ run as thread 0 ─▶ wait until all are done
     workers: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ spin, then sleep
 
-One task at a time: a caller that finds the team busy runs its task alone, with the same result, since no
-task's result depends on the number of threads. For the same reason a team may be smaller than requested:
-`thread_team_size.py` sets its size when other processes use the cores.
+A caller that finds the team busy runs its task alone, with the same result, since no task's result depends on
+the number of threads. For the same reason a team may be smaller than requested: `thread_team_size.py` sets
+its size when other processes use the cores.
 
 An epoch is a count and, in its low bits, the number of threads it needs. Threads that are not needed read
 nothing else; needed threads find the task in place, because the caller waits for all of them.

@@ -2,17 +2,16 @@
 
 A barrier costs half a microsecond while all threads run, and a scheduler quantum if one of them does not
 because another process has its core or a quota is used up. A team that waits a large share of its time
-suspends threads: the others finish sooner. After a rest, suspended threads test whether they would run: each
-polls the clock for a while, concurrently with the team's work. If one is interrupted for long, the trial
-fails and the next rest is twice as long. Single interruptions do not count: the event loop of an engine's own
-process causes some in every step.
+suspends threads. After a rest, suspended threads test whether they would run: each polls the clock for a
+while, concurrently with the team's work. If one is interrupted for long, the trial fails and the next rest is
+twice as long. Single interruptions do not count: an engine's own event loop causes some in every step.
 
     all ──▶ waits are recorded (`note_wait`) ──▶ fewer (`judge`) ──▶ rest ──▶ a trial (`size_now`, `try_out`)
      ▲                                                                ▲                │          │
      └──────────────────────────── passed ────────────────────────────┼────────────────┘          │
                                                                       └──── twice as long ◀───────┘
 
-`thread_team.py` has the threads, and holds these words. No task's result depends on the size.
+`thread_team.py` has the threads, and holds these words.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -40,14 +39,12 @@ _SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 1_000_000_000
 
 @elements
 def begin_sizes(words, most):
-    """Initialize the words of a new team."""
     write_shared(words + LIMIT, most)
     write_shared(words + _REST, _SHORTEST_REST_NS)
 
 
 @elements
 def note_wait(words, waited_ns):
-    """Record that a thread waited this long for another one."""
     fetch_add(words + _WAITED, waited_ns)
 
 

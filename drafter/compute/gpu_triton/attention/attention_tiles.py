@@ -1,8 +1,7 @@
 """Tile sizes of attention calls, and their shared tensors: host arithmetic, no Triton.
 
 Everything here follows from shapes that a CUDA graph fixes; how contexts are split into pieces depends on
-lengths, and is decided on the device (`work_list.py`). Called by `work_list.py`, `paged_attention.py` and the
-row layout.
+lengths, and is decided on the device (`work_list.py`).
 
 Legend: B requests, N rows, Q query heads, K kv heads, D head dim, F that of values, P pages of a request, S
 page size, E rows of partial results.
@@ -80,9 +79,6 @@ class AttentionKind:
     """Properties shared by the layers that use one work list.
 
     Attributes:
-        head_dim, v_head_dim: of queries and keys; of values.
-        dtype: of q, K and V.
-        page_size: tokens of a page.
         causal, window, first_key: see `eager.attention.paged_attention`.
         most_rows: requests with more rows are skipped; another kernel computes them.
     """
@@ -150,7 +146,6 @@ class TilePlan:
     Attributes:
         block_rows, block_keys: query rows times the heads of a group, and keys, of a tile.
         tile_tokens: rows of a request in a tile.
-        num_warps: of a program.
         split_keys, run_splits: structure of sums in batch-invariant mode: splits of `split_keys` keys, runs
             of `run_splits` splits; 0 otherwise.
     """
@@ -170,11 +165,7 @@ class TilePlan:
 
 
 def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False) -> TilePlan:
-    """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one.
-
-    Args:
-        max_rows: see `PagedRows`.
-    """
+    """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
     block_keys = _block_keys(width, kind.dtype.itemsize)
     values = _BLOCK_VALUES[kind.dtype.itemsize]

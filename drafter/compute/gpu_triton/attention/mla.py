@@ -6,8 +6,7 @@
 
 Keys are one head that all query heads share. A tile takes as many query heads as registers hold accumulators
 of a latent's width; the others are separate items that read the same keys. K and V up-projections of the
-heads are PyTorch batched products. Which requests are expanded instead (`mla_prefill.py`) is determined once
-a pass. Made by `drafter/compute/gpu_triton/backend.py`.
+heads are PyTorch batched products. `mla_prefill.py` has the expanded form.
 
 Legend: N rows, J heads, E unrotated head dim, R rotated, F of values, C values of a latent, P pages, S page
 size; in the kernel G heads at once.
@@ -18,19 +17,23 @@ size; in the kernel G heads at once.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backend import AttentionShape
 from ...eager.mla import split_queries
 from ...layers.mla import MLALayer
 from ...layers.rope import RotaryEmbedding
+from ...memory.kv_cache import PagedKVCache
 from ..common.launch import dependent_launch, wait_for_predecessor
 from .attention_tiles import AttentionKind, PagedRows
 from .mla_prefill import attend_expanded
-from .mla_prefill_plan import Expansion
+from .mla_prefill_plan import Expansion, ExpansionWorkspace
 from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
 from .work_list import WorkList
@@ -57,35 +60,48 @@ def latent_kind(
     return AttentionKind(num_heads, kv_heads, rank, rank, dtype, page_size, causal, window)
 
 
-def attend_latents(
-    qkv_NO: Tensor,
-    parts: MLALayer,
-    rope: RotaryEmbedding,
-    positions_N: Tensor,
-    kv_slots_N: Tensor,
-    pages_PSW: Tensor,
-    rows: PagedRows,
-    work: WorkList | None,
-    expansion: Expansion | None,
-    scale: float,
-) -> Tensor:
-    """Return [N, J * F] from the block's first projection, after writing its latents.
+class TritonLatentAttention:
+    """MLA of one layer: absorbed, except for long prompts if there is a workspace to expand them."""
 
-    Args:
-        pages_PSW: a layer's latents and rotated keys; written.
-        work: work list of `latent_kind` for absorbed requests; None if all are expanded.
-        expansion: the expanded requests; None if there are none.
-    """
-    q_NJO, latent_NW = split_queries(qkv_NO, parts, rope.cos_TD.shape[1])
-    norm_rotate_write_latents(q_NJO, latent_NW, parts, rope, positions_N, kv_slots_N, pages_PSW)
-    if work is None:
-        out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
-    else:
-        out_NO = _attend_absorbed(q_NJO, parts, pages_PSW, rows, work, scale)
-    if expansion is not None:
-        out_NJF = out_NO.unflatten(-1, (parts.num_heads, -1))
-        attend_expanded(q_NJO, parts, pages_PSW, expansion, scale, out_NJF)
-    return out_NO
+    __slots__ = ("_batch_invariant", "_parts", "_rope", "_shape", "_workspace")
+
+    def __init__(
+        self, shape: AttentionShape, workspace: ExpansionWorkspace | None, *, batch_invariant: bool
+    ) -> None:
+        assert shape.latent is not None and shape.rope is not None, "a layer of latents"
+        self._shape, self._parts, self._rope = shape, shape.latent, shape.rope
+        self._workspace, self._batch_invariant = workspace, batch_invariant
+
+    def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int) -> Tensor:
+        """Return [N, J * F] from the block's first projection, after writing its latents."""
+        shape, parts, group = self._shape, self._parts, cache.group(layer)
+        rows: PagedRows = step.rows.batches[group]
+        expansion: Expansion | None = None
+        if self._workspace is not None:
+            expansion = step.expansion(group, self._workspace)
+        q_NJO, latent_NW = split_queries(qkv_NO, parts, self._rope.cos_TD.shape[1])
+        positions_N, slots_N, pages_PSW = step.rows.positions_N, step.rows.kv_slots[group], cache.pages(layer)
+        norm_rotate_write_latents(q_NJO, latent_NW, parts, self._rope, positions_N, slots_N, pages_PSW)
+        if expansion is not None and expansion.takes_all:
+            out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
+        else:
+            kind = latent_kind(
+                shape.num_heads,
+                parts.rank,
+                qkv_NO.dtype,
+                cache.page_size,
+                causal=shape.causal,
+                window=shape.window,
+                batch_invariant=self._batch_invariant,
+            )
+            if expansion is not None:
+                kind = replace(kind, most_rows=expansion.workspace.fewest - 1)
+            work = step.prepared(group, kind)
+            out_NO = _attend_absorbed(q_NJO, parts, pages_PSW, rows, work, shape.scale)
+        if expansion is not None:
+            out_NJF = out_NO.unflatten(-1, (parts.num_heads, -1))
+            attend_expanded(q_NJO, parts, pages_PSW, expansion, shape.scale, out_NJF)
+        return out_NO
 
 
 def _attend_absorbed(
@@ -111,13 +127,7 @@ def norm_rotate_write_latents(
     kv_slots_N: Tensor,
     pages_PSW: Tensor,
 ) -> None:
-    """Norm latents, rotate their keys, and write both; rotate the last part of each query, in place.
-
-    Args:
-        q_NJO: E + R of each head.
-        latent_NW: C, then R.
-        kv_slots_N: page id * page size + offset; discarded rows carry the skip slot.
-    """
+    """Norm latents, rotate their keys, and write both; rotate the last R of each query's E + R, in place."""
     num_rows, num_heads, q_dim = q_NJO.shape
     rotated = rope.cos_TD.shape[1]
     assert latent_NW.shape[1] == pages_PSW.shape[2] == parts.rank + rotated, (

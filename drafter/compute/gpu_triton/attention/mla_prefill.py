@@ -1,11 +1,8 @@
 """MLA of long prompts on a GPU, with latents expanded to per-head keys and values: less work for many rows.
 
-The same sums as absorbed attention (`mla.py`) in another order, so last bits differ. Requests are expanded
-according to their rows in a pass, and only if the host knows the lengths: prompts, never a decoding graph
-(docs/decisions/expanded-latents.md). `drafter/compute/gpu_triton/backend.py` expands nothing in
-batch-invariant mode.
-
-The keys of all expanded requests are concatenated and processed in *pieces* that fit a workspace:
+The same sums as absorbed attention (`mla.py`) in another order, so last bits differ. `mla_prefill_plan.py`
+chooses the requests (docs/decisions/expanded-latents.md). Their keys are concatenated and processed in
+*pieces* that fit a workspace:
 
     pages ── gather ─▶ [T, C + R] ── product with K and V of all heads ─▶ [T, J, E + F]       per piece
                                 │
@@ -53,9 +50,7 @@ def attend_expanded(
 ) -> None:
     """Compute causal attention of the expansion's requests; other rows of `out` are not changed.
 
-    Args:
-        q_NJO: E + R of each head, rotated.
-        pages_PSW: of a layer; the rows' own latents are written already.
+    The rows' own latents are written already, and queries rotated.
     """
     (num_heads, unit, rank), workspace = parts.kv_up_JUC.shape, expansion.workspace
     assert q_NJO.stride(2) == pages_PSW.stride(2) == 1, "the last dimension is contiguous"

@@ -8,8 +8,6 @@ concatenated keys are processed in pieces:
     keys of each     90   900  6000  4200
     keys_before    0    0   900   900  5100     piece 0: keys 0 .. 4095, piece 1: 4096 .. 5099
 
-Made once a pass by `drafter/compute/gpu_triton/backend.py`, read by `mla_prefill.py`.
-
 Legend: B requests, J heads, E unrotated head dim, F of values, W values of a latent and its rotated key, U =
 E + F, T keys of a piece, P pages, S page size; in the kernel K keys.
 """
@@ -42,7 +40,6 @@ class ExpansionWorkspace:
     """Memory for one piece, for layers of equal shape: allocated once, used by each in turn.
 
     Args:
-        parts: such a layer.
         fewest: rows from which a request is expanded.
 
     Attributes:

@@ -5,7 +5,7 @@ the norm, after its weight, after the product with the cosine, and at the end. C
 (`norm_rotate_write`) and once per step for the drafter's context (`write_context`).
 
 A program is one warp: a row's group of heads of one kind (query, key or value), so that 16 rows already fill
-the GPU. Positions and slots are read from device memory.
+the GPU.
 
     q k v of a row   [Q heads | K heads | K heads]          group of heads = 512 elements, 16 bytes a load
     a head           [low half | high half]                 low' = low cos - high sin
@@ -50,14 +50,11 @@ def norm_rotate_write(
 
     Args:
         qkv_NO: Q + K heads of D, then K of F: q, k, v; rows may have any stride, a row is contiguous.
-        q_norm_D: weight of the query heads' RMSNorm; None together with `k_norm_D` for models without.
-        cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read. None
-            together with `sin_TD` rotates nothing.
-        sin_TD: its signed sines: the halves are -sin and sin, only the second is read.
+        q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None for models without.
+        cos_TD, sin_TD: `RotaryEmbedding`'s tables; cosines' second half and sines' first are not read. Both
+            None rotate nothing.
         positions_N: absolute positions, int32 or int64, each below T, including padding's.
-        kv_slots_N: page id * page size + offset, int32 or int64; discarded rows carry the skip slot.
-        k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
-        v_PSKF: values likewise.
+        kv_slots_N: int32 or int64; discarded rows carry the skip slot.
         v_norm: values are RMS-normed, without a weight.
     """
     _, _, num_kv, head_dim = k_PSKD.shape
@@ -113,9 +110,6 @@ def write_context(
         kv_NJD: projection of the drafter's context features: J = 2 L K heads, the keys of all layers, then
             their values; rows may have any stride, a row is contiguous.
         k_norm_LD: weights of the layers' key norms, contiguous.
-        kv_LPS2KD: `PagedKVCache.kv`; written.
-
-    The other arguments are those of `norm_rotate_write`.
     """
     num_layers, num_kv, head_dim = kv_LPS2KD.shape[0], *kv_LPS2KD.shape[4:]
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"
@@ -287,10 +281,7 @@ def _move(
     GROUP: tl.constexpr,
     PLAIN_NORM: tl.constexpr,
 ):
-    """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it.
-
-    PLAIN_NORM: norm without a weight.
-    """
+    """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it."""
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)
     inside = (heads_G < NUM_HEADS)[:, None]

@@ -58,16 +58,12 @@ def verify_attention(
 ) -> Tensor:
     """Attend from every row to its request's keys (the rows' own must be written already).
 
-    With a window a row at p sees keys p - window < key < p + window; if causal none after p; none before its
-    kind's first key, except its own.
-
     Args:
         q_NQD: fp16, bf16 or fp32; N >= rows.cu_rows[B].
         k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype, with equal strides of pages and
             tokens. Head strides are equal too, or values of another size are contiguous.
-        work: `list_work` of these rows and of this layer's kind.
-        scale: of scores.
-        sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
+        work: `list_work` of these rows and of this layer's kind, which has causality, window and first key.
+        sinks_Q: see `eager.attention.paged_attention`.
         q_tail_NQC: for MLA, queries of the C values after each key: keys are one shared head
             [P, S, 1, D + C], passed as both `k_PSKD` and `v_PSKF`; the first D are also the value.
 

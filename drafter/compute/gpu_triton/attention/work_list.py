@@ -9,10 +9,9 @@ step's lengths, to minimize the estimated time, in units of keys that a program 
 
 Unsplit contexts win if requests fill the device, pieces of 128 keys for a single request with a thousand
 keys. Batch-invariant mode has three lengths: a split, a run of splits, everything; sums always consist of
-splits and runs (`paged_attention.py`), so bits do not depend on the choice.
+splits and runs (`key_tiles.py`), so bits do not depend on the choice.
 
-One program, launched once per pass for all layers of a kind (`drafter/compute/gpu_triton/backend.py`); the
-host reads nothing back.
+One program, launched once per pass for all layers of a kind; the host reads nothing back.
 
     work    piece length | pieces of a run | pairs before each request, and all | shared pairs before each
 
@@ -50,12 +49,7 @@ _MIN_TILES = tl.constexpr(MIN_PIECE_TILES)
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """A pass's work for layers of one kind.
-
-    Attributes:
-        values: int32, on the device; layout: see the module's docstring.
-        num_programs: programs to launch.
-    """
+    """A pass's work for layers of one kind: int32 `values` on the device, as above; programs to launch."""
 
     kind: AttentionKind
     plan: TilePlan

@@ -5,10 +5,9 @@
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". `griddepcontrol.wait`
 returns when the previous kernel is complete and its writes are visible. As every program waits before it does
-anything, a kernel completes only after its predecessor, so by induction after all earlier ones. Therefore
-`launch_dependents` may be issued at once: it lets the next kernel be set up, which also waits if it was
-launched with these options; otherwise it starts after this one's end, as usual. This hides launch latency,
-not the first loads. Used by the kernels of a layer.
+anything, a kernel completes only after all earlier ones. Therefore `launch_dependents` may be issued at once:
+it lets the next kernel be set up, which also waits if it was launched with these options; otherwise it starts
+after this one's end, as usual. This hides launch latency, not the first loads.
 """
 
 # Type checkers do not find Triton's backends.

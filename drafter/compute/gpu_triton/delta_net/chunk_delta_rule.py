@@ -69,11 +69,7 @@ def run_chunks(
     size: int,
     read_NVF: Tensor,
 ) -> None:
-    """Run the requests that `recurrent_delta_rule.run_rows` leaves out; arguments as there.
-
-    Args:
-        size: from `chunk_size`.
-    """
+    """Run the requests that `recurrent_delta_rule.run_rows` leaves out, in chunks of `size` rows."""
     kind, device = shape.geometry, mixed_NO.device
     num_chunks = triton.cdiv(rows.max_rows, size) + 1  # rows may begin within a chunk
     heads, num_requests = kind.num_value_heads, len(rows.slots_R)

@@ -9,8 +9,7 @@ slot:
                            pending + W + n of the two joined
 
 so a window is folded by reading at an offset. The program with a request's first rows writes what the next
-pass reads (the last W known inputs, and drafts'), which no other program reads. Called by
-`gated_delta_net.py`.
+pass reads (the last W known inputs, and drafts'), which no other program reads.
 
 Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, T taps, W = T -
 1, R requests; in the kernel N rows of a program, F columns of its head.
@@ -39,8 +38,7 @@ def take_in(
 ) -> Tensor:
     """Return queries (scaled), keys and values of all heads, fp32 [N, C]; write windows and drafts' inputs.
 
-    Args:
-        mixed_NO: the layer's projection, starting with the convolved channels. Rows may have any stride.
+    `mixed_NO` is the layer's projection, starting with the convolved channels; rows may have any stride.
     """
     kind = shape.geometry
     assert mixed_NO.stride(1) == 1, "a row is contiguous"

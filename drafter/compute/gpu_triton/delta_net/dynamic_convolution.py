@@ -1,4 +1,4 @@
-"""Triton version of `compute/eager/dynamic_convolution.py`: DFlash2's convolution in one launch.
+"""Triton version of `compute/blocks/dflash2_block.py`: DFlash2's convolution in one launch.
 
 Each program has some rows and some groups of channels; a row is loaded again for each tap. Memory bound: a
 few kilobytes per row. Called by `drafter/compute/gpu_triton/backend.py`.
@@ -27,7 +27,7 @@ def convolve(
     owners_N: Tensor,
     residual_NH: Tensor | None = None,
 ) -> Tensor:
-    """Convolve rows; see `eager.dynamic_convolution.convolve`."""
+    """Convolve rows; see `blocks.dflash2_block.convolve`."""
     num_rows, hidden = x_NH.shape
     num_taps, num_groups = dynamic_NTC.shape[1:]
     assert dynamic_NTC.stride(2) == 1 and x_NH.is_contiguous() and base_TH.is_contiguous(), "read as they lie"

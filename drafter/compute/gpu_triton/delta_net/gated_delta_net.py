@@ -4,20 +4,21 @@
                   (windows)                            (states, u)                   (drafts' keys, decays)
 
 Rows, state slots and the number of drafts to fold are read on the device (`DeviceStateRows`). Whether a
-request runs by rows or in chunks depends only on that request. Made by
-`drafter/compute/gpu_triton/backend.py`.
+request runs by rows or in chunks depends only on that request.
 
 Legend: N rows, O outputs of the layer's projection, V value heads, F value dim.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...layers.gated_delta_net import DeltaNetShape
 from ...memory.kv_cache import PagedKVCache
-from ...memory.recurrent_state_cache import DeviceStateRows, StateRows
+from ...memory.recurrent_state_cache import DeviceStateRows
 from .chunk_delta_rule import chunk_size, run_chunks
 from .conv_and_qk_norm import take_in
 from .gated_norm import gate_outputs
@@ -25,7 +26,7 @@ from .recurrent_delta_rule import MOST_ROWS, run_rows
 
 
 class TritonDeltaNet:
-    """The delta rule of one layer.
+    """The delta rule of one layer, called as `backend.Attention`.
 
     Args:
         by_rows: run all requests row by row, so that their bits do not depend on how many rows a pass has.
@@ -36,11 +37,8 @@ class TritonDeltaNet:
     def __init__(self, shape: DeltaNetShape, *, by_rows: bool) -> None:
         self._shape, self._by_rows = shape, by_rows
 
-    def run(
-        self, mixed_NO: Tensor, states: StateRows | DeviceStateRows | None, cache: PagedKVCache, layer: int
-    ) -> Tensor:
-        """Run a layer, called as `backend.Attention`."""
-        memory, kind = cache.states, self._shape.geometry
+    def __call__(self, mixed_NO: Tensor, step: Any, cache: PagedKVCache, layer: int) -> Tensor:
+        states, memory, kind = step.rows.states, cache.states, self._shape.geometry
         assert isinstance(states, DeviceStateRows) and memory is not None, "rows and memory on a device"
         given = (self._shape, states, memory, layer)
         qkv_NC = take_in(mixed_NO, *given)

@@ -1,7 +1,7 @@
 """Output norm and gate of a delta rule; also stores drafts' keys and decays as records.
 
 Implements `_gated_norm` of `compute/eager/gated_delta_net.py` and, for records, `record`. Rows past the last
-request's are padding and are zeroed. Called by `gated_delta_net.py`.
+request's are padding and are zeroed.
 
 Legend: N rows, O outputs of the layer's projection, C channels, V value heads, F value dim, R requests; in
 the kernel N rows of a program.

@@ -7,9 +7,8 @@ keys and decays, because other programs of this launch still read the old ones.
 
     slot's state [D, F] ── fold: S = e^g S + k u^T ──▶ known rows ──▶ stored; drafts ──▶ u
 
-Every row, known or draft, runs the same instructions, and a fold runs the same operations: a row's bits
-depend neither on its batch nor on what was drafted before. A verified block has few rows, so a pass is bound
-by loading states; long prompts run in chunks (`chunk_delta_rule.py`). Called by `gated_delta_net.py`.
+Every row runs the same instructions, and a fold the same operations: a row's bits depend neither on its batch
+nor on what was drafted before. Long prompts run in chunks (`chunk_delta_rule.py`).
 
 Legend: N rows, O outputs of the layer's projection, C channels, K key heads, V value heads, D key dim, F
 value dim; in the kernel F columns of a program.

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...layers.linear import Activation, RMSNorm
 from .gemm_tiles import ROW_TILES, ProductWorkspace
-from .projections import LayerProjection, OwnProjection, PendingNorm, TorchProjection
+from .projections import OwnProjection, SwitchedProjection, TorchProjection, Use
 
 CODES = torch.float8_e4m3fn
 
@@ -54,14 +53,10 @@ class QuantisedWeight:
         return codes_OK.mul_(self.scale_O[:, None])
 
 
-class QuantisedProjection(LayerProjection):
-    """A projection with quantized weights.
+class QuantisedProjection(SwitchedProjection):
+    """A projection with quantized weights; with `one_tile` any number of rows uses `skinny_gemm.py`."""
 
-    Args:
-        one_tile: see `OwnProjection`; then any number of rows uses `skinny_gemm.py`.
-    """
-
-    __slots__ = ("_many", "_one_tile", "_own")
+    __slots__ = ("_one_tile",)
 
     def __init__(
         self,
@@ -71,23 +66,13 @@ class QuantisedProjection(LayerProjection):
         *,
         one_tile: bool = False,
     ) -> None:
+        codes, scale_O = weight.codes_PLRK, weight.scale_O
+        own = OwnProjection(codes, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
+        super().__init__(own, TorchProjection(_Dequantising(weight, bias_O)))
         self._one_tile = one_tile
-        self._own = OwnProjection(
-            weight.codes_PLRK, bias_O, workspace, scale_O=weight.scale_O, one_tile=one_tile
-        )
-        self._many = TorchProjection(_Dequantising(weight, bias_O))
 
-    def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
-        return self._for(len(x_NK))(x_NK, residual_NO)
-
-    def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
-        return self._for(len(x_NK)).gated(x_NK, activation)
-
-    def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
-        return self._for(len(x_NK)).added(x_NK, residual_NH, norm)
-
-    def _for(self, num_rows: int) -> OwnProjection | TorchProjection:
-        return self._own if self._one_tile or num_rows <= ROW_TILES[-1] else self._many
+    def _is_own(self, use: Use, num_rows: int) -> bool:
+        return self._one_tile or num_rows <= ROW_TILES[-1]
 
 
 class _Dequantising:

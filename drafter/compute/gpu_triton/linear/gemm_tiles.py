@@ -1,6 +1,6 @@
 """Tiling of a weight among the programs of a skinny GEMM: host arithmetic, no Triton.
 
-It depends only on the weight's shape. Called by `projections.py`; read by `skinny_gemm.py`.
+It depends only on the weight's shape.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class ProductPlan:
     Attributes:
         tiles: of its outputs; half as many outputs per tile if gate and up share a program.
         step: inputs per iteration.
-        splits: of the inputs (split K), whose sums are added in order.
-        split_tiles: steps of each split.
+        splits: of the inputs (split K), whose sums are added in order; each takes `split_tiles` steps.
     """
 
     tiles: int
@@ -48,8 +47,7 @@ class ProductPlan:
 def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> ProductPlan:
     """Return the split that minimizes the busiest multiprocessor's work, with enough copies in flight.
 
-    Args:
-        outputs: of the product; a gate's weight has twice as many rows.
+    `outputs` are the product's; a gate's weight has twice as many rows.
     """
     width, step = COLUMNS // 2 if gated else COLUMNS, _STEPS[dtype.itemsize]
     tiles, steps = -(-outputs // width), -(-inputs // step)

@@ -72,11 +72,7 @@ class LayerProjection(ABC):
 
 
 class TorchProjection(LayerProjection):
-    """PyTorch's GEMM, with separate kernels for gate, residual and norm.
-
-    Args:
-        linear: the GEMM.
-    """
+    """PyTorch's GEMM, with separate kernels for gate, residual and norm."""
 
     __slots__ = ("_linear",)
 
@@ -166,18 +162,16 @@ class OwnProjection(LayerProjection):
 class GemmChoice(Protocol):
     """Chooses a projection for a call."""
 
-    def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool:
-        """Return whether to use `own`."""
-        ...
+    def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool: ...
 
 
-class ChosenProjection(LayerProjection):
-    """The faster of two projections, by use and number of rows."""
+class SwitchedProjection(LayerProjection):
+    """One of two projections for each call, by use and number of rows."""
 
-    __slots__ = ("_choice", "_other", "_own")
+    __slots__ = ("_other", "_own")
 
-    def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:
-        self._own, self._other, self._choice = own, other, choice
+    def __init__(self, own: OwnProjection, other: TorchProjection) -> None:
+        self._own, self._other = own, other
 
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
         use = "normed" if isinstance(x_NK, PendingNorm) else "plain"
@@ -190,4 +184,20 @@ class ChosenProjection(LayerProjection):
         return self._for("added", len(x_NK)).added(x_NK, residual_NH, norm)
 
     def _for(self, use: Use, num_rows: int) -> OwnProjection | TorchProjection:
-        return self._own if self._choice(use, self._own, self._other, num_rows) else self._other
+        return self._own if self._is_own(use, num_rows) else self._other
+
+    @abstractmethod
+    def _is_own(self, use: Use, num_rows: int) -> bool: ...
+
+
+class ChosenProjection(SwitchedProjection):
+    """The faster of two projections."""
+
+    __slots__ = ("_choice",)
+
+    def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:
+        super().__init__(own, other)
+        self._choice = choice
+
+    def _is_own(self, use: Use, num_rows: int) -> bool:
+        return self._choice(use, self._own, self._other, num_rows)

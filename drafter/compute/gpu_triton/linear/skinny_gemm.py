@@ -4,8 +4,7 @@ A block's verification multiplies 16 rows per request, so it is bound by reading
 64 rows of a weight and streams them past all rows of x at once; the weight is the left operand, so that
 Hopper's matrix instructions read it from shared memory. If there are too few programs to fill the GPU,
 several split one tile's inputs (split K), and the last to finish adds their sums in order. The splits depend
-only on the weight's shape. Called by `projections.py`; the kernels around it are `norms.py` and
-`activations.py`.
+only on the weight's shape. Called by `projections.py`.
 
     x ──[norm: row scale from partial sums of squares, weight]──▶ x W^T ──[bias]──[gate]──[+ residual]──▶ y
                                                                     └──▶ sums of squares of y, per tile
@@ -38,12 +37,7 @@ _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 a
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A norm to apply to x on load.
-
-    Attributes:
-        squares_NT: fp32, partial sums of squares of each row of x.
-        weight_K: of the norm; its dtype may be wider than that of x.
-    """
+    """A norm to apply to x on load: fp32 partial sums of its rows' squares; the weight may be wider than x."""
 
     squares_NT: Tensor
     weight_K: Tensor
@@ -70,7 +64,6 @@ def multiply(
         x_NK: rows may have any stride, a row is contiguous.
         weight_PLRK: O = P * L * R outputs; a row is contiguous, blocks of R rows may have any stride. With an
             activation its parts are gate and up (P = 2, L = 1), and O = R.
-        plan: for these outputs and inputs.
         tile: rows of x per program; more rows take several programs, which read the weights again, and then
             every program adds up all splits by itself.
         scale_O: fp32, per row of the weight, whose values are e4m3 then (`fp8_linear.py`).

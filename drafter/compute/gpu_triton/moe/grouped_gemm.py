@@ -4,10 +4,10 @@
     y [N, H] ◀── a row's pairs, each times its weight, in the order of the choice
 
 In a verified block each of many experts has few rows, so the time is that of reading weights. Programs own
-rows of a weight, as in `drafter/compute/gpu_triton/linear/skinny_gemm.py`, and stream them past a tile's few
-rows of x. Each pair's result has its own place and sums have a fixed order (no atomics), so a row's bits
-depend on no other row if tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers.
-Each step rounds as its own operator would (`compute/eager/moe.py`). Called by `moe.py`.
+rows of a weight, as in `linear/skinny_gemm.py`, and stream them past a tile's few rows of x. Each pair's
+result has its own place and sums have a fixed order (no atomics), so a row's bits depend on no other row if
+tiles have one height. MXFP4 and INT4 are read packed and unpacked in registers. Each step rounds as its own
+operator would (`compute/eager/moe.py`).
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`moe_align.py`), K
 inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
@@ -24,14 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...checkpoint.packed_4bit import Packed
 from ...layers.moe import ExpertActivation
-from ...quantization.packed_4bit import Packed
 from ..common.launch import dependent_launch, wait_for_predecessor
 from ..linear.activations import expert_gate
 from .grouped_gemm_tiles import cut_weight
-from .int4 import unpack_integers
 from .moe_align import ExpertTiles
-from .mxfp4 import split_words, unpack
+from .unpack_4bit import split_words, unpack_int4, unpack_mxfp4
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `drafter/compute/gpu_triton/linear/skinny_gemm.py`
 _SUM_BLOCK = 1024  # columns of a row per program
@@ -99,9 +98,7 @@ def add_up(
 ) -> Tensor:
     """Return y [N, H]: each row's pair outputs times their weights, added in fp32 in their order.
 
-    Args:
-        expert_ids_Nk: int32, contiguous; pairs of other ranks' experts count as 0.
-        weights_Nk: fp32, contiguous.
+    Pairs of other ranks' experts count as 0. Ids are int32, weights fp32, both contiguous.
     """
     assert weights_Nk.is_contiguous() and expert_ids_Nk.is_contiguous(), "a pair's place is its number"
     num_rows, places = weights_Nk.shape
@@ -223,9 +220,9 @@ def _sum_packed(
         here_BM = inside_B[:, None] & real_M[None, :]
         word_BM = tl.load(x_ptrs_M[None, :] + at_B[:, None], mask=here_BM, other=0)
         if scale_dtype == tl.uint8:  # MXFP4's exponents
-            low_CB, high_CB = unpack(byte_CB, scale_CG, dtype)
+            low_CB, high_CB = unpack_mxfp4(byte_CB, scale_CG, dtype)
         else:
-            low_CB, high_CB = unpack_integers(byte_CB, scale_CG, dtype)
+            low_CB, high_CB = unpack_int4(byte_CB, scale_CG, dtype)
         even_BM, odd_BM = split_words(word_BM, dtype)
         sum_CM = tl.dot(low_CB, even_BM, sum_CM, input_precision=_FP32_PRODUCT)
         sum_CM = tl.dot(high_CB, odd_BM, sum_CM, input_precision=_FP32_PRODUCT)

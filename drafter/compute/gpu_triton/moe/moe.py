@@ -1,11 +1,10 @@
 """A layer's routed experts on a GPU, in four launches whose grids depend only on the number of rows.
 
     expert ids ──▶ tiles of pairs by expert                              moe_align.py
-    x ──▶ gate, up and activation of each pair ──▶ down of each pair     grouped_gemm.py, mxfp4.py, int4.py
+    x ──▶ gate, up and activation of each pair ──▶ down of each pair     grouped_gemm.py
       ──▶ a row's pairs times their weights, added up                    grouped_gemm.py
 
 There is no host synchronization, and each expert's weights are read once for as many rows as a tile holds.
-Made by `drafter/compute/gpu_triton/backend.py`; `topk_routing.py` chooses the experts.
 
 Legend: N rows, k experts chosen per row, H hidden.
 """
@@ -15,20 +14,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
+from ...checkpoint.packed_4bit import MXFP4
 from ...layers.moe import ExpertWeights
-from ...quantization.mxfp4 import MXFP4
 from .grouped_gemm import add_up, multiply_tiles
 from .grouped_gemm_tiles import INVARIANT_HEIGHT, tile_height
 from .moe_align import list_tiles
-from .mxfp4 import MOST_EXPONENT
+from .unpack_4bit import MOST_EXPONENT
 
 
 class TritonExperts:
     """The routed experts of a layer.
 
-    Args:
-        reads_1: counts the experts that have rows; see `backend.Backend.expert_reads`.
-        one_height: use one tile height for any number of rows, so that a row's bits depend on no other row.
+    With `one_height` tiles have one height for any number of rows, so that a row's bits depend on no other
+    row.
     """
 
     __slots__ = ("_one_height", "_reads_1", "_weights")

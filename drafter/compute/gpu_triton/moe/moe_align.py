@@ -6,7 +6,7 @@
 
 So a launch grid depends only on the number of rows, and a CUDA graph can capture it: programs of idle tiles
 return at once. Pairs of an expert are in ascending order, so the list is deterministic. Other ranks' experts
-get no tiles. Called by `moe.py`; read by `grouped_gemm.py`.
+get no tiles.
 
 Legend: N rows, k experts chosen per row, T tiles, M pairs of a tile; in the kernel B bins, C pairs per
 iteration.

@@ -1,7 +1,7 @@
 """MoE routing in one launch; Triton version of `eager/moe_routing.choose`, after the projection to logits.
 
 A program routes one row, so its choice depends on no other; PyTorch takes a dozen launches per layer. Ties go
-to the lower expert id. Made by `drafter/compute/gpu_triton/backend.py`.
+to the lower expert id.
 
 Legend: N rows, E experts, k chosen per row, H hidden, G groups; in the kernel K = k rounded up to a power of
 two, and E likewise.
@@ -17,32 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backend import Projection
-from ...layers.moe import MoeRouter, RouterWeights
+from ...layers.moe import MoeRouter
 from ..common.launch import dependent_launch, wait_for_predecessor
-from ..linear.norms import rms_norm
 
 _NO_DIVISION_BY_ZERO = tl.constexpr(1e-20)  # added to the sum of sigmoids
-
-
-class TritonRoute:
-    """The router of a layer.
-
-    Args:
-        project: projection with the router's weight and bias.
-    """
-
-    __slots__ = ("_project", "_weights")
-
-    def __init__(self, weights: RouterWeights, project: Projection) -> None:
-        self._weights, self._project = weights, project
-
-    def __call__(self, normed_NH: Tensor, residual_NH: Tensor) -> tuple[Tensor, Tensor]:
-        weights, x_NH = self._weights, normed_NH
-        if weights.norm is not None:
-            x_NH = rms_norm(residual_NH, weights.norm.weight_H, weights.norm.eps)
-        logits_NE = self._project(x_NH.to(weights.weight_EH.dtype))
-        return choose(logits_NE, weights.rule, weights.correction_E, weights.expert_scale_E)
 
 
 def choose(
@@ -51,12 +29,7 @@ def choose(
     correction_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return experts, int32 [N, k], and weights, fp32 [N, k], as `eager/moe_routing.choose`.
-
-    Args:
-        logits_NE: any dtype; a row is contiguous.
-        correction_E, expert_scale_E: fp32.
-    """
+    """Return experts, int32 [N, k], and weights, fp32 [N, k], as `eager/moe_routing.choose`."""
     num_rows, num_experts = logits_NE.shape
     assert num_experts == rule.num_experts and logits_NE.stride(1) == 1, "a logit for each expert"
     ids_Nk = logits_NE.new_empty((num_rows, rule.top_k), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Unpacks MXFP4 in a kernel's registers; the format is `drafter/compute/quantization/mxfp4.py`'s.
+"""Unpacks MXFP4 and INT4 in a kernel's registers; the formats are `compute/checkpoint/packed_4bit.py`'s.
 
 A weight's byte holds two adjacent inputs. They are multiplied separately: low codes with the even inputs of
 x, high codes with the odd ones, which share a word of x. So nothing is shuffled, neither at load nor in the
@@ -12,22 +12,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK_BYTES = tl.constexpr(16)
-MOST_EXPONENT = 128  # of a block's scale: 2, so that a code's factor fits in fp32
+from ...checkpoint.packed_4bit import ZERO
+
+MOST_EXPONENT = 128  # of an MXFP4 block's scale: 2, so that a code's factor fits in fp32
+_BLOCK_BYTES = tl.constexpr(16)
+_ZERO = tl.constexpr(ZERO)
 
 
 @triton.jit
-def unpack(byte_CB, exponent_CG, dtype: tl.constexpr):
+def unpack_mxfp4(byte_CB, exponent_CG, dtype: tl.constexpr):
     """Return low and high codes of packed bytes, times their blocks' scales, rounded to `dtype`: [C, B] each.
 
     Exponents are at most MOST_EXPONENT.
     """
     # 2^(exponent - 127), times the 2^126 that `_value` leaves out.
-    factor_CB = spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True))
+    factor_CB = _spread(((exponent_CG.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True))
     code_CB = byte_CB.to(tl.int32)
     low_CB = (_value(code_CB) * factor_CB).to(dtype)
     high_CB = (_value(code_CB >> 4) * factor_CB).to(dtype)
     return low_CB, high_CB
+
+
+@triton.jit
+def unpack_int4(byte_CB, scale_CG, dtype: tl.constexpr):
+    """Return low and high codes of packed bytes, scaled and rounded to `dtype`: [C, B] each."""
+    scale_CB = _spread(scale_CG.to(tl.float32))
+    code_CB = byte_CB.to(tl.int32)
+    low_CB = ((code_CB & 15) - _ZERO).to(tl.float32) * scale_CB
+    high_CB = ((code_CB >> 4) - _ZERO).to(tl.float32) * scale_CB
+    return low_CB.to(dtype), high_CB.to(dtype)
 
 
 @triton.jit
@@ -51,9 +64,9 @@ def _value(code):
 
 
 @triton.jit
-def spread(factor_CG):
+def _spread(factor_CG):
     """Repeat each of a row's factors over the bytes of its block."""
     rows: tl.constexpr = factor_CG.shape[0]
     blocks: tl.constexpr = factor_CG.shape[1]
-    factor_CGJ = tl.broadcast_to(factor_CG[:, :, None], (rows, blocks, BLOCK_BYTES))
-    return tl.reshape(factor_CGJ, (rows, blocks * BLOCK_BYTES))
+    factor_CGJ = tl.broadcast_to(factor_CG[:, :, None], (rows, blocks, _BLOCK_BYTES))
+    return tl.reshape(factor_CGJ, (rows, blocks * _BLOCK_BYTES))

@@ -1,1 +1,0 @@
-"""4-bit weights. Start with `packed_4bit.py`."""
