@@ -59,11 +59,7 @@ class ConvolvedStack:
 
 
 def convolve(
-    x_NH: Tensor,
-    dynamic_NTC: Tensor,
-    base_TH: Tensor,
-    owners_N: Tensor,
-    residual_NH: Tensor | None = None,
+    x_NH: Tensor, dynamic_NTC: Tensor, base_TH: Tensor, owners_N: Tensor, residual_NH: Tensor | None = None
 ) -> Tensor:
     """Return y_n = sum over taps t of (base_t + dynamic_nt of each channel's group) * x_(n-t), [N, H].
 

@@ -27,7 +27,7 @@ class Mlp:
         self._operators, self._weights = operators, weights
 
     def __call__(self, normed_NH: Normed, x_NH: Tensor, next_norm: RMSNorm) -> tuple[Tensor, Normed]:
-        """Return the residual after the block, and its norm; `normed_NH` is `mlp_norm` of `x_NH`, which stays."""
+        """Return the residual after the block, and its norm; `normed_NH` is that of `x_NH`, which stays."""
         block, operators, mlp = self._weights, self._operators, self._weights.mlp
         project: Projection = _identity
         match mlp:

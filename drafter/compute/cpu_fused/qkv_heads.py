@@ -74,15 +74,9 @@ def _write_context(
         for layer in range(num_layers):
             k = row + 2 * layer * num_kv * head_dim
             write_slot(
-                kv + layer * plane_bytes,
-                slots_N[n],
-                k,
-                k + 2 * num_keys * head_dim,
-                0,
-                num_kv,
-                num_kv,
+                kv + layer * plane_bytes, slots_N[n], k, k + 2 * num_keys * head_dim, 0, num_kv, num_kv,
                 head_dim,
-            )
+            )  # fmt: skip
 
 
 @elements

@@ -126,24 +126,9 @@ def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
 
     @sums
     def kernel(
-        x,
-        num_rows,
-        num_heads,
-        num_layers,
-        num_kv,
-        norm,
-        eps,
-        cos,
-        sin,
-        num_positions,
-        positions,
-        slots,
-        kv,
-        layer_stride,
-        slot_stride,
-        like,
-        norm_like,
-    ):
+        x, num_rows, num_heads, num_layers, num_kv, norm, eps, cos, sin, num_positions, positions, slots, kv,
+        layer_stride, slot_stride, like, norm_like,
+    ):  # fmt: skip
         num_keys = num_layers * num_kv
         values = (num_heads + num_keys) * head_dim
         x_NO = carray(pointer(x, like), (num_rows, values + num_keys * v_head_dim))

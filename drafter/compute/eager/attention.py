@@ -158,12 +158,7 @@ def _attend_one(
 
 
 def _attend_many(
-    q_MQD: Tensor,
-    kv_2GKTD: Tensor,
-    mask_G1WT: Tensor,
-    num_rows: int,
-    scale: float,
-    sinks_Q: Tensor | None,
+    q_MQD: Tensor, kv_2GKTD: Tensor, mask_G1WT: Tensor, num_rows: int, scale: float, sinks_Q: Tensor | None
 ) -> Tensor:
     """Attend for several requests: query heads of a kv head become query rows of it (C * W)."""
     _, num_requests, num_kv, _, head_dim = kv_2GKTD.shape

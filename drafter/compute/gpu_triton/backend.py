@@ -173,10 +173,7 @@ class TritonBackend(OperatorBackend):
         return QuantisedProjection(weight, bias_O, self._sums, one_tile=self._batch_invariant)
 
     def _projection(
-        self,
-        weight_PLRH: Tensor,
-        bias_O: Tensor | None,
-        make_linear: Callable[[], Linear | BlockLinear],
+        self, weight_PLRH: Tensor, bias_O: Tensor | None, make_linear: Callable[[], Linear | BlockLinear]
     ) -> LayerProjection:
         if self._batch_invariant:
             return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)

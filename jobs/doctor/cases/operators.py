@@ -148,10 +148,7 @@ def attend(
     qkv_NO = torch.cat((qkv_NO, torch.full_like(qkv_NO[:padding], torch.nan)))
     found_NO = backend.attention(shape)(qkv_NO, backend.begin(rows), contexts.cache, 1)
     assert not found_NO[num_rows:].any(), "padding rows must be zero"
-    return [
-        *contexts.kv(1, rows.kv_slots[0][:num_rows]).unbind(),
-        *contexts.split(found_NO[:num_rows]),
-    ]
+    return [*contexts.kv(1, rows.kv_slots[0][:num_rows]).unbind(), *contexts.split(found_NO[:num_rows])]
 
 
 def _context(inputs: KernelInputs) -> list[Tensor]:

@@ -25,22 +25,11 @@ _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 a
 
 @triton.jit
 def attend_piece(
-    queries,
-    keys,
-    lo,
-    hi,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIRST_KEY: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    RUN_SPLITS: tl.constexpr,
-):
+    queries, keys, lo, hi,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, RUN_SPLITS: tl.constexpr,
+):  # fmt: skip
     """Attend to key tiles lo..hi-1, lo < hi; return (m, l, o). In invariant mode a sum of runs of splits.
 
     Args:
@@ -64,20 +53,9 @@ def attend_piece(
                 split_lo = tl.maximum(run_lo, split * SPLIT_TILES)
                 split_hi = tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES)
                 split_m_R, split_l_R, split_o_RF = _attend_tiles(
-                    queries,
-                    keys,
-                    split_lo,
-                    split_hi,
-                    DIM,
-                    V_DIM,
-                    V_WIDTH,
-                    TAIL,
-                    PAGE,
-                    BLOCK_KEYS,
-                    CAUSAL,
-                    WINDOW,
-                    FIRST_KEY,
-                )
+                    queries, keys, split_lo, split_hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL,
+                    WINDOW, FIRST_KEY,
+                )  # fmt: skip
                 run_m_R, run_l_R, run_o_RF = add_parts(
                     run_m_R, run_l_R, run_o_RF, split_m_R, split_l_R, split_o_RF
                 )
@@ -87,20 +65,10 @@ def attend_piece(
 
 @triton.jit
 def _attend_tiles(
-    queries,
-    keys,
-    lo,
-    hi,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIRST_KEY: tl.constexpr,
-):
+    queries, keys, lo, hi,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr,
+):  # fmt: skip
     """Attend to key tiles lo..hi-1 with online softmax, from an empty sum; return (m, l, o)."""
     q_RD, q_tail_RC, position_R, scale = queries
     k_ptr, v_ptr, table_ptr, num_keys, page_stride, token_stride = keys
@@ -139,13 +107,9 @@ def _attend_tiles(
 
 @triton.jit
 def key_tiles(
-    position,
-    TOKENS: tl.constexpr,
-    num_keys,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    position, TOKENS: tl.constexpr, num_keys, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-):
+):  # fmt: skip
     """Return the key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
     end = num_keys
     if CAUSAL:

@@ -137,53 +137,21 @@ def norm_rotate_write_latents(
     assert pages_PSW.stride(0) == pages_PSW.shape[1] * pages_PSW.stride(1), "a page follows the one before"
     heads_at_once = min(_HEADS_AT_ONCE, triton.next_power_of_2(num_heads))
     _norm_rotate_write_latents[(num_rows, 1 + triton.cdiv(num_heads, heads_at_once))](
-        q_NJO,
-        latent_NW,
-        parts.kv_norm.weight_H,
-        rope.cos_TD,
-        rope.sin_TD,
-        positions_N,
-        kv_slots_N,
-        pages_PSW,
-        parts.kv_norm.eps,
-        q_NJO.stride(0),
-        latent_NW.stride(0),
-        pages_PSW.stride(1),
-        HEADS=num_heads,
-        NOPE=parts.nope_dim,
-        RANK=parts.rank,
-        RANK_WIDTH=triton.next_power_of_2(parts.rank),
-        HALF=rotated // 2,
-        WIDTH=triton.next_power_of_2(rotated // 2),
-        AT_ONCE=heads_at_once,
-        num_warps=1,
+        q_NJO, latent_NW, parts.kv_norm.weight_H, rope.cos_TD, rope.sin_TD, positions_N, kv_slots_N,
+        pages_PSW, parts.kv_norm.eps, q_NJO.stride(0), latent_NW.stride(0), pages_PSW.stride(1),
+        HEADS=num_heads, NOPE=parts.nope_dim, RANK=parts.rank, RANK_WIDTH=triton.next_power_of_2(parts.rank),
+        HALF=rotated // 2, WIDTH=triton.next_power_of_2(rotated // 2), AT_ONCE=heads_at_once, num_warps=1,
         **dependent_launch(q_NJO.device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views with any alignment
 def _norm_rotate_write_latents(
-    q_ptr,
-    latent_ptr,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    pages_ptr,
-    eps,
-    q_stride,
-    latent_stride,
-    slot_stride,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, latent_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, pages_ptr, eps, q_stride,
+    latent_stride, slot_stride,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, RANK_WIDTH: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF

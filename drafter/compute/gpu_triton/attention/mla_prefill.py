@@ -41,12 +41,7 @@ _ADDING_WARPS = 16
 
 
 def attend_expanded(
-    q_NJO: Tensor,
-    parts: MLALayer,
-    pages_PSW: Tensor,
-    expansion: Expansion,
-    scale: float,
-    out_NJF: Tensor,
+    q_NJO: Tensor, parts: MLALayer, pages_PSW: Tensor, expansion: Expansion, scale: float, out_NJF: Tensor
 ) -> None:
     """Compute causal attention of the expansion's requests; other rows of `out` are not changed.
 
@@ -90,38 +85,15 @@ def _attend(
     rows, (height, keys, warps) = expansion.rows, expansion.workspace.tile
     rotated = q_NJO.shape[2] - parts.nope_dim
     _attend_expanded[(expansion.num_tiles * parts.num_heads, expansion.num_splits)](
-        q_NJO,
-        latents_TW,
-        heads_TJU,
-        out_NJF,
-        *sums,
-        expansion.keys_before,
-        expansion.rows_before,
-        expansion.tiles_before,
-        rows.cu_rows,
-        rows.kv_lengths_B,
-        scale,
-        begin,
-        begin + len(latents_TW),
-        expansion.num_rows,
-        expansion.num_tiles,
-        expansion.num_splits,
-        len(rows.slots_B),
-        q_NJO.stride(0),
+        q_NJO, latents_TW, heads_TJU, out_NJF, *sums, expansion.keys_before, expansion.rows_before,
+        expansion.tiles_before, rows.cu_rows, rows.kv_lengths_B, scale, begin, begin + len(latents_TW),
+        expansion.num_rows, expansion.num_tiles, expansion.num_splits, len(rows.slots_B), q_NJO.stride(0),
         q_NJO.stride(1),
-        HEADS=parts.num_heads,
-        NOPE=parts.nope_dim,
-        NOPE_WIDTH=tile_width(parts.nope_dim),
-        ROTATED=rotated,
-        ROTATED_WIDTH=tile_width(rotated),
-        V_DIM=parts.v_dim,
-        V_WIDTH=tile_width(parts.v_dim),
-        RANK=parts.rank,
-        BLOCK_ROWS=height,
-        BLOCK_KEYS=keys,
-        num_warps=warps,
+        HEADS=parts.num_heads, NOPE=parts.nope_dim, NOPE_WIDTH=tile_width(parts.nope_dim), ROTATED=rotated,
+        ROTATED_WIDTH=tile_width(rotated), V_DIM=parts.v_dim, V_WIDTH=tile_width(parts.v_dim),
+        RANK=parts.rank, BLOCK_ROWS=height, BLOCK_KEYS=keys, num_warps=warps,
         **dependent_launch(q_NJO.device),
-    )
+    )  # fmt: skip
 
 
 def _add_up(
@@ -129,23 +101,11 @@ def _add_up(
 ) -> None:
     rows, (height, keys, _) = expansion.rows, expansion.workspace.tile
     _add_splits[(expansion.num_tiles * parts.num_heads,)](
-        out_NJF,
-        *sums,
-        expansion.rows_before,
-        expansion.tiles_before,
-        rows.cu_rows,
-        rows.kv_lengths_B,
-        expansion.num_rows,
-        expansion.num_splits,
-        len(rows.slots_B),
-        HEADS=parts.num_heads,
-        V_DIM=parts.v_dim,
-        V_WIDTH=tile_width(parts.v_dim),
-        BLOCK_ROWS=height,
-        BLOCK_KEYS=keys,
-        num_warps=_ADDING_WARPS,
-        **dependent_launch(out_NJF.device),
-    )
+        out_NJF, *sums, expansion.rows_before, expansion.tiles_before, rows.cu_rows, rows.kv_lengths_B,
+        expansion.num_rows, expansion.num_splits, len(rows.slots_B),
+        HEADS=parts.num_heads, V_DIM=parts.v_dim, V_WIDTH=tile_width(parts.v_dim), BLOCK_ROWS=height,
+        BLOCK_KEYS=keys, num_warps=_ADDING_WARPS, **dependent_launch(out_NJF.device),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -166,39 +126,13 @@ def _tile_of(tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, 
     do_not_specialize_on_alignment=["cu_rows_ptr", "kv_lengths_ptr"],
 )
 def _attend_expanded(
-    q_ptr,
-    latents_ptr,
-    heads_ptr,
-    out_ptr,
-    max_ptr,
-    sum_ptr,
-    partial_ptr,
-    keys_before_ptr,
-    rows_before_ptr,
-    tiles_before_ptr,
-    cu_rows_ptr,
-    kv_lengths_ptr,
-    scale,
-    piece_begin,
-    piece_end,
-    num_sums,
-    num_tiles,
-    num_splits,
-    num_requests,
-    q_row_stride,
-    q_head_stride,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    NOPE_WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ROTATED_WIDTH: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, latents_ptr, heads_ptr, out_ptr, max_ptr, sum_ptr, partial_ptr, keys_before_ptr, rows_before_ptr,
+    tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, scale, piece_begin, piece_end, num_sums, num_tiles,
+    num_splits, num_requests, q_row_stride, q_head_stride,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_WIDTH: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Attend from a tile of a request's rows, for one head, to every Z-th key tile of a piece."""
     wait_for_predecessor(PDL)
     head = tl.program_id(0) % HEADS
@@ -266,24 +200,11 @@ def _attend_expanded(
     do_not_specialize_on_alignment=["cu_rows_ptr", "kv_lengths_ptr"],
 )
 def _add_splits(
-    out_ptr,
-    max_ptr,
-    sum_ptr,
-    partial_ptr,
-    rows_before_ptr,
-    tiles_before_ptr,
-    cu_rows_ptr,
-    kv_lengths_ptr,
-    num_sums,
-    num_splits,
-    num_requests,
-    HEADS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, max_ptr, sum_ptr, partial_ptr, rows_before_ptr, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr,
+    num_sums, num_splits, num_requests,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Add the programs' sums of a tile and head; with few key tiles, later programs have none."""
     wait_for_predecessor(PDL)
     head, tile = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS

@@ -127,23 +127,11 @@ def gather(pages_PSW: Tensor, expansion: Expansion, begin: int, latents_TW: Tens
     """Gather keys `begin`.. of the expansion's requests."""
     (count, width), rows = latents_TW.shape, expansion.rows
     _gather_latents[triton.cdiv(count, _GATHERED),](
-        pages_PSW,
-        latents_TW,
-        expansion.keys_before,
-        rows.slots_B,
-        rows.page_table,
-        begin,
-        count,
-        len(rows.slots_B),
-        rows.page_table.stride(0),
-        pages_PSW.stride(0),
-        pages_PSW.stride(1),
-        VALUES=width,
-        WIDTH=triton.next_power_of_2(width),
-        PAGE=pages_PSW.shape[1],
-        TOKENS=_GATHERED,
+        pages_PSW, latents_TW, expansion.keys_before, rows.slots_B, rows.page_table, begin, count,
+        len(rows.slots_B), rows.page_table.stride(0), pages_PSW.stride(0), pages_PSW.stride(1),
+        VALUES=width, WIDTH=triton.next_power_of_2(width), PAGE=pages_PSW.shape[1], TOKENS=_GATHERED,
         **dependent_launch(latents_TW.device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -151,23 +139,10 @@ def gather(pages_PSW: Tensor, expansion: Expansion, begin: int, latents_TW: Tens
     do_not_specialize_on_alignment=["slots_ptr", "page_table_ptr"],
 )
 def _gather_latents(
-    pages_ptr,
-    out_ptr,
-    keys_before_ptr,
-    slots_ptr,
-    page_table_ptr,
-    begin,
-    count,
-    num_requests,
-    table_stride,
-    page_stride,
-    token_stride,
-    VALUES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    pages_ptr, out_ptr, keys_before_ptr, slots_ptr, page_table_ptr, begin, count, num_requests, table_stride,
+    page_stride, token_stride,
+    VALUES: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     place_K = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     there_K = place_K < count

@@ -69,29 +69,12 @@ def norm_rotate_write(
     group = heads_per_program(head_dim, max(num_q, num_kv))
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
     _norm_rotate_write[(len(qkv_NO), num_groups)](
-        qkv_NO,
-        q_norm_D,
-        k_norm_D,
-        cos_TD,
-        sin_TD,
-        positions_N,
-        kv_slots_N,
-        k_PSKD,
-        v_PSKF,
-        eps,
-        qkv_NO.stride(0),
-        slot_stride,
-        NUM_Q=num_q,
-        NUM_KV=num_kv,
-        HALF=head_dim // 2,
-        V_HALF=v_head_dim // 2,
-        WIDTH=_power_of_two_above(head_dim // 2),
-        V_WIDTH=_power_of_two_above(v_head_dim // 2),
-        GROUP=group,
-        V_NORM=v_norm,
-        num_warps=1,
-        **dependent_launch(qkv_NO.device),
-    )
+        qkv_NO, q_norm_D, k_norm_D, cos_TD, sin_TD, positions_N, kv_slots_N, k_PSKD, v_PSKF, eps,
+        qkv_NO.stride(0), slot_stride,
+        NUM_Q=num_q, NUM_KV=num_kv, HALF=head_dim // 2, V_HALF=v_head_dim // 2,
+        WIDTH=_power_of_two_above(head_dim // 2), V_WIDTH=_power_of_two_above(v_head_dim // 2), GROUP=group,
+        V_NORM=v_norm, num_warps=1, **dependent_launch(qkv_NO.device),
+    )  # fmt: skip
 
 
 def write_context(
@@ -119,24 +102,11 @@ def write_context(
     _check_rows(kv_NJD.flatten(1), head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
-        kv_NJD,
-        k_norm_LD,
-        cos_TD,
-        sin_TD,
-        positions_N,
-        kv_slots_N,
-        kv_LPS2KD,
-        eps,
-        kv_NJD.stride(0),
+        kv_NJD, k_norm_LD, cos_TD, sin_TD, positions_N, kv_slots_N, kv_LPS2KD, eps, kv_NJD.stride(0),
         kv_LPS2KD.stride(0),
-        NUM_LAYERS=num_layers,
-        NUM_KV=num_kv,
-        HALF=head_dim // 2,
-        WIDTH=_power_of_two_above(head_dim // 2),
-        GROUP=group,
-        num_warps=1,
-        **dependent_launch(kv_NJD.device),
-    )
+        NUM_LAYERS=num_layers, NUM_KV=num_kv, HALF=head_dim // 2, WIDTH=_power_of_two_above(head_dim // 2),
+        GROUP=group, num_warps=1, **dependent_launch(kv_NJD.device),
+    )  # fmt: skip
 
 
 def heads_per_program(head_dim: int, most_heads: int) -> int:
@@ -170,28 +140,11 @@ def _check_rows(heads_NO: Tensor, head_dim: int, cos_TD: Tensor | None, sin_TD: 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views with any alignment
 def _norm_rotate_write(
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    k_ptr,
-    v_ptr,
-    eps,
-    row_stride,
-    slot_stride,
-    NUM_Q: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HALF: tl.constexpr,
-    V_HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr, eps,
+    row_stride, slot_stride,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, V_HALF: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, GROUP: tl.constexpr, V_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     Q_GROUPS: tl.constexpr = (NUM_Q + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (NUM_KV + GROUP - 1) // GROUP
@@ -210,19 +163,9 @@ def _norm_rotate_write(
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
         _move(
-            fresh_k_ptr,
-            k_ptr + to,
-            group,
-            k_norm_ptr,
-            eps,
-            cos_ptr,
-            sin_ptr,
-            NUM_KV,
-            HALF,
-            WIDTH,
-            GROUP,
+            fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP,
             False,
-        )
+        )  # fmt: skip
     else:
         group -= Q_GROUPS + KV_GROUPS
         _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, V_HALF, V_WIDTH, GROUP, V_NORM)
@@ -230,23 +173,10 @@ def _norm_rotate_write(
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _write_context(
-    kv_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    pages_ptr,
-    eps,
-    row_stride,
-    layer_stride,
-    NUM_LAYERS: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, pages_ptr, eps, row_stride, layer_stride,
+    NUM_LAYERS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     KEYS: tl.constexpr = NUM_KV * 2 * HALF  # elements of one layer's keys
     KV_GROUPS: tl.constexpr = (NUM_KV + GROUP - 1) // GROUP
@@ -268,19 +198,10 @@ def _write_context(
 
 @triton.jit
 def _move(
-    from_ptr,
-    to_ptr,
-    group,
-    norm_ptr,
-    eps,
-    cos_ptr,
-    sin_ptr,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    from_ptr, to_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     PLAIN_NORM: tl.constexpr,
-):
+):  # fmt: skip
     """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it."""
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)

@@ -172,50 +172,14 @@ def _check_latents(q_NQD: Tensor, q_tail_NQC: Tensor, k_PSKD: Tensor, kind: Atte
     ]
 )
 def _attend(
-    q_ptr,
-    q_tail_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    sinks_ptr,
-    max_ptr,
-    sum_ptr,
-    partial_ptr,
-    arrived_ptr,
-    work_ptr,
-    slots_ptr,
-    cu_rows_ptr,
-    kv_lengths_ptr,
-    page_table_ptr,
-    scale,
-    num_rows,
-    num_requests,
-    q_row_stride,
-    q_head_stride,
-    tail_row_stride,
-    tail_head_stride,
-    page_stride,
-    token_stride,
-    kv_head_stride,
-    table_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-    TAIL_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIRST_KEY: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    RUN_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, q_tail_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, max_ptr, sum_ptr, partial_ptr, arrived_ptr, work_ptr,
+    slots_ptr, cu_rows_ptr, kv_lengths_ptr, page_table_ptr, scale, num_rows, num_requests, q_row_stride,
+    q_head_stride, tail_row_stride, tail_head_stride, page_stride, token_stride, kv_head_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, TAIL: tl.constexpr, TAIL_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    FIRST_KEY: tl.constexpr, SPLIT_TILES: tl.constexpr, RUN_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
     wait_for_predecessor(PDL)
@@ -271,22 +235,9 @@ def _attend(
             )
             queries = (q_RD, q_tail_RC, first + token_R, scale * _LOG2_E)
             m_R, l_R, o_RF = attend_piece(
-                queries,
-                keys,
-                lo,
-                hi,
-                DIM,
-                V_DIM,
-                V_WIDTH,
-                TAIL,
-                PAGE,
-                BLOCK_KEYS,
-                CAUSAL,
-                WINDOW,
-                FIRST_KEY,
-                SPLIT_TILES,
-                RUN_SPLITS,
-            )
+                queries, keys, lo, hi, DIM, V_DIM, V_WIDTH, TAIL, PAGE, BLOCK_KEYS, CAUSAL, WINDOW, FIRST_KEY,
+                SPLIT_TILES, RUN_SPLITS,
+            )  # fmt: skip
             begin = tile_lo // piece_tiles
             end = tl.cdiv(tile_hi, piece_tiles)
             out_R = (row_R * HEADS + head_R) * V_DIM
@@ -299,44 +250,16 @@ def _attend(
                 parts = (max_ptr, sum_ptr, partial_ptr)
                 store_part(parts, slot, m_R, l_R, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
                 _finish_tile(
-                    parts,
-                    arrived_ptr,
-                    origin,
-                    piece,
-                    begin,
-                    end,
-                    run_pieces,
-                    out_ptr,
-                    out_R,
-                    sinks_ptr,
-                    head_R,
-                    real_R,
-                    KV_HEADS,
-                    BLOCK_ROWS,
-                    V_DIM,
-                    V_WIDTH,
-                )
+                    parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr,
+                    head_R, real_R, KV_HEADS, BLOCK_ROWS, V_DIM, V_WIDTH,
+                )  # fmt: skip
 
 
 @triton.jit
 def _finish_tile(
-    parts,
-    arrived_ptr,
-    origin,
-    piece,
-    begin,
-    end,
-    run_pieces,
-    out_ptr,
-    out_R,
-    sinks_ptr,
-    head_R,
-    real_R,
-    KV_HEADS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-):
+    parts, arrived_ptr, origin, piece, begin, end, run_pieces, out_ptr, out_R, sinks_ptr, head_R, real_R,
+    KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
     """Add up what this piece completes: its run, and possibly the tile of pieces begin..end-1."""
     run_begin = tl.maximum(begin, piece // run_pieces * run_pieces)
     run_end = tl.minimum(end, piece // run_pieces * run_pieces + run_pieces)

@@ -55,15 +55,7 @@ def is_last(arrived_ptr, expected):
 
 @triton.jit
 def add_slots(
-    parts,
-    origin,
-    begin,
-    end,
-    step,
-    real_R,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
+    parts, origin, begin, end, step, real_R, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
     """Add up part `begin`, then the multiples of `step` below `end`, in this order.
 

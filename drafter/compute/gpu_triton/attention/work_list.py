@@ -67,22 +67,12 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     most = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)
     _list_work[(1,)](
-        rows.cu_rows,
-        rows.kv_lengths_B,
-        values,
-        num_requests,
-        workspace.num_programs,
-        workspace.num_slots(plan.block_rows),
-        kind.most_rows,
-        KV_HEADS=kind.num_kv_heads,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_KEYS=plan.block_keys,
-        TILE_TOKENS=plan.tile_tokens,
-        WINDOW=kind.window or 0,
-        SPLIT_KEYS=plan.split_keys,
-        RUN_SPLITS=plan.run_splits,
-        **dependent_launch(values.device),
-    )
+        rows.cu_rows, rows.kv_lengths_B, values, num_requests, workspace.num_programs,
+        workspace.num_slots(plan.block_rows), kind.most_rows,
+        KV_HEADS=kind.num_kv_heads, BLOCK_ROWS=plan.block_rows, BLOCK_KEYS=plan.block_keys,
+        TILE_TOKENS=plan.tile_tokens, WINDOW=kind.window or 0, SPLIT_KEYS=plan.split_keys,
+        RUN_SPLITS=plan.run_splits, **dependent_launch(values.device),
+    )  # fmt: skip
     return WorkList(kind, plan, workspace, values, min(most, workspace.num_programs))
 
 
@@ -97,22 +87,10 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     ]
 )
 def _list_work(
-    cu_rows_ptr,
-    kv_lengths_ptr,
-    work_ptr,
-    num_requests,
-    num_programs,
-    num_slots,
-    most_rows,
-    KV_HEADS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    RUN_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    cu_rows_ptr, kv_lengths_ptr, work_ptr, num_requests, num_programs, num_slots, most_rows,
+    KV_HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     length_J = _lengths(BLOCK_KEYS, SPLIT_KEYS, RUN_SPLITS)
     pairs_J = tl.zeros([_LENGTHS], tl.int32)
@@ -168,14 +146,9 @@ def _lengths(BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.
 
 @triton.jit
 def _requests(
-    cu_rows_ptr,
-    kv_lengths_ptr,
-    request_B,
-    num_requests,
-    most_rows,
-    TILE_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, most_rows,
+    TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Return tiles of rows (0 for requests with too many), and the first and last visible key."""
     there_B = request_B < num_requests
     rows_B = tl.load(cu_rows_ptr + request_B + 1, mask=there_B, other=0)

@@ -81,26 +81,17 @@ def run_chunks(
     is_fp32 = mixed_NO.dtype is torch.float32
     how["KEY_WIDTH"] = max(how["KEY_WIDTH"], _FEWEST)
     _prepare[(num_requests, num_chunks, heads)](
-        *given,
-        *prepared_2NVM,
-        **how,
-        PRODUCT="ieee" if is_fp32 else "tf32",
-        num_warps=_PREPARING_WARPS,
-        **dependent_launch(device),
-    )
+        *given, *prepared_2NVM,
+        **how, PRODUCT="ieee" if is_fp32 else "tf32", num_warps=_PREPARING_WARPS, **dependent_launch(device),
+    )  # fmt: skip
     columns = min(
         _COLUMNS_FP32 if is_fp32 else _COLUMNS, max(triton.next_power_of_2(kind.value_dim), _FEWEST)
     )
     _run_chunks[(num_requests, heads, triton.cdiv(kind.value_dim, columns))](
-        *given,
-        *prepared_2NVM,
-        read_NVF,
-        **how,
-        PRODUCT="tf32x3" if is_fp32 else "tf32",
-        COLUMNS=columns,
-        num_stages=_STAGES,
+        *given, *prepared_2NVM, read_NVF,
+        **how, PRODUCT="tf32x3" if is_fp32 else "tf32", COLUMNS=columns, num_stages=_STAGES,
         **dependent_launch(device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -108,36 +99,12 @@ def run_chunks(
     do_not_specialize_on_alignment=["slots", "cu_rows", "num_drafts", "pendings", "firsts", "saves"],
 )
 def _prepare(
-    mixed,
-    qkv,
-    rates,
-    dt_biases,
-    states,
-    k_records,
-    u_records,
-    g_records,
-    slots,
-    cu_rows,
-    num_drafts,
-    pendings,
-    firsts,
-    saves,
-    saves_stride,
-    row_stride,
-    writes,
-    reads,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-    SAVES: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, qkv, rates, dt_biases, states, k_records, u_records, g_records, slots, cu_rows, num_drafts,
+    pendings, firsts, saves, saves_stride, row_stride, writes, reads,
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr, SAVES: tl.constexpr, KEY_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_ROWS: tl.constexpr, PRODUCT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute T and P of a chunk and a head, one row of them per row."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
@@ -180,38 +147,12 @@ def _prepare(
     do_not_specialize_on_alignment=["slots", "cu_rows", "num_drafts", "pendings", "firsts", "saves"],
 )
 def _run_chunks(
-    mixed,
-    qkv,
-    rates,
-    dt_biases,
-    states,
-    k_records,
-    u_records,
-    g_records,
-    slots,
-    cu_rows,
-    num_drafts,
-    pendings,
-    firsts,
-    saves,
-    saves_stride,
-    row_stride,
-    writes,
-    reads,
-    read,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-    SAVES: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, qkv, rates, dt_biases, states, k_records, u_records, g_records, slots, cu_rows, num_drafts,
+    pendings, firsts, saves, saves_stride, row_stride, writes, reads, read,
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr, SAVES: tl.constexpr, KEY_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_ROWS: tl.constexpr, PRODUCT: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Run some columns of a head's state through all of a request's chunks."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
@@ -280,17 +221,9 @@ def _keys(qkv, at_M, is_row_M, d_D, head, CHANNELS: tl.constexpr, KEY_DIM: tl.co
 
 @triton.jit
 def _gates(
-    mixed,
-    rates,
-    dt_biases,
-    at_M,
-    is_row_M,
-    row_stride,
-    head,
-    CHANNELS: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
+    mixed, rates, dt_biases, at_M, is_row_M, row_stride, head,
+    CHANNELS: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
     """Return g and beta; 0 for missing rows, which then change nothing."""
     a_head = mixed + at_M * row_stride + CHANNELS + VALUES * VALUE_DIM + head
     b_M = tl.load(a_head, mask=is_row_M, other=0.0)

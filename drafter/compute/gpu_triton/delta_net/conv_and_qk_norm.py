@@ -46,32 +46,14 @@ def take_in(
     qkv_NC = torch.empty(len(mixed_NO), kind.channels, dtype=torch.float32, device=mixed_NO.device)
     heads = 2 * kind.num_key_heads + kind.num_value_heads
     _take_in[(len(rows.slots_R), triton.cdiv(rows.max_rows, _ROWS), heads)](
-        mixed_NO,
-        shape.kernel_CT,
-        memory.windows_LZWC[layer],
-        memory.x_LZPC[layer],
-        qkv_NC,
-        rows.slots_R,
-        rows.cu_rows_R1,
-        rows.num_drafts_R,
-        rows.pending_R,
-        rows.first_R,
-        rows.saves_2RM,
-        0 if rows.saves_2RM is None else rows.saves_2RM.stride(0),
-        mixed_NO.stride(0),
-        KEYS=kind.num_key_heads,
-        KEY_DIM=kind.key_dim,
-        VALUES=kind.num_value_heads,
-        VALUE_DIM=kind.value_dim,
-        WIDTH=triton.next_power_of_2(max(kind.key_dim, kind.value_dim)),
-        TAPS=kind.taps,
-        MAX_DRAFTS=memory.max_drafts,
-        DRAFTS=triton.next_power_of_2(max(memory.max_drafts, 1)),
-        SAVES=MAX_SAVES,
-        EPS=EPS,
-        ROWS=_ROWS,
-        **dependent_launch(mixed_NO.device),
-    )
+        mixed_NO, shape.kernel_CT, memory.windows_LZWC[layer], memory.x_LZPC[layer], qkv_NC, rows.slots_R,
+        rows.cu_rows_R1, rows.num_drafts_R, rows.pending_R, rows.first_R, rows.saves_2RM,
+        0 if rows.saves_2RM is None else rows.saves_2RM.stride(0), mixed_NO.stride(0),
+        KEYS=kind.num_key_heads, KEY_DIM=kind.key_dim, VALUES=kind.num_value_heads, VALUE_DIM=kind.value_dim,
+        WIDTH=triton.next_power_of_2(max(kind.key_dim, kind.value_dim)), TAPS=kind.taps,
+        MAX_DRAFTS=memory.max_drafts, DRAFTS=triton.next_power_of_2(max(memory.max_drafts, 1)),
+        SAVES=MAX_SAVES, EPS=EPS, ROWS=_ROWS, **dependent_launch(mixed_NO.device),
+    )  # fmt: skip
     return qkv_NC
 
 
@@ -80,32 +62,12 @@ def take_in(
     do_not_specialize_on_alignment=["slots", "cu_rows", "num_drafts", "pendings", "firsts", "saves"],
 )
 def _take_in(
-    mixed,
-    kernel,
-    windows,
-    inputs,
-    qkv,
-    slots,
-    cu_rows,
-    num_drafts,
-    pendings,
-    firsts,
-    saves,
-    saves_stride,
+    mixed, kernel, windows, inputs, qkv, slots, cu_rows, num_drafts, pendings, firsts, saves, saves_stride,
     row_stride,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    SAVES: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, MAX_DRAFTS: tl.constexpr, DRAFTS: tl.constexpr,
+    SAVES: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     WINDOW: tl.constexpr = TAPS - 1

@@ -21,11 +21,7 @@ _ROWS, _COLUMNS = 4, 256  # per program
 
 
 def convolve(
-    x_NH: Tensor,
-    dynamic_NTC: Tensor,
-    base_TH: Tensor,
-    owners_N: Tensor,
-    residual_NH: Tensor | None = None,
+    x_NH: Tensor, dynamic_NTC: Tensor, base_TH: Tensor, owners_N: Tensor, residual_NH: Tensor | None = None
 ) -> Tensor:
     """Convolve rows; see `blocks.dflash2_block.convolve`."""
     num_rows, hidden = x_NH.shape
@@ -35,44 +31,21 @@ def convolve(
     y_NH = torch.empty_like(x_NH)
     if num_rows:
         _convolve[triton.cdiv(num_rows, _ROWS), triton.cdiv(hidden, _COLUMNS)](
-            x_NH,
-            dynamic_NTC,
-            base_TH,
-            owners_N,
-            residual_NH,
-            y_NH,
-            num_rows,
-            dynamic_NTC.stride(0),
+            x_NH, dynamic_NTC, base_TH, owners_N, residual_NH, y_NH, num_rows, dynamic_NTC.stride(0),
             dynamic_NTC.stride(1),
-            HIDDEN=hidden,
-            GROUP=hidden // num_groups,
-            TAPS=num_taps,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
+            HIDDEN=hidden, GROUP=hidden // num_groups, TAPS=num_taps, ROWS=_ROWS, COLUMNS=_COLUMNS,
             **dependent_launch(x_NH.device),
-        )
+        )  # fmt: skip
     return y_NH
 
 
 # The second side's kernels may begin at any alignment; owners may be a view.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["dynamic", "owners"])
 def _convolve(
-    x,
-    dynamic,
-    base,
-    owners,
-    residual,
-    y,
-    num_rows,
-    row_stride,
-    tap_stride,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, dynamic, base, owners, residual, y, num_rows, row_stride, tap_stride,
+    HIDDEN: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_predecessor(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

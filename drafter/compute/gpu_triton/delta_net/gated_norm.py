@@ -37,32 +37,13 @@ def gate_outputs(
     y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)
     grid = (len(rows.slots_R) + 1, triton.cdiv(rows.max_rows, _ROWS), kind.num_value_heads)
     _gate_outputs[grid](
-        read_NVF,
-        mixed_NO,
-        qkv_NC,
-        shape.norm_F,
-        shape.rate_V,
-        shape.dt_bias_V,
-        memory.k_LZPKD[layer],
-        memory.g_LZPV[layer],
-        y_NG,
-        rows.slots_R,
-        rows.cu_rows_R1,
-        rows.num_drafts_R,
-        shape.eps,
-        len(rows.slots_R),
-        len(mixed_NO),
-        mixed_NO.stride(0),
-        KEYS=kind.num_key_heads,
-        KEY_DIM=kind.key_dim,
-        VALUES=kind.num_value_heads,
-        VALUE_DIM=kind.value_dim,
-        KEY_WIDTH=triton.next_power_of_2(kind.key_dim),
-        VALUE_WIDTH=triton.next_power_of_2(kind.value_dim),
-        MAX_DRAFTS=memory.max_drafts,
-        ROWS=_ROWS,
-        **dependent_launch(mixed_NO.device),
-    )
+        read_NVF, mixed_NO, qkv_NC, shape.norm_F, shape.rate_V, shape.dt_bias_V, memory.k_LZPKD[layer],
+        memory.g_LZPV[layer], y_NG, rows.slots_R, rows.cu_rows_R1, rows.num_drafts_R, shape.eps,
+        len(rows.slots_R), len(mixed_NO), mixed_NO.stride(0),
+        KEYS=kind.num_key_heads, KEY_DIM=kind.key_dim, VALUES=kind.num_value_heads, VALUE_DIM=kind.value_dim,
+        KEY_WIDTH=triton.next_power_of_2(kind.key_dim), VALUE_WIDTH=triton.next_power_of_2(kind.value_dim),
+        MAX_DRAFTS=memory.max_drafts, ROWS=_ROWS, **dependent_launch(mixed_NO.device),
+    )  # fmt: skip
     return y_NG
 
 
@@ -71,32 +52,12 @@ def gate_outputs(
     do_not_specialize_on_alignment=["slots", "cu_rows", "num_drafts"],
 )
 def _gate_outputs(
-    read,
-    mixed,
-    qkv,
-    norm,
-    rates,
-    dt_biases,
-    k_records,
-    g_records,
-    y,
-    slots,
-    cu_rows,
-    num_drafts,
-    eps,
-    num_requests,
-    num_rows,
-    row_stride,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    read, mixed, qkv, norm, rates, dt_biases, k_records, g_records, y, slots, cu_rows, num_drafts, eps,
+    num_requests, num_rows, row_stride,
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, MAX_DRAFTS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Process rows of a request, or of padding, which is treated as one more request."""
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM

@@ -53,14 +53,10 @@ def run_rows(
     kind = shape.geometry
     columns = min(_COLUMNS, triton.next_power_of_2(kind.value_dim))
     _run_rows[(len(rows.slots_R), kind.num_value_heads, triton.cdiv(kind.value_dim, columns))](
-        *operands(mixed_NO, qkv_NC, shape, rows, memory, layer),
-        read_NVF,
-        **sizes(shape, memory),
-        MOST_ROWS=2**30 if all_rows else MOST_ROWS,
-        COLUMNS=columns,
-        num_warps=1,
+        *operands(mixed_NO, qkv_NC, shape, rows, memory, layer), read_NVF,
+        **sizes(shape, memory), MOST_ROWS=2**30 if all_rows else MOST_ROWS, COLUMNS=columns, num_warps=1,
         **dependent_launch(mixed_NO.device),
-    )
+    )  # fmt: skip
 
 
 def operands(
@@ -110,34 +106,12 @@ def sizes(shape: DeltaNetShape, memory: StateMemory) -> dict[str, Any]:
     do_not_specialize_on_alignment=["slots", "cu_rows", "num_drafts", "pendings", "firsts", "saves"],
 )
 def _run_rows(
-    mixed,
-    qkv,
-    rates,
-    dt_biases,
-    states,
-    k_records,
-    u_records,
-    g_records,
-    slots,
-    cu_rows,
-    num_drafts,
-    pendings,
-    firsts,
-    saves,
-    saves_stride,
-    row_stride,
-    read,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-    SAVES: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, qkv, rates, dt_biases, states, k_records, u_records, g_records, slots, cu_rows, num_drafts,
+    pendings, firsts, saves, saves_stride, row_stride, read,
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr, SAVES: tl.constexpr, KEY_WIDTH: tl.constexpr, MOST_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, head = tl.program_id(0), tl.program_id(1)
@@ -222,20 +196,10 @@ def decay_of(a, rate, dt_bias):
 
 @triton.jit
 def load_folded(
-    states,
-    records,
-    slot,
-    key,
-    head,
-    pending,
-    d_D,
-    f_F,
-    KEYS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    states, records, slot, key, head, pending, d_D, f_F,
+    KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
-):
+):  # fmt: skip
     """Return columns [D, F] of a slot's state after folding the first `pending` of its records (k, u, g)."""
     k_records, u_records, g_records = records
     inside_DF = (d_D < KEY_DIM)[:, None] & (f_F < VALUE_DIM)[None, :]
@@ -257,17 +221,9 @@ def load_folded(
 
 @triton.jit
 def store_state(
-    states,
-    slot,
-    state_DF,
-    wanted,
-    head,
-    d_D,
-    f_F,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
+    states, slot, state_DF, wanted, head, d_D, f_F,
+    KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
     """Store the state if `wanted`, as a mask: a branch would prevent pipelining of the loop."""
     inside_DF = (d_D < KEY_DIM)[:, None] & (f_F < VALUE_DIM)[None, :] & wanted
     at_DF = d_D[:, None] * VALUE_DIM + f_F[None, :]
@@ -276,18 +232,9 @@ def store_state(
 
 @triton.jit
 def store_saves(
-    lists,
-    position,
-    states,
-    state_DF,
-    head,
-    d_D,
-    f_F,
-    KEY_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    SAVES: tl.constexpr,
-):
+    lists, position, states, state_DF, head, d_D, f_F,
+    KEY_DIM: tl.constexpr, VALUES: tl.constexpr, VALUE_DIM: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
     """Store the state in the slots that the request's saves name for this position.
 
     `lists` is the saves' address and the stride from positions to slots.

@@ -35,28 +35,18 @@ def gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
     product_NI = gate_up_NI2.new_empty((num_rows, inner))
     block = min(1 << (inner - 1).bit_length(), _BLOCK)
     _gate_mul[(num_rows, triton.cdiv(inner, block))](
-        gate_up_NI2,
-        product_NI,
-        gate_up_NI2.stride(0),
-        INNER=inner,
-        BLOCK=block,
-        GELU=activation == "gelu_tanh",
-        num_warps=4,
+        gate_up_NI2, product_NI, gate_up_NI2.stride(0),
+        INNER=inner, BLOCK=block, GELU=activation == "gelu_tanh", num_warps=4,
         **dependent_launch(gate_up_NI2.device),
-    )
+    )  # fmt: skip
     return product_NI
 
 
 @triton.jit
 def _gate_mul(
-    gate_up_ptr,
-    product_ptr,
-    row_stride,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up_ptr, product_ptr, row_stride,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = product_ptr.dtype.element_ty

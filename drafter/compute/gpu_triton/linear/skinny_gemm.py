@@ -37,7 +37,7 @@ _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 a
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A norm to apply to x on load: fp32 partial sums of its rows' squares; the weight may be wider than x."""
+    """A norm to apply to x on load: fp32 partial sums of rows' squares; the weight may be wider."""
 
     squares_NT: Tensor
     weight_K: Tensor
@@ -85,79 +85,28 @@ def multiply(
     step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # per tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
-        x_NK,
-        weight_PLRK,
-        scale_O,
-        bias_O,
-        residual_NO,
-        y_NO,
-        None if norm is None else norm.weight_K,
-        None if norm is None else norm.squares_NT,
-        squares_NT,
-        workspace.sums_E,
-        workspace.arrived_E,
-        0.0 if norm is None else norm.eps,
-        num_rows,
-        x_NK.stride(0),
-        0 if residual_NO is None else residual_NO.stride(0),
-        weight_PLRK.stride(0),
-        weight_PLRK.stride(1),
+        x_NK, weight_PLRK, scale_O, bias_O, residual_NO, y_NO, None if norm is None else norm.weight_K,
+        None if norm is None else norm.squares_NT, squares_NT, workspace.sums_E, workspace.arrived_E,
+        0.0 if norm is None else norm.eps, num_rows, x_NK.stride(0),
+        0 if residual_NO is None else residual_NO.stride(0), weight_PLRK.stride(0), weight_PLRK.stride(1),
         weight_PLRK.stride(2),
-        INPUTS=inputs,
-        OUTPUTS=outputs,
-        LAYERS=layers,
-        SPAN=span,
-        GATED=activation is not None,
-        GELU=activation == "gelu_tanh",
-        SQUARES=1 if norm is None else norm.squares_NT.shape[1],
-        SPLITS=plan.splits,
-        SPLIT_TILES=split_tiles,
-        PROGRAMS=programs,
-        ROWS=tile,
-        COLUMNS=COLUMNS,
-        STEP=step,
-        num_warps=4,
-        num_stages=stages,
-        **dependent_launch(x_NK.device),
-    )
+        INPUTS=inputs, OUTPUTS=outputs, LAYERS=layers, SPAN=span, GATED=activation is not None,
+        GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
+        SPLITS=plan.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS, STEP=step,
+        num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
+    )  # fmt: skip
     return y_NO
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    norm_ptr,
-    squares_ptr,
-    new_squares_ptr,
-    sums_ptr,
-    arrived_ptr,
-    eps,
-    num_rows,
-    x_stride,
-    residual_stride,
-    part_stride,
-    layer_stride,
-    row_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    SQUARES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, norm_ptr, squares_ptr, new_squares_ptr,
+    sums_ptr, arrived_ptr, eps, num_rows, x_stride, residual_stride, part_stride, layer_stride, row_stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, LAYERS: tl.constexpr, SPAN: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, SQUARES: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute a tile of y, or a split of one; rows and columns out of range are not written."""
     wait_for_predecessor(PDL)
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
@@ -206,16 +155,10 @@ def _multiply(
 
 @triton.jit
 def _weight_rows(
-    tile,
-    part_stride,
-    layer_stride,
-    row_stride,
-    OUTPUTS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GATED: tl.constexpr,
+    tile, part_stride, layer_stride, row_stride,
+    OUTPUTS: tl.constexpr, LAYERS: tl.constexpr, SPAN: tl.constexpr, GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Return the offsets and indices of the rows of a weight's tile; a gate's rows alternate gate and up."""
     lane_C = tl.arange(0, COLUMNS)
     if GATED:
@@ -232,20 +175,9 @@ def _weight_rows(
 
 @triton.jit
 def _finish(
-    sum_CM,
-    tile,
-    row_M,
-    real_M,
-    residual_ptr,
-    residual_stride,
-    y_ptr,
-    squares_ptr,
-    OUTPUTS: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    sum_CM, tile, row_M, real_M, residual_ptr, residual_stride, y_ptr, squares_ptr,
+    OUTPUTS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Apply gate and residual to a tile, rounding in between; write it and its sums of squares."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y_CM = sum_CM.to(dtype)
@@ -281,18 +213,10 @@ def _scales(squares_ptr, row_M, eps, INPUTS: tl.constexpr, SQUARES: tl.constexpr
 
 @triton.jit
 def _sum_split(
-    x_ptrs_M,
-    weight_ptrs_C,
-    norm_ptr,
-    scale_M,
-    split,
-    INPUTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
+    INPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return one split's product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     dtype: tl.constexpr = x_ptrs_M.dtype.element_ty

@@ -68,28 +68,13 @@ def multiply_tiles(
         x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
     cut = cut_weight(height, y_PO.dtype, packed=packed)
     _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
-        x_RK,
-        weights_EOK.blocks_EOBJ if packed else weights_EOK,
-        weights_EOK.scales_EOB if packed else None,
-        bias_EO,
-        y_PO,
-        tiles.pairs_TM,
-        tiles.experts_T,
-        tiles.count_1,
-        0.0 if limit is None else limit,
-        tiles.num_pairs,
-        x_RK.stride(0),
-        PLACES=tiles.num_pairs // rows,
-        INPUTS=inputs,
-        OUTPUTS=outputs,
-        ACTIVATION=activation,
-        HEIGHT=height,
-        COLUMNS=cut.columns,
-        STEP=cut.step,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        x_RK, weights_EOK.blocks_EOBJ if packed else weights_EOK, weights_EOK.scales_EOB if packed else None,
+        bias_EO, y_PO, tiles.pairs_TM, tiles.experts_T, tiles.count_1, 0.0 if limit is None else limit,
+        tiles.num_pairs, x_RK.stride(0),
+        PLACES=tiles.num_pairs // rows, INPUTS=inputs, OUTPUTS=outputs, ACTIVATION=activation, HEIGHT=height,
+        COLUMNS=cut.columns, STEP=cut.step, num_warps=cut.warps, num_stages=cut.stages,
         **dependent_launch(x_RK.device),
-    )
+    )  # fmt: skip
     return y_PO
 
 
@@ -106,43 +91,20 @@ def add_up(
     y_NH = outputs_PH.new_empty((num_rows, width))
     block = min(triton.next_power_of_2(width), _SUM_BLOCK)
     _add_up[(num_rows, triton.cdiv(width, block))](
-        outputs_PH,
-        expert_ids_Nk,
-        weights_Nk,
-        y_NH,
-        FIRST=first_expert,
-        EXPERTS=num_experts,
-        PLACES=places,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=4,
+        outputs_PH, expert_ids_Nk, weights_Nk, y_NH,
+        FIRST=first_expert, EXPERTS=num_experts, PLACES=places, WIDTH=width, BLOCK=block, num_warps=4,
         **dependent_launch(outputs_PH.device),
-    )
+    )  # fmt: skip
     return y_NH
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_tiles(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    y_ptr,
-    pairs_ptr,
-    experts_ptr,
-    count_ptr,
-    limit,
-    num_pairs,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, pairs_ptr, experts_ptr, count_ptr, limit, num_pairs,
     x_stride,
-    PLACES: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PLACES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     tile = tl.program_id(0)
     if tile >= tl.load(count_ptr):
@@ -170,14 +132,9 @@ def _multiply_tiles(
 
 @triton.jit
 def _sum_plain(
-    x_ptrs_M,
-    weight_ptrs_C,
-    real_M,
-    INPUTS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x_ptrs_M, weight_ptrs_C, real_M,
+    INPUTS: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return the product, transposed: weight rows fill the instruction's M dimension."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
     for start in range(0, INPUTS, STEP):
@@ -196,17 +153,10 @@ def _sum_plain(
 
 @triton.jit
 def _sum_packed(
-    x_ptrs_M,
-    weight_ptrs_C,
-    scale_ptrs_C,
-    real_M,
-    scale_dtype: tl.constexpr,
-    dtype: tl.constexpr,
-    INPUTS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    x_ptrs_M, weight_ptrs_C, scale_ptrs_C, real_M,
+    scale_dtype: tl.constexpr, dtype: tl.constexpr, INPUTS: tl.constexpr, HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return the product with packed weights; even and odd inputs are multiplied separately."""
     sum_CM = tl.zeros([COLUMNS, HEIGHT], tl.float32)
     WORDS: tl.constexpr = STEP // 2
@@ -231,16 +181,9 @@ def _sum_packed(
 
 @triton.jit
 def _finish(
-    sum_CM,
-    pair_M,
-    real_M,
-    limit,
-    y_ptr,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    sum_CM, pair_M, real_M, limit, y_ptr,
+    OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Round, apply the activation, and write each pair to its place."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y_CM = sum_CM.to(dtype)
@@ -259,17 +202,10 @@ def _finish(
 
 @triton.jit
 def _add_up(
-    outputs_ptr,
-    ids_ptr,
-    weights_ptr,
-    y_ptr,
-    FIRST: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    PLACES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    outputs_ptr, ids_ptr, weights_ptr, y_ptr,
+    FIRST: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column_H = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

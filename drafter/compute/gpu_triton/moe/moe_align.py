@@ -65,38 +65,19 @@ def list_tiles(
         num_pairs,
     )
     _list_tiles[(num_experts,)](
-        expert_ids_Nk,
-        tiles.pairs_TM,
-        tiles.experts_T,
-        tiles.count_1,
-        reads_1,
-        num_pairs,
-        FIRST=first_expert,
-        EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        HEIGHT=height,
-        CHUNK=_CHUNK,
-        num_warps=4,
-        **dependent_launch(expert_ids_Nk.device),
-    )
+        expert_ids_Nk, tiles.pairs_TM, tiles.experts_T, tiles.count_1, reads_1, num_pairs,
+        FIRST=first_expert, EXPERTS=num_experts, BINS=triton.next_power_of_2(num_experts + 1), HEIGHT=height,
+        CHUNK=_CHUNK, num_warps=4, **dependent_launch(expert_ids_Nk.device),
+    )  # fmt: skip
     return tiles
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _list_tiles(
-    ids_ptr,
-    pairs_ptr,
-    experts_ptr,
-    count_ptr,
-    reads_ptr,
-    num_pairs,
-    FIRST: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ids_ptr, pairs_ptr, experts_ptr, count_ptr, reads_ptr, num_pairs,
+    FIRST: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, HEIGHT: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """List one expert's tiles, after counting all experts' pairs to find where its own begin."""
     wait_for_predecessor(PDL)
     expert = tl.program_id(0)

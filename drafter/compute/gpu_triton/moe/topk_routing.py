@@ -37,48 +37,22 @@ def choose(
     if num_rows == 0:
         return ids_Nk, weights_Nk
     _choose[(num_rows,)](
-        logits_NE,
-        correction_E,
-        expert_scale_E,
-        ids_Nk,
-        weights_Nk,
-        rule.scale,
-        logits_NE.stride(0),
-        EXPERTS=num_experts,
-        LANES=triton.next_power_of_2(num_experts),
-        CHOSEN=rule.top_k,
-        CHOSEN_LANES=triton.next_power_of_2(rule.top_k),
-        SIGMOID=rule.score == "sigmoid",
-        CHOOSE_FIRST=rule.choose_first,
-        RENORMALIZE=rule.renormalize,
-        GROUPS=rule.groups,
-        TOP_GROUPS=rule.top_groups,
-        num_warps=1,
-        **dependent_launch(logits_NE.device),
-    )
+        logits_NE, correction_E, expert_scale_E, ids_Nk, weights_Nk, rule.scale, logits_NE.stride(0),
+        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), CHOSEN=rule.top_k,
+        CHOSEN_LANES=triton.next_power_of_2(rule.top_k), SIGMOID=rule.score == "sigmoid",
+        CHOOSE_FIRST=rule.choose_first, RENORMALIZE=rule.renormalize, GROUPS=rule.groups,
+        TOP_GROUPS=rule.top_groups, num_warps=1, **dependent_launch(logits_NE.device),
+    )  # fmt: skip
     return ids_Nk, weights_Nk
 
 
 @triton.jit
 def _choose(
-    logits_ptr,
-    correction_ptr,
-    expert_scale_ptr,
-    ids_ptr,
-    weights_ptr,
-    scale,
-    row_stride,
-    EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    CHOSEN_LANES: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    CHOOSE_FIRST: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, correction_ptr, expert_scale_ptr, ids_ptr, weights_ptr, scale, row_stride,
+    EXPERTS: tl.constexpr, LANES: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_LANES: tl.constexpr,
+    SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert_E = tl.arange(0, LANES)
